@@ -1,0 +1,1 @@
+"""A compact reference trainer for LLM policies on environments that can be forked."""

@@ -1,0 +1,54 @@
+"""Checkpoints: a folder that transformers can load, plus the trainer's state, replaced all at once.
+
+Everything random in a run is keyed by (seed, step), so weights, optimizer and counters are the whole state.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STATE = "trainer_state.pt"
+
+
+class CheckpointError(ValueError):
+    """The folder is not a checkpoint of this run; the message names the file and the field."""
+
+
+def save_checkpoint(folder: Path, model: Any, tokenizer: Any, state: dict[str, Any]) -> None:
+    """Write beside ``folder`` and then swap: a crash leaves the old checkpoint or the new one."""
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.save_pretrained(fresh)
+    tokenizer.save_pretrained(fresh)
+    torch.save(state, fresh / STATE)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The trainer's state; the weights are loaded from the folder by transformers.
+
+    Raises:
+        CheckpointError: no checkpoint there, or not one of this trainer.
+    """
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():
+        old.rename(folder)  # a crash between the two renames of a save
+    path = folder / STATE
+    if not path.exists():
+        raise CheckpointError(f"{path}: expected the state of a run to resume, found no such file")
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch raises many types on files that are not its own
+        raise CheckpointError(f"{path}: cannot be read as a trainer's state: {error}") from error
+    missing = {"args", "stage", "step", "counters", "entropies", "scores", "optimizer"} - set(state)
+    if missing:
+        raise CheckpointError(f"{path}: lacks {', '.join(sorted(missing))}")
+    return state

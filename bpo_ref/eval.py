@@ -1,0 +1,170 @@
+"""Success on a fixed panel of tasks, with fixed seeds: the same episodes whoever asks, in however many processes.
+
+    python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint --env-kwargs games=valid_seen --episodes 140
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import yaml
+
+from sandboxgym.tree import Envs, Policy, Schedule, rollout
+
+
+@dataclass(frozen=True)
+class Score:
+    """Outcome of a panel."""
+
+    successes: int
+    n: int
+    turns: float
+    """Mean turns of an episode."""
+    tokens: float
+    """Mean generated tokens of an episode."""
+    invalid: float
+    """Share of actions that the environment did not understand."""
+    by_type: dict[str, tuple[int, int]]
+    """Successes and episodes of each task type."""
+
+    @property
+    def rate(self) -> float:
+        """Share of successes."""
+        return self.successes / self.n
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson score interval of the success rate."""
+        z, p, n = 1.96, self.rate, self.n
+        centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))
+
+
+def make_env(env_id: str, kwargs: Sequence[str], max_turns: int) -> gym.Env[Any, Any]:
+    """``gym.make`` with arguments written as ``name=value`` (the value is YAML)."""
+    pairs = [pair.partition("=") for pair in kwargs]
+    if bad := [pair for pair, (_, equals, _) in zip(kwargs, pairs) if not equals]:
+        raise ValueError(f"expected environment arguments as name=value, found {bad}")
+    return gym.make(env_id, max_episode_steps=max_turns, **{name: yaml.safe_load(value) for name, _, value in pairs})
+
+
+def evaluate(
+    policy: Policy,
+    envs: Envs,
+    episodes: int,
+    *,
+    seed: Sequence[int] = (0,),
+    part: tuple[int, int] = (0, 1),
+    gather: Callable[[list[Any]], list[Any]] = list,
+) -> Score:
+    """Play one episode of each of the first ``episodes`` tasks.
+
+    Args:
+        policy: for this process.
+        envs: where environments come from.
+        episodes: size of the panel; a smaller library is gone through again.
+        seed: key of the random streams.
+        part: (rank, number of processes) that share the panel.
+        gather: collects lists from all processes.
+    """
+    env = envs.take()
+    available = getattr(env.unwrapped, "num_tasks", None)
+    envs.give(env)
+    mine = range(part[0], episodes, part[1])
+    tasks = [None if available is None else i % available for i in mine]
+    outcomes = []
+    for tree in rollout(tasks, policy, Schedule(roots=1), envs, seed=seed, indices=mine):
+        edges = tree.paths[0].edges
+        outcomes.append((tree.kind, edges[-1].success, len(edges), tree.tokens, sum(not edge.valid for edge in edges)))
+    every = gather(outcomes)
+    by_type: dict[str, tuple[int, int]] = {}
+    for kind, success, *_ in sorted(every, key=lambda outcome: outcome[0]):
+        won, n = by_type.get(kind, (0, 0))
+        by_type[kind] = (won + success, n + 1)
+    steps = sum(outcome[2] for outcome in every)
+    return Score(
+        successes=sum(outcome[1] for outcome in every),
+        n=len(every),
+        turns=steps / len(every),
+        tokens=sum(outcome[3] for outcome in every) / len(every),
+        invalid=sum(outcome[4] for outcome in every) / steps,
+        by_type=by_type,
+    )
+
+
+def results_table(scores: Mapping[str, Score]) -> str:
+    """A Markdown table, one line a policy."""
+    lines = ["| policy | success | 95 % interval | turns | invalid actions |", "|---|---|---|---|---|"]
+    for name, score in scores.items():
+        low, high = score.interval
+        lines.append(
+            f"| {name} | {score.rate:.1%} ({score.successes}/{score.n}) | {low:.1%} to {high:.1%} "
+            f"| {score.turns:.1f} | {score.invalid:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Evaluate a checkpoint."""
+
+    checkpoint: str
+    """Folder of a saved policy."""
+    env_id: str = "sandboxgym/ALFWorld-v0"
+    """The environment."""
+    env_kwargs: tuple[str, ...] = ("games=embedded:unseen",)
+    """Its arguments, as name=value."""
+    episodes: int = 256
+    """Size of the panel."""
+    max_turns: int = 24
+    """Step limit."""
+    context: int = 768
+    """Most tokens of an episode."""
+    max_new_tokens: int = 12
+    """Most tokens of an action."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    system: str | None = None
+    """System prompt, as in training."""
+    seed: int = 0
+    """Of the sampling."""
+    json: str | None = None
+    """File to write the score to."""
+
+
+def main() -> None:
+    """Command line."""
+    import tyro
+
+    from bpo_ref.generate import ChatFormat, Generator
+    from bpo_ref.policy import ChatPolicy
+    from bpo_ref.train import load_policy
+
+    args = tyro.cli(Args, config=(tyro.conf.FlagConversionOff,))
+    model, tokenizer = load_policy(args.checkpoint)
+    chat = ChatFormat(tokenizer, system=args.system)
+    generator = Generator(
+        model,
+        stop_ids=chat.stop_ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        context_limit=args.context,
+    )
+    envs = Envs(lambda: make_env(args.env_id, args.env_kwargs, args.max_turns))
+    score = evaluate(ChatPolicy(generator, chat), envs, args.episodes, seed=(args.seed, 3))
+    envs.close()
+    print(results_table({args.checkpoint: score}))
+    for kind, (won, n) in score.by_type.items():
+        print(f"  {kind}: {won}/{n}")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"args": asdict(args), "score": asdict(score)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Turns of many conversations sampled at a time, and the trainer's forward pass over the same tokens.
+
+What this module promises:
+
+1. A row's context is one list of ids that only ever grows: sampled ids are kept as drawn, and a fork begins with
+   an exact copy of its parent's.
+2. `Generation.logps` are those that `token_logps` computes for the same ids and weights, up to rounding.
+3. A row's tokens depend on its own context and its own random stream, not on the rest of the batch.
+4. Padding is known by lengths, never by token ids, so a pad token equal to the eos token does no harm.
+
+Left out: sliding-window and recurrent layers, images, inference servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from bpo_ref.chat import ChatFormat, TemplateError
+
+__all__ = [
+    "ChatFormat",
+    "ContextOverflow",
+    "Generation",
+    "Generator",
+    "Session",
+    "StaleSession",
+    "TemplateError",
+    "score",
+    "token_logps",
+]
+
+CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
+
+
+class ContextOverflow(RuntimeError):
+    """A row has no position left for another token; `Session.room` tells so before it happens."""
+
+
+class StaleSession(RuntimeError):
+    """The weights changed while a session held keys and values computed with the old ones."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled assistant turn. Log-probabilities and entropies (nats) are those of the tempered distribution
+    over the full vocabulary; `entropies[0]` scores the decision as a branch point.
+    """
+
+    ids: list[int]  # with the stop token, if one was sampled
+    logps: list[float]
+    entropies: list[float]
+    truncated: bool  # no stop token within `max_new_tokens` or the room left
+
+
+class Generator:
+    """Samples turns from a causal language model, at most `max_rows` rows in one forward pass.
+
+    `context_limit` (tokens) defaults to the model's `max_position_embeddings`. Mixed precision is the caller's
+    `torch.autocast`; the softmax is fp32 in any case. Raises `NotImplementedError` for other than full attention.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        stop_ids: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        max_rows: int = 256,
+        context_limit: int | None = None,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {temperature}; for greedy turns pass no rngs")
+        layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+        if layers != {DynamicLayer}:  # windows are counted in columns of the cache, and ragged rows leave holes
+            raise NotImplementedError(f"every layer needs full attention, got {sorted(map(str, layers))}")
+        self.model = model
+        self.stop_ids = frozenset(stop_ids)
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.max_rows = max_rows
+        self.context_limit: int = context_limit or model.config.max_position_embeddings
+
+    def open(self, contexts: Sequence[Sequence[int]] = ()) -> Session:
+        """A session whose rows 0, 1, ... begin with `contexts`, the full ids of each so far."""
+        session = Session(self)
+        for context in contexts:
+            session.add(context)
+        return session
+
+
+class Session:
+    """Conversations that go on turn by turn, each with the keys and values of what the model has read of it.
+
+    Between turns every row owns its part of the cache; batches are put together for each turn. That copies the
+    cache a few times a turn, where `DynamicCache` copies itself at every token, and in return rows of any length
+    come, go and fork at any time and padding never piles up. After an optimizer step, open a new session.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._weights = _version(generator.model)
+        self._rows: dict[int, _Row] = {}
+        self._opened = 0
+
+    def add(self, context: Sequence[int]) -> int:
+        """A new row that begins with `context`, which is fed with its first turn."""
+        return self._insert(_Row(list(context)))
+
+    def fork(self, row: int, *, length: int | None = None) -> int:
+        """A new row that begins with the first `length` tokens of `row` (default: all), sharing the cache."""
+        parent = self._rows[row]
+        ids = parent.ids[:length]
+        if parent.keys is None or parent.values is None:
+            return self.add(ids)
+        cached = slice(len(ids) - 1)  # the last token is always fed, for the logits after it
+        return self._insert(_Row(ids, parent.keys[:, :, cached], parent.values[:, :, cached]))
+
+    def extend(self, row: int, ids: Sequence[int]) -> None:
+        """Append tokens of the environment; they are fed with the row's next turn."""
+        self._rows[row].ids.extend(ids)
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget finished rows and free their memory."""
+        for row in rows:
+            del self._rows[row]
+
+    def context(self, row: int) -> list[int]:
+        """The exact ids of a row so far."""
+        return list(self._rows[row].ids)
+
+    def room(self, row: int) -> int:
+        """How many tokens still fit into a row's context; below 1 it cannot take another turn."""
+        return self._generator.context_limit - len(self._rows[row].ids)
+
+    def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
+        """One turn of each of `rows`, drawn with one uniform number a token from the row's own generator in
+        `rngs`; without `rngs`, the most probable tokens. A turn also ends, truncated, when the row is full.
+
+        Raises `ContextOverflow` for rows without room and `StaleSession` before anything is drawn.
+        """
+        generator = self._generator
+        if _version(generator.model) != self._weights:
+            raise StaleSession("the weights changed after this session was opened; open a new one")
+        if full := [row for row in rows if self.room(row) < 1]:
+            raise ContextOverflow(f"rows {full} have reached the limit of {generator.context_limit} tokens")
+        streams = [None] * len(rows) if rngs is None else rngs
+        drafts = [
+            _Draft(self._rows[row], rng, min(generator.max_new_tokens, self.room(row)))
+            for row, rng in zip(rows, streams, strict=True)
+        ]
+        with torch.inference_mode(), _evaluating(generator.model):
+            for i in range(0, len(drafts), generator.max_rows):
+                _sample(generator, drafts[i : i + generator.max_rows])
+        return [draft.finished(generator.stop_ids) for draft in drafts]
+
+    def _insert(self, row: _Row) -> int:
+        if not row.ids:
+            raise ValueError("a row needs at least one token to begin with")
+        self._rows[self._opened] = row
+        self._opened += 1
+        return self._opened - 1
+
+
+@dataclass
+class _Row:
+    """A conversation, and the keys and values of its first tokens; the ids after those are still to be fed."""
+
+    ids: list[int]
+    keys: Tensor | None = None  # [layers, heads, cached, head_dim], without padding
+    values: Tensor | None = None
+
+    @property
+    def cached(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+
+@dataclass
+class _Draft:
+    """The turn being sampled for a row: at most `limit` tokens, from the stream `rng` (None: greedy)."""
+
+    row: _Row
+    rng: np.random.Generator | None
+    limit: int
+    logps: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    live: bool = True
+
+    def append(self, token: int, logp: float, entropy: float) -> None:
+        self.row.ids.append(token)
+        self.logps.append(logp)
+        self.entropies.append(entropy)
+
+    def finished(self, stop_ids: frozenset[int]) -> Generation:
+        ids = self.row.ids[-len(self.logps) :]
+        return Generation(ids, self.logps, self.entropies, truncated=ids[-1] not in stop_ids)
+
+
+def _sample(generator: Generator, drafts: list[_Draft]) -> None:
+    """Feeds what is pending and samples until every row has stopped, going on with the rest when half of them
+    have. Fed tokens [B, n] are padded on the left, so the last column holds the newest token of every row; rows
+    that have stopped are padding.
+    """
+    device = generator.model.device
+    while drafts:
+        rows = [draft.row for draft in drafts]
+        cache, mask = _join(rows, device=device)
+        tokens, fed = _pad([row.ids[row.cached :] for row in rows], side="left", device=device)
+        cached = torch.tensor([[row.cached] for row in rows], device=device)
+        positions = cached + (fed.cumsum(dim=1) - 1).clamp(min=0)
+        while 2 * sum(draft.live for draft in drafts) > len(drafts):
+            mask = torch.cat([mask, fed], dim=1)
+            logits = generator.model(
+                input_ids=tokens,
+                attention_mask=mask.long(),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            distribution = _log_distribution(logits, generator.temperature)  # [B, V]
+            tokens = _draw(distribution, drafts)
+            logps = distribution.gather(-1, tokens)[:, 0].tolist()
+            entropies = _entropy(distribution).tolist()
+            for draft, token, logp, entropy in zip(drafts, tokens[:, 0].tolist(), logps, entropies):
+                if draft.live:
+                    draft.append(token, logp, entropy)
+                    draft.live = token not in generator.stop_ids and len(draft.logps) < draft.limit
+            fed = torch.tensor([[draft.live] for draft in drafts], device=device)
+            positions = positions[:, -1:] + fed
+        _split(cache, mask, rows)
+        drafts = [draft for draft in drafts if draft.live]
+
+
+def _draw(distribution: Tensor, drafts: Sequence[_Draft]) -> Tensor:
+    """One token for each draft [B, 1], by inverting the cumulative distribution [B, V] in fp64."""
+    if any(draft.rng is None for draft in drafts):
+        return distribution.argmax(dim=-1, keepdim=True)
+    uniforms = [[draft.rng.random() if draft.rng and draft.live else 0.0] for draft in drafts]
+    cumulative = distribution.double().exp().cumsum(dim=-1)
+    thresholds = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, thresholds, right=True).clamp(max=cumulative.shape[-1] - 1)
+
+
+def _join(rows: Sequence[_Row], *, device: torch.device) -> tuple[DynamicCache, Tensor]:
+    """The caches of the rows as one, padded on the left, and its mask [B, C]."""
+    cache = DynamicCache()
+    width = max(row.cached for row in rows)
+
+    def batched(parts: list[Tensor | None]) -> Tensor:  # [layers, B, heads, C, head_dim]
+        like = next(part for part in parts if part is not None)
+        layers, heads, _, size = like.shape
+        batch = like.new_zeros(layers, len(rows), heads, width, size)
+        for i, part in enumerate(parts):
+            if part is not None:
+                batch[:, i, :, width - part.shape[2] :] = part
+        return batch
+
+    if width:
+        keys, values = batched([row.keys for row in rows]), batched([row.values for row in rows])
+        for layer in range(len(keys)):
+            cache.update(keys[layer], values[layer], layer)
+    padding = torch.tensor([[width - row.cached] for row in rows], device=device)
+    return cache, torch.arange(width, device=device) >= padding
+
+
+def _split(cache: DynamicCache, mask: Tensor, rows: Sequence[_Row]) -> None:
+    """Hands every row its part of the cache, without the columns that are padding."""
+    keys, values = (torch.stack(part) for part in list(zip(*cache))[:2])  # [layers, B, heads, C, head_dim]
+    for i, row in enumerate(rows):
+        columns = mask[i].nonzero()[:, 0]
+        row.keys, row.values = keys[:, i].index_select(2, columns), values[:, i].index_select(2, columns)
+
+
+def token_logps(
+    model: CausalLM, ids: Tensor, lengths: Tensor, *, temperature: float = 1.0, chunk: int = 4096
+) -> tuple[Tensor, Tensor]:
+    """The trainer's forward pass over right-padded `ids` [B, T] with `lengths` [B]: log-probabilities of
+    ids[:, 1:] and entropies of the distributions behind them, both [B, T-1], fp32, differentiable, 0 in padding.
+
+    To bound memory, the fp32 softmax is taken `chunk` tokens at a time and again in the backward pass. The model stays
+    in the mode it is in: where it has dropout, call `eval()` first, or the sampler's log-probabilities do not recur.
+    """
+    inside = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    logits = model(input_ids=ids, attention_mask=inside.long(), use_cache=False).logits  # [B, T, V]
+
+    def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        distribution = _log_distribution(logits, temperature)
+        return distribution.gather(-1, targets[:, None])[:, 0], _entropy(distribution)
+
+    targets = ids.roll(-1, dims=1).flatten()
+    parts = zip(torch.split(logits.flatten(0, 1), chunk), torch.split(targets, chunk))
+    measured = zip(*(checkpoint(measure, *part, use_reentrant=False) for part in parts))
+    logps, entropies = (torch.cat(part).view_as(ids)[:, :-1] * inside[:, 1:] for part in measured)
+    return logps, entropies
+
+
+def score(
+    model: CausalLM, rows: Sequence[Sequence[int]], *, temperature: float = 1.0, chunk: int = 4096
+) -> tuple[Tensor, Tensor]:
+    """`token_logps` of conversations of different lengths, padded here."""
+    ids, inside = _pad(rows, side="right", device=model.device)
+    return token_logps(model, ids, inside.sum(dim=1), temperature=temperature, chunk=chunk)
+
+
+def _pad(rows: Sequence[Sequence[int]], *, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows as one tensor [B, n], and which of its elements are theirs."""
+    tensors = [torch.tensor(row) for row in rows]
+    own = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    padded, inside = (pad_sequence(part, batch_first=True, padding_side=side) for part in (tensors, own))
+    return padded.to(device), inside.to(device)
+
+
+def _log_distribution(logits: Tensor, temperature: float) -> Tensor:
+    """The one definition of the policy, for sampling and for training."""
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+def _entropy(distribution: Tensor) -> Tensor:
+    return -(distribution.exp() * distribution).sum(dim=-1)
+
+
+def _version(model: CausalLM) -> int:
+    """A number that grows with every in-place change of a weight."""
+    return sum(parameter._version for parameter in model.parameters())
+
+
+@contextmanager
+def _evaluating(model: CausalLM) -> Iterator[None]:
+    """Evaluation mode: dropout would falsify log-probabilities, gradient checkpointing turns the cache off."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -1,0 +1,72 @@
+"""Learning curves from the logs of runs.
+
+    python -m bpo_ref.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def read_scores(run: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run: the start of reinforcement learning, then each one after."""
+    records = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
+    start = [record for record in records if record["name"] in ("sft", "start", "untrained")][-1:]
+    return [{**record, "update": 0} for record in start] + [
+        {**record, "update": int(record["name"].partition("@")[2])} for record in records if "@" in record["name"]
+    ]
+
+
+def learning_curve(runs: Sequence[Path], path: Path) -> None:
+    """Success against updates and against generated tokens; runs of one algorithm as mean and spread over seeds."""
+    by_algo: dict[str, list[list[dict[str, Any]]]] = {}
+    for run in runs:
+        scores = read_scores(run)
+        named = [record["name"].partition("@")[0] for record in scores if "@" in record["name"]]
+        by_algo.setdefault(named[0] if named else "sft", []).append(scores)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for colour, (algo, curves) in enumerate(sorted(by_algo.items())):
+        length = min(map(len, curves))
+        success = np.array([[record["success"] for record in curve[:length]] for curve in curves])
+        for axis, x in zip(axes, ("update", "tokens")):
+            at = np.mean([[record[x] for record in curve[:length]] for curve in curves], axis=0)
+            label = f"{algo} ({len(curves)} seeds)" if len(curves) > 1 else algo
+            axis.plot(at, success.mean(axis=0), marker="o", markersize=3, color=f"C{colour}", label=label)
+            if len(curves) > 1:
+                spread = success.std(axis=0, ddof=1)
+                low, high = success.mean(axis=0) - spread, success.mean(axis=0) + spread
+                axis.fill_between(at, low, high, color=f"C{colour}", alpha=0.15, linewidth=0)
+    axes[0].set_xlabel("update")
+    axes[0].set_ylabel("success on the held-out panel")
+    axes[1].set_xlabel("generated tokens")
+    for axis in axes:
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    axes[0].legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Command line."""
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
+    arguments = parser.parse_args()
+    learning_curve(arguments.runs, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,540 @@
+"""The snapshot contract: what every environment of this suite promises beyond the Gymnasium API.
+
+1. Fidelity. After ``restore(snapshot())`` the future (observation, reward, flags, info) is what it was going to be.
+2. Non-interference. Taking a snapshot changes nothing: no state, no random stream, no step count.
+3. Any order, any time. A snapshot restores any number of times: nested, after ``reset``, after the episode ended,
+   after the environment that took it was closed, in another process.
+4. Isolation. Forks never see each other's effects, nor those of the environment they came from.
+5. The whole environment. Random streams (the environment's and its spaces') and the wrappers around it
+   (``wrappers.py``) are part of it; what cannot be captured is refused, never skipped.
+6. Freshness. ``restore`` returns the observation and info of the captured moment; ``last`` is the whole transition.
+7. Randomness. ``restore(snap)`` is exact; ``restore(snap, seed=S)`` and ``fork(k, seed=S)`` give fresh streams.
+8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``format.py``); what does not match
+   is refused with a typed error (``errors.py``) and the environment stays as it was.
+9. All or nothing. A failed ``fork`` leaves no child behind, a failed ``restore`` no half-restored environment.
+
+An author of an environment derives from `SnapshotEnv` and writes `_capture` and `_apply`. An environment that shares
+no code with this package qualifies through the `SupportsSnapshot` protocol.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+
+import gymnasium as gym
+from gymnasium.utils import seeding
+
+from sandboxgym import format as durable
+from sandboxgym import randomness
+from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, SnapshotReleased
+
+ObsT = TypeVar("ObsT")
+ActT = TypeVar("ActT")
+
+Kind = Literal["memory", "filesystem", "full", "logical", "replay"]
+
+
+class Transition(NamedTuple):
+    """What the last ``reset`` (reward 0, flags False) or ``step`` returned."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSpec:
+    """What the snapshots of an environment cover; the conformance suite measures each claim."""
+
+    kind: Kind = "memory"
+    """Where the state is kept: memory, files, files and processes, another system's terms, or a replayed prefix."""
+    cost: Literal["constant", "written", "steps"] = "constant"
+    """What the cost of one snapshot grows with: nothing, what was written so far, or the steps taken so far."""
+    rng: bool = True
+    """Random streams are captured, so a restore repeats the same draws."""
+    processes: bool = False
+    """Running processes of the sandbox are captured."""
+    clock: bool = False
+    """Time as seen inside goes on from the captured moment."""
+    cross_process: bool = True
+    """A saved snapshot restores in another process."""
+    cross_host: bool = True
+    """A saved snapshot restores on another machine."""
+
+
+@runtime_checkable
+class SupportsSnapshot(Protocol):
+    """All that the conformance suite and the stack-walking functions ask of an environment."""
+
+    snapshot_spec: SnapshotSpec
+
+    def snapshot(self) -> Any:
+        """Capture without disturbing."""
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Go to the captured state, in place."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> Sequence[gym.Env[Any, Any]]:
+        """New environments at this state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The captured state of one wrapper: its class's name, what must be equal to restore, and its state."""
+
+    name: str
+    config: dict[str, Any]
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What identifies the environment that a snapshot fits."""
+
+    env_id: str | None
+    env_class: str
+    state_version: int
+    config: dict[str, Any]
+    kind: str
+
+
+class Snapshot:
+    """An immutable captured state of an environment and of the wrappers it was taken through.
+
+    Attributes:
+        id: unique to this capture.
+        parent: the id of the snapshot that the environment last took or restored, or None.
+        header: what the snapshot fits (environment id and class, configuration, kind).
+        layers: the wrappers' states, outermost first; empty when taken from the bare environment.
+    """
+
+    __slots__ = ("_blob", "_body", "_encode", "header", "id", "layers", "parent")
+
+    def __init__(
+        self,
+        header: Header,
+        body: _Body | None,
+        *,
+        encode: Callable[[Any], bytes] | None = None,
+        blob: dict[str, bytes] | None = None,
+        layers: tuple[Layer, ...] = (),
+        id: str | None = None,
+        parent: str | None = None,
+    ) -> None:
+        self.id = id or uuid.uuid4().hex
+        self.parent = parent
+        self.header = header
+        self.layers = layers
+        self._body = body
+        self._encode = encode
+        self._blob = blob  # the encoded sections; made when first asked for
+
+    @property
+    def env_id(self) -> str:
+        """The Gymnasium id, or the class path of an environment that was not made from one."""
+        return self.header.env_id or self.header.env_class
+
+    @property
+    def kind(self) -> str:
+        """See `SnapshotSpec.kind`."""
+        return self.header.kind
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the captured content: equal states have equal digests."""
+        return durable.content_digest(self._sections())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the encoded content in bytes."""
+        return sum(map(len, self._sections().values()))
+
+    def layered(self, layers: tuple[Layer, ...]) -> Snapshot:
+        """The same capture with other wrappers' states around it."""
+        blob = None if self._blob is None else {**self._blob, "layers": _pack_layers(layers)}
+        return Snapshot(
+            self.header, self._body, encode=self._encode, blob=blob, layers=layers, id=self.id, parent=self.parent
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the snapshot to a file, atomically.
+
+        Raises:
+            SnapshotReleased: it was released.
+            SnapshotNotSupported: the state, or a wrapper's, is not plain data.
+        """
+        durable.write_atomic(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Snapshot:
+        """Read a saved snapshot. Safe on untrusted files.
+
+        Raises:
+            SnapshotCorrupt: not an intact snapshot; the message names the file.
+        """
+        try:
+            return cls.from_bytes(Path(path).read_bytes())
+        except SnapshotCorrupt as error:
+            raise SnapshotCorrupt(f"{os.fspath(path)}: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        header = {**_as_dict(self.header), "id": self.id, "parent": self.parent, "digest": self.digest}
+        return durable.dumps(header, self._sections())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Snapshot:
+        """The inverse of `to_bytes`."""
+        header, sections = durable.loads(data)
+        if durable.content_digest(sections) != header.get("digest"):
+            raise SnapshotCorrupt("the content does not match the digest in the header")
+        try:
+            fits = Header(**{name: header[name] for name in Header.__slots__})
+            layers = tuple(Layer(*layer) for layer in durable.unpack(sections["layers"]))
+            blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
+            return cls(fits, None, blob=blob, layers=layers, id=str(header["id"]), parent=header["parent"])
+        except (KeyError, TypeError) as error:
+            raise SnapshotCorrupt(f"the header or the list of wrappers is incomplete: {error!r}") from error
+
+    def release(self) -> None:
+        """Give back what the snapshot holds. Idempotent; a later use raises `SnapshotReleased`."""
+        release = getattr(self._body.state, "release", None) if self._body else None
+        self._body = self._blob = None
+        if release is not None:
+            release()
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return self._body is None and self._blob is None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Snapshot.from_bytes, (self.to_bytes(),))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        through = "".join(f" through {layer.name.rpartition('.')[2]}" for layer in self.layers)
+        return f"<Snapshot {self.id[:8]} of {self.env_id}{through}{' (released)' if self.released else ''}>"
+
+    def _check_held(self) -> None:
+        if self.released:
+            raise SnapshotReleased(f"{self!r} cannot be used after release()")
+
+    def _sections(self) -> dict[str, bytes]:
+        self._check_held()
+        if self._blob is None:
+            assert self._body is not None and self._encode is not None
+            self._blob = {
+                "state": self._encode(self._body.state),
+                "rng": durable.pack(self._body.rng),
+                "transition": durable.pack(self._body.transition and list(self._body.transition)),
+                "layers": _pack_layers(self.layers),
+            }
+        return self._blob
+
+    def _open(self, decode: Callable[[bytes], Any]) -> _Body:
+        """The captured body, decoded with the environment's own decoder when it came from bytes."""
+        self._check_held()
+        if self._body is not None:
+            return self._body
+        assert self._blob is not None
+        transition = durable.unpack(self._blob["transition"])
+        try:
+            last = transition and Transition(*transition)
+            state = decode(self._blob["state"])
+        except SnapshotError:
+            raise
+        except Exception as error:  # an author's decoder may raise anything on content that lies
+            raise SnapshotCorrupt(f"{self!r} does not hold a state of {self.header.env_class}: {error!r}") from error
+        return _Body(state, durable.unpack(self._blob["rng"]), last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    state: Any
+    rng: dict[str, Any]
+    transition: Transition | None  # None where the environment recomputes it from the state
+
+
+class SnapshotEnv(gym.Env[ObsT, ActT]):
+    """An environment that can be snapshotted, restored and forked at any step.
+
+    Authors write `_capture` and `_apply`, and where they pay off:
+
+    - ``immutable_state = True`` if `_capture` returns a value that nothing ever mutates (no copy is made then);
+    - `_transition`, if the last transition can be recomputed from the state (it is not stored then);
+    - `_encode`/`_decode`, if the state is not plain data (None, bool, int, float, str, bytes, list, tuple, dict,
+      set, NumPy arrays and scalars);
+    - `_config`, what else must be equal for a snapshot to fit (default: the constructor's arguments);
+    - `_blank`, to build a fork more cheaply than by the constructor;
+    - `_reseed`, for randomness kept outside ``self.np_random``.
+    """
+
+    snapshot_spec: SnapshotSpec = SnapshotSpec()
+    state_version: ClassVar[int] = 1
+    """Raise it when the meaning of the captured state changes; older snapshots are then refused."""
+    immutable_state: ClassVar[bool] = False
+
+    _last: Transition | None = None
+    _was_reset: bool = False
+    _lineage: str | None = None
+    _fits: Header | None = None
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Remember the constructor's arguments: `_blank` builds forks from them, `_config` compares them."""
+        self = super().__new__(cls)
+        self._arguments = (args, kwargs)
+        return self
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Record what ``reset`` and ``step`` return, so that authors need not."""
+        super().__init_subclass__(**kwargs)
+        if "reset" in cls.__dict__:
+            cls.reset = _recording_reset(cls.reset)  # type: ignore[method-assign]
+        if "step" in cls.__dict__:
+            cls.step = _recording_step(cls.step)  # type: ignore[method-assign]
+
+    # What users call.
+
+    @property
+    def last(self) -> Transition:
+        """The last transition, also right after a restore.
+
+        Raises:
+            ResetNeeded: before the first ``reset``.
+        """
+        self._check_reset("the last transition")
+        if self._recomputes():
+            return self._transition()
+        assert self._last is not None
+        return copy.deepcopy(self._last)
+
+    def snapshot(self) -> Snapshot:
+        """Capture this environment (without its wrappers; `sandboxgym.snapshot` takes those too).
+
+        Raises:
+            ResetNeeded: before the first ``reset``.
+        """
+        self._check_reset("a snapshot")
+        snap = Snapshot(self._header(), self._body(), encode=type(self)._encode, parent=self._lineage)
+        self._lineage = snap.id
+        return snap
+
+    def restore(self, snap: Snapshot, *, seed: int | None = None) -> tuple[ObsT, dict[str, Any]]:
+        """Go to the captured state, in place.
+
+        Args:
+            snap: from this environment or any other of the same id and configuration.
+            seed: None restores the random streams too; a seed gives this environment its own.
+
+        Returns:
+            The observation and info of the captured moment.
+
+        Raises:
+            SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: and the environment is as it was.
+        """
+        if not isinstance(snap, Snapshot):
+            raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
+        if snap.layers:
+            names = ", ".join(layer.name for layer in snap.layers)
+            raise SnapshotMismatch(f"{snap!r} includes the state of wrappers ({names}): restore it through that stack")
+        self._check_fits(snap)
+        body = snap._open(type(self)._decode)
+        before = (self._was_reset, self._body() if self._was_reset else None, self._last, self._lineage)
+        try:
+            self._put(body, seed)
+        except BaseException as error:
+            self._was_reset, undo, self._last, self._lineage = before
+            if undo is not None:
+                self._put(undo, None)
+            if isinstance(error, (SnapshotError, KeyboardInterrupt)) or snap._body is not None:
+                raise
+            raise SnapshotCorrupt(f"{snap!r} cannot be applied: {error!r}") from error
+        self._lineage = snap.id
+        transition = self.last
+        return transition.observation, transition.info
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
+        """``k`` new environments at this state; this one goes on untouched.
+
+        Args:
+            k: how many, at least 1.
+            seed: None clones the random streams (siblings share their noise); a seed gives each child its own.
+        """
+        if k < 1:
+            raise ValueError(f"expected at least 1 fork, found k={k}")
+        lineage = self._lineage
+        with self.snapshot() as snap:
+            children: list[Self] = []
+            try:
+                for index in range(k):
+                    child = self._blank()
+                    children.append(child)
+                    child.restore(snap, seed=None if seed is None else randomness.sibling_seed(seed, index))
+            except BaseException:
+                for child in children:
+                    child.close()
+                raise
+            finally:
+                self._lineage = lineage
+        return children
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork(1)[0] if self._was_reset else self._blank()
+
+    def __copy__(self) -> Self:
+        raise TypeError(f"a shallow copy of {type(self).__name__} would share its state: use fork(), or copy.deepcopy")
+
+    # What authors write.
+
+    def _capture(self) -> Any:
+        """Everything of this environment that can change its future, but for ``np_random`` and the spaces."""
+        raise NotImplementedError(f"{type(self).__name__} must define _capture()")
+
+    def _apply(self, state: Any) -> None:
+        """Go to a captured state, from any state or from none."""
+        raise NotImplementedError(f"{type(self).__name__} must define _apply(state)")
+
+    def _transition(self) -> Transition:
+        """The last transition, recomputed from the present state (optional)."""
+        raise NotImplementedError
+
+    @classmethod
+    def _encode(cls, state: Any) -> bytes:
+        return durable.pack(state)
+
+    @classmethod
+    def _decode(cls, data: bytes) -> Any:
+        return durable.unpack(data)
+
+    def _config(self) -> dict[str, Any]:
+        args, kwargs = self._arguments
+        bound = inspect.signature(type(self)).bind(*args, **kwargs).arguments
+        return {name: value for name, value in bound.items() if name != "render_mode" and _is_json(value)}
+
+    def _blank(self) -> Self:
+        args, kwargs = self._arguments
+        child = type(self)(*args, **kwargs)
+        child.spec = self.spec
+        return child
+
+    def _reseed(self, seed: int) -> None:
+        """Reseed whatever randomness lives outside ``np_random`` and the spaces."""
+
+    # The mechanism.
+
+    def _header(self) -> Header:
+        if self._fits is not None and (self.spec is None) == (self._fits.env_id is None):
+            return self._fits  # what it is made of does not change in an environment's life
+        kind = type(self)
+        self._fits = Header(
+            env_id=self.spec.id if self.spec else None,
+            env_class=f"{kind.__module__}.{kind.__qualname__}",
+            state_version=kind.state_version,
+            config=self._config(),
+            kind=self.snapshot_spec.kind,
+        )
+        return self._fits
+
+    def _check_fits(self, snap: Snapshot) -> None:
+        if snap.header is self._header():
+            return
+        mine, theirs = _as_dict(self._header()), _as_dict(snap.header)
+        if None in (mine["env_id"], theirs["env_id"]):  # built without gym.make: the class and its arguments decide
+            mine["env_id"] = theirs["env_id"] = None
+        for name, expected in mine.items():
+            if theirs[name] != expected:
+                raise SnapshotMismatch(f"this environment has {name} = {expected!r}, the snapshot {theirs[name]!r}")
+
+    def _body(self) -> _Body:
+        state = self._capture()
+        if not self.immutable_state:
+            state = copy.deepcopy(state)
+        rng = {
+            "np_random": randomness.capture(self._np_random),
+            "np_random_seed": self._np_random_seed,
+            "spaces": randomness.capture_spaces(self.action_space, self.observation_space),
+        }
+        return _Body(state, rng, None if self._recomputes() else copy.deepcopy(self._last))
+
+    def _put(self, body: _Body, seed: int | None) -> None:
+        self._apply(body.state if self.immutable_state else copy.deepcopy(body.state))
+        self._last = copy.deepcopy(body.transition)
+        self._was_reset = True
+        if seed is None:
+            self._np_random = randomness.restored(body.rng["np_random"], self._np_random)
+            self._np_random_seed = body.rng["np_random_seed"]
+            randomness.restore_spaces(body.rng["spaces"], self.action_space, self.observation_space)
+        else:
+            self._np_random, self._np_random_seed = seeding.np_random(seed)
+            randomness.reseed_spaces(seed, self.action_space, self.observation_space)
+            self._reseed(seed)
+
+    def _check_reset(self, what: str) -> None:
+        if not self._was_reset:
+            raise ResetNeeded(f"{type(self).__name__} has no state yet: call reset() before asking for {what}")
+
+    @classmethod
+    def _recomputes(cls) -> bool:
+        return cls._transition is not SnapshotEnv._transition
+
+
+def _recording_reset(reset: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reset)
+    def recorded(self: SnapshotEnv[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        observation, info = reset(self, *args, **kwargs)
+        self._was_reset = True
+        if not self._recomputes():  # a copy, for callers and wrappers write into what they are given
+            self._last = copy.deepcopy(Transition(observation, 0.0, False, False, info))
+        return observation, info
+
+    return recorded
+
+
+def _recording_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def recorded(self: SnapshotEnv[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        if not self._recomputes():
+            self._last = copy.deepcopy(Transition(*result))
+        return result
+
+    return recorded
+
+
+def _pack_layers(layers: tuple[Layer, ...]) -> bytes:
+    return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
+
+
+def _as_dict(header: Header) -> dict[str, Any]:
+    return {name: getattr(header, name) for name in Header.__slots__}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)  # tuples, for one, would come back as lists
+    except (TypeError, ValueError):
+        return False

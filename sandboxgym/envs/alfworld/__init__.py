@@ -1,0 +1,1 @@
+"""Text games of household tasks, in the file format of ALFWorld."""

@@ -1,0 +1,368 @@
+"""A compiled ALFWorld game: the content of a ``game.tw-pddl``, playable as pure functions on small states.
+
+What this module promises:
+
+1. A :class:`Game` gives the texts, admissible commands, facts and outcomes of the original (TextWorld 1.7.0 with
+   alfworld 0.4.2) to the letter; ``tests/envs/alfworld/test_parity.py`` holds it to recordings of it.
+2. A :class:`Game` never changes once compiled. It remembers what it worked out before, in ways that threads can share
+   without locks: two threads may do the same work, never wrong work.
+3. A :class:`GameState` is three integers that mean the same for every ``Game`` compiled from an equal file, in every
+   process and on every machine.
+
+The original keeps two states that differ, so there are two here. The planner's (``s``) decides which commands are
+admissible and when the goal is reached. TextWorld's (``t``) is what texts are written from: it takes over each effect
+of an operator with its condition ignored, and records a deleted fact as an explicit ``not_`` fact, so that before its
+first deletion a false fact is neither true nor ``not_`` true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from operator import or_
+from pathlib import PurePosixPath
+from typing import TypeAlias, TypeVar
+
+from sandboxgym.envs.alfworld.grammar import (
+    Binding,
+    Entity,
+    Grammar,
+    GrammarError,
+    Scene,
+    Text,
+    compile_text,
+    read_grammar,
+)
+from sandboxgym.envs.alfworld.grounding import Operator, Task
+from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
+
+NOTHING_HAPPENS = "Nothing happens."
+TASK_MARKER = "Your task is to: "
+_INTRO = compile_text("#intro#")
+_CACHED_STATES = 1024
+_ALWAYS = -1
+
+Row: TypeAlias = tuple[str, ...]
+Value = TypeVar("Value")
+
+
+class GameError(ValueError):
+    """A game file is malformed or uses something unsupported; the message names the file and the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class GameState:
+    """Where a game is: planner facts ``s``, text facts ``t`` (bit sets), and the number of valid commands so far."""
+
+    s: int
+    t: int
+    moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How near the goal is. This is our own measure: the original has none for its text games.
+
+    With the goal as alternatives over choices of objects, each a set of facts that can change, ``total`` is the
+    number of facts in the largest alternative and ``total - met`` the number still wrong in the nearest one. So
+    "put a clean mug on the desk" has a total of 2, as has "put two mugs on the desk". ``held`` says whether the agent
+    holds an object that some alternative speaks of.
+    """
+
+    met: int
+    total: int
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What can be done in a state: commands in order, and the operator each stands for."""
+
+    commands: tuple[str, ...]
+    operators: dict[str, Operator]
+
+
+class Game:
+    """A compiled game; build it with :meth:`from_json`. See the module's description.
+
+    Attributes:
+        name: the path of the file, or what the caller called it.
+        digest: SHA-256 of the file's domain, grammar and problem, in hexadecimal.
+        task_type: such as ``pick_heat_then_place_in_recep``, or ``unknown``.
+        walkthrough: commands that win, if the file has them.
+    """
+
+    def __init__(
+        self, domain: str, grammar: str, problem: str, *, name: str, task_type: str, walkthrough: Row | None = None
+    ) -> None:
+        self.name = name
+        self.task_type = task_type
+        self.walkthrough = walkthrough
+        self.digest = hashlib.sha256(json.dumps([domain, grammar, problem]).encode()).hexdigest()
+        part = "pddl_domain"
+        try:
+            self._domain = read_domain(domain)
+            part = "grammar"
+            self._grammar = read_grammar(grammar)
+            _check_grammar(self._grammar, self._domain)
+            part = "pddl_problem"
+            parsed = read_problem(problem, self._domain)
+            self._planner = Task(self._domain, parsed)
+        except (PddlError, GrammarError) as error:
+            raise GameError(f"{name}: {part}, {error}") from None
+        names = _names({arg for fact in parsed.facts for arg in fact.args})
+        self._entities = {
+            thing: Entity(thing, names.get(thing, thing), self._domain.lineage(kind))
+            for thing, kind in parsed.objects.items()
+        }
+        self._parameters = {action.name: action.parameters for action in self._domain.actions}
+        self._text_facts = _TextFacts(self._domain, self._planner)
+        self._command_of: dict[tuple[str, Row], str] = {}
+        self._choices_of: dict[int, _Choices] = {}
+        self._progress_of: dict[int, Progress] = {}
+        self._goal_size = max((pos | neg).bit_count() for pos, neg in self._planner.goal)
+        self._goal_bits = reduce(or_, (pos | neg for pos, neg in self._planner.goal))
+        goal_objects = {arg for number in _numbers(self._goal_bits) for arg in self._planner.facts[number].args}
+        holds = self._planner.bits.get("holds", {})
+        self._held_bits = sum(bit for args, bit in holds.items() if args[-1] in goal_objects)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, name: str = "<game>", task_type: str | None = None) -> Game:
+        """Compile the content of a ``game.tw-pddl``.
+
+        Args:
+            text: the content.
+            name: the path of the file; the directories of official games begin with their task type.
+            task_type: the task type, if known otherwise.
+
+        Raises:
+            GameError: the file is malformed, unsolvable, or uses something unsupported.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise GameError(f"{name}: expected JSON; {error}") from None
+        if not isinstance(data, dict):
+            raise GameError(f"{name}: expected a JSON object, found {type(data).__name__}")
+        for key in ("pddl_domain", "grammar", "pddl_problem"):
+            if key not in data:
+                raise GameError(f"{name}: {key} is missing")
+            if not isinstance(data[key], str):
+                raise GameError(f"{name}: {key}, expected a string, found {type(data[key]).__name__}")
+        if not data.get("solvable", True):
+            raise GameError(f"{name}: solvable, the file says that this game can't be won")
+        walkthrough = data.get("walkthrough")
+        if walkthrough is not None and not (
+            isinstance(walkthrough, list) and all(isinstance(command, str) for command in walkthrough)
+        ):
+            raise GameError(f"{name}: walkthrough, expected a list of commands")
+        return cls(
+            data["pddl_domain"],
+            data["grammar"],
+            data["pddl_problem"],
+            name=name,
+            task_type=task_type or _task_type(name),
+            walkthrough=None if walkthrough is None else tuple(walkthrough),
+        )
+
+    @cached_property
+    def task(self) -> str:
+        """What the agent is told to do: all that follows "Your task is to: " in the introduction, as it stands."""
+        return self.intro().partition(TASK_MARKER)[2].strip()
+
+    def initial(self) -> GameState:
+        """The state at reset."""
+        return GameState(self._planner.initial, self._planner.initial, 0)
+
+    def intro(self) -> str:
+        """The observation at reset."""
+        return self._intro
+
+    @cached_property
+    def _intro(self) -> str:
+        return self._write(_INTRO, self._planner.initial, {})
+
+    def admissible(self, state: GameState) -> tuple[str, ...]:
+        """All commands that do something in ``state``, sorted."""
+        return self._choices(state).commands
+
+    def step(self, state: GameState, command: str) -> tuple[GameState, str, bool]:
+        """The state after ``command``, what the game answers, and whether the command was admissible.
+
+        The command must be one of :meth:`admissible` to the letter, but for white space around it; any other leaves
+        the state as it is.
+        """
+        operator = self._choices(state).operators.get(command.strip())
+        if operator is None:
+            return state, NOTHING_HAPPENS, False
+        following = GameState(
+            operator.apply(state.s),
+            self._text_facts.update(state.t, added=operator.listed_add, deleted=operator.listed_delete),
+            state.moves + 1,
+        )
+        text = self._grammar.actions[operator.action].feedback
+        return following, self._write(text, following.t, self._binding(operator)), True
+
+    def won(self, state: GameState) -> bool:
+        """Whether the goal holds in ``state``; later commands may undo it."""
+        progress = self.progress(state)
+        return progress.met == progress.total
+
+    def progress(self, state: GameState) -> Progress:
+        """How near the goal is."""
+        relevant = state.s & (self._goal_bits | self._held_bits)
+        progress = self._progress_of.get(relevant)
+        if progress is None:
+            wrong = min(((state.s & (pos | neg)) ^ pos).bit_count() for pos, neg in self._planner.goal)
+            progress = Progress(self._goal_size - wrong, self._goal_size, bool(state.s & self._held_bits))
+            _remember(self._progress_of, relevant, progress)
+        return progress
+
+    def facts(self, state: GameState) -> frozenset[str]:
+        """The text facts of ``state``, as ``predicate(object,object)``."""
+        return frozenset(self._text_facts.listed(state.t))
+
+    def state_hash(self, state: GameState) -> str:
+        """16 hexadecimal digits, equal for equal games and facts however many moves it took."""
+        content = f"{self.digest} {state.s:x} {state.t:x}".encode()
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    def _choices(self, state: GameState) -> _Choices:
+        choices = self._choices_of.get(state.s)
+        if choices is None:
+            operators: dict[str, Operator] = {}
+            for operator in self._planner.operators(state.s):
+                operators.setdefault(self._command(operator), operator)
+            choices = _Choices(tuple(sorted(operators)), operators)
+            _remember(self._choices_of, state.s, choices)
+        return choices
+
+    def _command(self, operator: Operator) -> str:
+        key = operator.action, operator.args
+        command = self._command_of.get(key)
+        if command is None:
+            template = self._grammar.actions[operator.action].template
+            command = self._write(template, self._planner.initial, self._binding(operator))
+            self._command_of[key] = command
+        return command
+
+    def _binding(self, operator: Operator) -> Binding:
+        binding: dict[str, str] = {}
+        for (parameter, kind), arg in zip(self._parameters[operator.action], operator.args, strict=True):
+            name = parameter.removeprefix("?")
+            binding[name] = binding[f"{name}:{kind}"] = arg
+        return binding
+
+    def _write(self, text: Text, t: int, binding: Binding) -> str:
+        scene = Scene(self._grammar.rules, self._entities, partial(self._text_facts.find, t))
+        try:
+            return text.write(scene, binding)
+        except GrammarError as error:
+            raise GameError(f"{self.name}: grammar, {error}") from None
+
+
+class _TextFacts:
+    """What texts can say of the facts in a state ``t``.
+
+    The low bits of ``t`` are those of the planner's facts; as many above them stand for their ``not_`` facts.
+    """
+
+    def __init__(self, domain: Domain, planner: Task) -> None:
+        self._width = len(planner.facts)
+        self._facts = planner.facts
+        self._constants = planner.constants
+        self._entries: dict[str, list[tuple[Row, int]]] = {predicate: [] for predicate in domain.arities}
+        for predicate, args in planner.constants:
+            self._entries[predicate].append((args, _ALWAYS))
+        for number, (predicate, args) in enumerate(planner.facts):
+            self._entries[predicate].append((args, number))
+            self._entries.setdefault(f"not_{predicate}", []).append((args, number + self._width))
+        for entries in self._entries.values():
+            entries.sort()
+        self._indexes: dict[tuple[str, tuple[int, ...]], dict[Row, list[tuple[Row, int]]]] = {}
+
+    def update(self, t: int, *, added: int, deleted: int) -> int:
+        """Note ``added`` and then ``deleted`` facts, as TextWorld does."""
+        t = (t | added) & ~(added << self._width)
+        return (t & ~deleted) | (deleted << self._width)
+
+    def find(self, t: int, predicate: str, positions: tuple[int, ...], key: Row) -> Iterator[Row]:
+        """The sorted arguments of the facts of ``predicate`` in ``t`` that have the things ``key`` at ``positions``."""
+        index = self._indexes.get((predicate, positions))
+        if index is None:
+            index = {}
+            for args, number in self._entries.get(predicate, ()):
+                index.setdefault(tuple(args[i] for i in positions), []).append((args, number))
+            self._indexes[predicate, positions] = index
+        return (args for args, number in index.get(key, ()) if number == _ALWAYS or t >> number & 1)
+
+    def listed(self, t: int) -> Iterator[str]:
+        """All facts, those that never change included."""
+        yield from map(str, self._constants)
+        for number in _numbers(t):
+            negated, fact = divmod(number, self._width)
+            yield f"{'not_' * negated}{self._facts[fact]}"
+
+
+def _check_grammar(grammar: Grammar, domain: Domain) -> None:
+    """Refuse what would go wrong, or silently say nothing, in the middle of a game."""
+    if not _INTRO.rules <= grammar.rules.keys():
+        raise GrammarError("there is no rule 'intro'")
+    for action in domain.actions:
+        if action.name not in grammar.actions:
+            raise GrammarError(f"there is no text for the action {action.name}")
+        for condition in grammar.conditions(grammar.actions[action.name].template):
+            for predicate, _ in condition.atoms:
+                if predicate.removeprefix("not_") in domain.fluents:
+                    raise GrammarError(f"action {action.name}: a command can't depend on {predicate!r}, which changes")
+    for where, condition in grammar.all_conditions():
+        for predicate, placeholders in condition.atoms:
+            arity = domain.arities.get(predicate, domain.arities.get(predicate.removeprefix("not_")))
+            if arity is None:
+                raise GrammarError(f"{where}: unknown predicate {predicate!r}")
+            if arity != len(placeholders):
+                raise GrammarError(f"{where}: {predicate!r} takes {arity} arguments, not {len(placeholders)}")
+            for placeholder in placeholders:
+                if placeholder.kind not in domain.supertypes:
+                    raise GrammarError(f"{where}: unknown type {placeholder.kind!r}")
+
+
+def _names(things: Iterable[str]) -> dict[str, str]:
+    """What the texts call each thing: "mug 2" for the last but one of the ids that start with ``mug_bar_``.
+
+    This is alfworld's ``AlfredDemangler``: numbers fall along the sorted ids, a sink's basin is a ``sinkbasin``, and a
+    thing without ``_bar_`` in its id has no number but keeps the blank before it.
+    """
+    names: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for thing in sorted(things, reverse=True):
+        kind, bar, rest = thing.partition("_bar_")
+        kind += "basin" if "basin" in rest else ""
+        seen[kind] += 1
+        names[thing] = f"{kind} {seen[kind] if bar else ''}"
+    return names
+
+
+def _task_type(name: str) -> str:
+    """The task type that begins a directory's name, as in ``look_at_obj_in_light-Mug-None-DeskLamp-301/trial_…/``."""
+    prefixes = (part.partition("-")[0] for part in PurePosixPath(name).parts[:-1] if part.count("-") == 4)
+    return next(prefixes, "unknown")
+
+
+def _numbers(bits: int) -> Iterator[int]:
+    """The numbers of the bits that are set, ascending."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def _remember(cache: dict[int, Value], key: int, value: Value) -> None:
+    """Keep ``value``, and the cache small."""
+    if len(cache) >= _CACHED_STATES:
+        cache.clear()
+    cache[key] = value

@@ -1,0 +1,356 @@
+"""Grounding: which facts can ever hold in a PDDL problem, and which operators apply in a state.
+
+What this module promises:
+
+1. :class:`Task` finds every fact that can ever become true when deletes and negative preconditions are ignored,
+   and numbers those that can change, in sorted order. A state is an ``int`` with one bit for each of them; equal
+   texts give equal numbers in every process.
+2. Operators are instantiated on demand, for one fact of the state at a time: a game of which the agent sees three
+   rooms never pays for the others.
+3. The operators are those of the Fast Downward translator, to which the original ALFWorld hands its games: an add
+   beats a delete, an effect that its own precondition makes true is dropped, and so is a delete of what can't be
+   true; an operator left without effects does not exist (so there is no "go to" where the agent already is).
+
+Both searches are queries over the facts (see :mod:`.joins`). What to ask depends on the domain alone, so all games of
+a domain share one :class:`Plan`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from sandboxgym.envs.alfworld.joins import Database, Picker, Query, picker
+from sandboxgym.envs.alfworld.pddl import Action, Atom, Conjunction, Domain, PddlError, Problem, Row, constants_of
+
+EQUALS = "="
+
+
+class Schema:
+    """An action with one of the alternatives of its precondition, ready to be instantiated.
+
+    ``columns`` are the variables (the action's parameters first) and constants that an instance gives values to.
+    """
+
+    def __init__(self, action: Action, precondition: Conjunction) -> None:
+        self.action = action
+        self.precondition = precondition
+        variables = (*action.parameters, *precondition.variables)
+        self.types = dict(variables)
+        self.body = _body(variables, precondition)
+        atoms = [*precondition.positive, *precondition.negative]
+        for condition, atom, _ in action.effects:
+            atoms += [atom, *condition.positive, *condition.negative]
+        self.columns = (*self.types, *constants_of(atoms))
+        self.condition = Resolver(precondition, self.columns)
+        self.effects = [
+            (Resolver(condition, self.columns), *_resolve(atom, self.columns), adds)
+            for condition, atom, adds in action.effects
+        ]
+        self._queries: dict[Atom | None, Query] = {}
+
+    def query(self, pivot: Atom | None) -> Query:
+        """All instances in which the body atom ``pivot`` is one of the seeds."""
+        if pivot not in self._queries:
+            rest = [atom for atom in self.body if atom != pivot]
+            self._queries[pivot] = Query(rest, types=self.types, wanted=self.columns, seed=pivot)
+        return self._queries[pivot]
+
+
+def _body(variables: Iterable[tuple[str, str]], condition: Conjunction) -> list[Atom]:
+    """The joinable atoms of ``condition``; a variable that none of them mentions ranges over its type."""
+    body = [atom for atom in condition.positive if atom.predicate != EQUALS]
+    mentioned = {arg for atom in body for arg in atom.args}
+    return body + [Atom(_membership(kind), (name,)) for name, kind in variables if name not in mentioned]
+
+
+def _membership(kind: str) -> str:
+    """The predicate "is a ``kind``"; the space keeps it apart from those of the domain."""
+    return f"is-a {kind}"
+
+
+def _resolve(atom: Atom, columns: Sequence[str]) -> tuple[str, Picker]:
+    return atom.predicate, picker(tuple(columns.index(arg) for arg in atom.args))
+
+
+class Resolver:
+    """The bit masks of a condition for given values of its variables."""
+
+    def __init__(self, condition: Conjunction, columns: Sequence[str]) -> None:
+        self._literals = [
+            (*_resolve(atom, columns), wanted)
+            for atoms, wanted in ((condition.positive, True), (condition.negative, False))
+            for atom in atoms
+        ]
+
+    def __call__(self, task: Task, row: Row) -> tuple[int, int] | None:
+        """Masks of the bits that must be set and clear; None if no state satisfies the condition."""
+        masks = [0, 0]
+        for predicate, pick, wanted in self._literals:
+            args = pick(row)
+            if predicate == EQUALS:
+                holds = args[0] == args[1]
+            elif bit := task.bits[predicate].get(args, 0):
+                masks[not wanted] |= bit
+                continue
+            else:
+                holds = args in task.database.rows(predicate)
+            if holds != wanted:
+                return None
+        return None if masks[0] & masks[1] else (masks[0], masks[1])
+
+
+class Rule:
+    """``head`` can be brought about when the body of ``schema`` and the condition of the effect can be true.
+
+    ``triggers`` find new heads from new facts of a body atom's predicate, ``fixed`` all heads if no action changes
+    the body; ``supports`` tells of given heads which can be brought about.
+    """
+
+    def __init__(self, head: Atom, schema: Schema, condition: Conjunction, fluents: Collection[str]) -> None:
+        self.head = head
+        body = schema.body + _body((), condition)
+
+        def query(seed: Atom | None) -> Query:
+            return Query([a for a in body if a != seed], types=schema.types, wanted=head.args, seed=seed)
+
+        self.triggers = [(atom.predicate, query(atom)) for atom in dict.fromkeys(body) if atom.predicate in fluents]
+        self.fixed = None if self.triggers else query(None)
+        self.supports = Query(body, types=schema.types, wanted=head.args, seed=head)
+
+
+class Plan:
+    """What can be worked out from a domain alone; see :func:`plan`."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.schemas = [Schema(action, choice) for action in domain.actions for choice in action.preconditions]
+        self.adds: list[Rule] = []
+        self.deletes: list[Rule] = []
+        for schema in self.schemas:
+            for condition, atom, adds in schema.action.effects:
+                rules = self.adds if adds else self.deletes
+                rules.append(Rule(atom, schema, condition, domain.fluents))
+        self.moving = frozenset(p for p in domain.fluents if all(_moves(schema, p) for schema in self.schemas))
+
+
+def _moves(schema: Schema, predicate: str) -> bool:
+    """Whether an action adds an atom of ``predicate`` only while taking one away, as a walk does with places."""
+    effects = [effect for effect in schema.action.effects if effect.atom.predicate == predicate]
+    added = [e for e in effects if e.adds]
+    removed = [e for e in effects if not e.adds and e.condition == Conjunction()]
+    return not added or (len(added) == len(removed) == 1 and removed[0].atom in schema.precondition.positive)
+
+
+@lru_cache(maxsize=8)
+def plan(domain: Domain) -> Plan:
+    """The plan of ``domain``, worked out once."""
+    return Plan(domain)
+
+
+class Conditional(NamedTuple):
+    """If all of ``pos`` and none of ``neg`` are true: ``add`` and ``delete``."""
+
+    pos: int
+    neg: int
+    add: int
+    delete: int
+
+
+class Operator(NamedTuple):
+    """A ground action, on bit masks.
+
+    ``listed_add`` and ``listed_delete`` are all its effects with their conditions ignored, which is how TextWorld,
+    beside the planner's state, updates the facts that its texts are written from.
+    """
+
+    action: str
+    args: Row
+    pos: int
+    neg: int
+    add: int
+    delete: int
+    conditional: tuple[Conditional, ...]
+    listed_add: int
+    listed_delete: int
+
+    def apply(self, state: int) -> int:
+        """The state that follows ``state``."""
+        add, delete = self.add, self.delete
+        for pos, neg, more, fewer in self.conditional:
+            if state & pos == pos and not state & neg:
+                add |= more
+                delete |= fewer
+        return state & ~delete | add
+
+
+class Task:
+    """A ground problem. Immutable, but for the operators it remembers once it has instantiated them.
+
+    ``facts[i]`` is what bit ``i`` of a state stands for, ``bits`` the reverse; ``constants`` hold in every state.
+    ``goal`` lists alternatives: masks of the bits that must be set and clear.
+    """
+
+    def __init__(self, domain: Domain, problem: Problem) -> None:
+        self._plan = plan(domain)
+        members: dict[str, set[str]] = defaultdict(set)
+        for name, kind in problem.objects.items():
+            for ancestor in domain.lineage(kind):
+                members[ancestor].add(name)
+        facts: dict[str, set[Row]] = defaultdict(set)
+        for predicate, args in problem.facts:
+            facts[predicate].add(args)
+        for kind, names in members.items():
+            facts[_membership(kind)] = {(name,) for name in names}
+        self.database = Database(facts, members)
+        start = self.database.part({predicate: facts[predicate] for predicate in domain.fluents})
+        self._reach(start)
+        fixed = {predicate: start.rows(predicate) - self._deletable(predicate, start) for predicate in domain.fluents}
+        self.facts = tuple(
+            Atom(predicate, args)
+            for predicate in sorted(domain.fluents)
+            for args in sorted(self.database.rows(predicate) - fixed[predicate])
+        )
+        self.bits: dict[str, dict[Row, int]] = defaultdict(dict)
+        for number, (predicate, args) in enumerate(self.facts):
+            self.bits[predicate][args] = 1 << number
+        self.initial = sum(
+            self.bits[predicate].get(args, 0) for predicate in domain.fluents for args in start.rows(predicate)
+        )
+        self.constants = tuple(
+            Atom(predicate, args)
+            for predicate in sorted(domain.arities)
+            for args in sorted(fixed.get(predicate, self.database.rows(predicate)))
+        )
+        self.goal = tuple(dict.fromkeys(self._alternatives(problem.goal)))
+        if not self.goal:
+            raise PddlError(":goal: no choice of objects can ever satisfy it")
+        self._pivots = [self._pivot(schema, start) for schema in self._plan.schemas]
+        pivots = {pivot.predicate for pivot in self._pivots if pivot is not None}
+        self._pivot_bits = sum(bit for predicate in pivots for bit in self.bits[predicate].values())
+        self._operators: dict[int, tuple[Operator, ...]] = {}
+        self.database = self.database.part(self.database.facts)  # without the indexes of the search: half the memory
+
+    def operators(self, state: int) -> Iterator[Operator]:
+        """The operators that apply in ``state``, always in the same order."""
+        buckets = state & self._pivot_bits
+        bucket = 0
+        while True:
+            if bucket not in self._operators:
+                self._operators[bucket] = tuple(self._instantiate(bucket))
+            for operator in self._operators[bucket]:
+                if state & operator.pos == operator.pos and not state & operator.neg:
+                    yield operator
+            if not buckets:
+                return
+            bucket = buckets & -buckets
+            buckets ^= bucket
+
+    def _reach(self, start: Database) -> None:
+        """Add every fact that can become true, in rounds that each begin with what the last one found."""
+        found: dict[str, set[Row]] = defaultdict(set)
+        for rule in self._plan.adds:
+            if rule.fixed is not None:
+                found[rule.head.predicate] |= rule.fixed(self.database)
+        self.database.add(found)
+        news = self.database.part({predicate: start.rows(predicate) | found[predicate] for predicate in start.facts})
+        while news.facts:
+            found = defaultdict(set)
+            for rule in self._plan.adds:
+                for predicate, query in rule.triggers:
+                    if predicate in news.facts:
+                        found[rule.head.predicate] |= query(self.database, news)
+            fresh = {predicate: rows - self.database.rows(predicate) for predicate, rows in found.items()}
+            news = self.database.part({predicate: rows for predicate, rows in fresh.items() if rows})
+            self.database.add(news.facts)
+
+    def _deletable(self, predicate: str, facts: Database) -> set[Row]:
+        found: set[Row] = set()
+        for rule in self._plan.deletes:
+            if rule.head.predicate == predicate:
+                found |= rule.supports(self.database, facts)
+        return found
+
+    def _alternatives(self, goal: Iterable[Conjunction]) -> Iterator[tuple[int, int]]:
+        for choice in goal:
+            columns = (*dict(choice.variables), *constants_of([*choice.positive, *choice.negative]))
+            query = Query(_body(choice.variables, choice), types=dict(choice.variables), wanted=columns)
+            resolver = Resolver(choice, columns)
+            masks = (resolver(self, row) for row in sorted(query(self.database)))
+            yield from (mask for mask in masks if mask is not None)
+
+    def _pivot(self, schema: Schema, start: Database) -> Atom | None:
+        """The body atom to file the instances of ``schema`` under: one of which few facts hold at a time."""
+        atoms = [atom for atom in schema.body if atom.predicate in start.facts]
+
+        def crowd(atom: Atom) -> tuple[bool, int]:
+            return atom.predicate not in self._plan.moving, len(start.rows(atom.predicate))
+
+        return min(atoms, key=crowd, default=None)
+
+    def _instantiate(self, bucket: int) -> Iterator[Operator]:
+        """The operators filed under the fact with bit ``bucket``; 0 means under none, or under one always true."""
+        if bucket:
+            predicate, args = self.facts[bucket.bit_length() - 1]
+            seeds = self.database.part({predicate: [args]})
+        else:
+            pivots = {pivot.predicate for pivot in self._pivots if pivot is not None}
+            seeds = self.database.part({p: self.database.rows(p) - self.bits[p].keys() for p in pivots})
+        for schema, pivot in zip(self._plan.schemas, self._pivots, strict=True):
+            if bucket and (pivot is None or pivot.predicate != predicate):
+                continue
+            for row in sorted(schema.query(pivot)(self.database, seeds)):
+                if operator := self._operator(schema, row):
+                    yield operator
+
+    def _operator(self, schema: Schema, row: Row) -> Operator | None:
+        masks = schema.condition(self, row)
+        if masks is None:
+            return None
+        pos, neg = masks
+        adds: dict[tuple[int, int, int], None] = {}
+        deletes: dict[tuple[int, int, int], None] = {}
+        for condition, predicate, pick, is_add in schema.effects:
+            when = condition(self, row)
+            bit = self.bits[predicate].get(pick(row), 0)
+            if when is not None and bit:
+                (adds if is_add else deletes)[(*when, bit)] = None
+        # What follows is promise 3 of this module: (p, n) is the condition of an effect, (pos, neg) the precondition.
+        surely_added = _union(bit for when_pos, when_neg, bit in adds if not when_pos | when_neg)
+        effects = [Conditional(p & ~pos, n & ~neg, bit, 0) for p, n, bit in adds if _matters(p, n, bit & ~pos, masks)]
+        effects += [
+            Conditional(p & ~pos, n & ~neg, 0, bit)
+            for p, n, bit in deletes
+            if (p, n, bit) not in adds and _matters(p, n, bit & ~neg & ~n & ~surely_added, masks)
+        ]
+        if not effects:
+            return None
+        certain = [effect for effect in effects if not effect.pos | effect.neg]
+        rest = tuple(effect for effect in effects if effect.pos | effect.neg)
+        add = _union(effect.add for effect in certain)
+        delete = _union(effect.delete for effect in certain)
+        return Operator(
+            action=schema.action.name,
+            args=row[: len(schema.action.parameters)],
+            pos=pos,
+            neg=neg,
+            add=add,
+            delete=delete,
+            conditional=rest,
+            listed_add=_union((add, *(effect.add for effect in rest))),
+            listed_delete=_union((delete, *(effect.delete for effect in rest))),
+        )
+
+
+def _matters(when_pos: int, when_neg: int, change: int, precondition: tuple[int, int]) -> bool:
+    """Whether an effect changes anything and its condition doesn't contradict the operator's precondition."""
+    pos, neg = precondition
+    return bool(change and not when_pos & neg and not when_neg & pos)
+
+
+def _union(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union = union | mask if union else mask  # keep a lone mask itself: games hold thousands
+    return union

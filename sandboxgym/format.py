@@ -1,0 +1,163 @@
+"""The durable snapshot format: a self-describing header and hashed payload sections, all plain data.
+
+Layout of a file::
+
+    magic (8 bytes) | header length (4, big endian) | sha256 of the header (32) | header (JSON) | sections …
+
+The header lists every section with its length and sha256, so truncation and corruption are found before anything
+is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets, NumPy arrays and
+scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
+
+MAGIC = b"SBXGYM\x00\x01"
+FORMAT_VERSION = 1
+_PREFIX = struct.Struct(">8sI32s")
+_MAX_HEADER = 16 * 2**20
+
+_INT, _TUPLE, _ARRAY, _SCALAR, _SET, _FROZENSET = range(1, 7)
+_KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) or "V" (structured)
+
+
+def pack(value: Any) -> bytes:
+    """Encode plain data.
+
+    Raises:
+        SnapshotNotSupported: naming the type that is not plain data.
+    """
+    try:
+        packed: bytes = msgpack.packb(value, default=_extend, strict_types=True)
+    except (OverflowError, ValueError) as error:
+        raise SnapshotNotSupported(f"cannot encode this state: {error}") from error
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """Decode what `pack` wrote.
+
+    Raises:
+        SnapshotCorrupt: the bytes are not such an encoding.
+    """
+    try:
+        return msgpack.unpackb(data, ext_hook=_restore, strict_map_key=False)
+    except SnapshotCorrupt:
+        raise
+    except Exception as error:  # msgpack and NumPy raise many types on hostile bytes; all mean the same
+        raise SnapshotCorrupt(f"expected msgpack data of this format: {error}") from error
+
+
+def _extend(value: Any) -> Any:
+    if type(value) is int:  # outside 64 bits
+        length = value.bit_length() // 8 + 1
+        return msgpack.ExtType(_INT, value.to_bytes(length, "big", signed=True))
+    if isinstance(value, tuple):
+        return msgpack.ExtType(_TUPLE, pack(list(value)))
+    if isinstance(value, (set, frozenset)):
+        kind = _SET if isinstance(value, set) else _FROZENSET
+        return msgpack.ExtType(kind, pack(sorted(value, key=pack)))
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if array.dtype.kind not in _KINDS:
+            raise SnapshotNotSupported(f"cannot encode a NumPy value of dtype {array.dtype}")
+        kind = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+        return msgpack.ExtType(kind, pack([array.dtype.str, list(array.shape), array.tobytes()]))
+    if isinstance(value, (int, float, str, bytes, list, dict)):  # subclasses (enums, str subclasses) lose their type
+        raise SnapshotNotSupported(f"cannot encode {type(value).__qualname__}: only the exact built-in types are plain")
+    raise SnapshotNotSupported(f"cannot encode a value of type {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _restore(code: int, data: bytes) -> Any:
+    if code == _INT:
+        return int.from_bytes(data, "big", signed=True)
+    content = unpack(data)
+    if code in (_ARRAY, _SCALAR):
+        dtype, shape, buffer = content
+        kind = np.dtype(dtype)
+        if kind.kind not in _KINDS:
+            raise SnapshotCorrupt(f"expected an array of plain memory, found dtype {kind}")
+        array = np.frombuffer(buffer, dtype=kind).reshape(shape).copy()
+        return array if code == _ARRAY else array[()]
+    if code in (_TUPLE, _SET, _FROZENSET):
+        return {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}[code](content)
+    raise SnapshotCorrupt(f"unknown extension type {code}")
+
+
+def content_digest(sections: Mapping[str, bytes]) -> str:
+    """sha256 over named sections: equal content has an equal digest, whatever its id, parent or time."""
+    digest = hashlib.sha256()
+    for name in sorted(sections):
+        digest.update(f"{name}:{len(sections[name])}:".encode())
+        digest.update(sections[name])
+    return digest.hexdigest()
+
+
+def dumps(header: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
+    """Header fields (JSON values) and sections as one self-describing byte string."""
+    table = [{"name": n, "nbytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in sections.items()]
+    head = json.dumps({**header, "format": FORMAT_VERSION, "sections": table}, sort_keys=True).encode()
+    prefix = _PREFIX.pack(MAGIC, len(head), hashlib.sha256(head).digest())
+    return b"".join((prefix, head, *sections.values()))
+
+
+def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The header and sections of `dumps`, verified.
+
+    Raises:
+        SnapshotCorrupt: saying what was expected and what was found.
+    """
+    if len(data) < _PREFIX.size:
+        raise SnapshotCorrupt(f"expected at least {_PREFIX.size} bytes of a snapshot, found {len(data)}")
+    magic, length, checksum = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise SnapshotCorrupt(f"expected a snapshot (magic {MAGIC!r}), found {magic!r}")
+    head = data[_PREFIX.size : _PREFIX.size + length]
+    if length > _MAX_HEADER or len(head) != length or hashlib.sha256(head).digest() != checksum:
+        raise SnapshotCorrupt(f"the header of {length} bytes is truncated or does not match its checksum")
+    try:
+        header = json.loads(head)
+        version, table = header["format"], [(s["name"], s["nbytes"], s["sha256"]) for s in header["sections"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotCorrupt(f"the header is not readable: {error!r}") from error
+    if version != FORMAT_VERSION:
+        raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION}, found {version}")
+    sections: dict[str, bytes] = {}
+    offset = _PREFIX.size + length
+    for name, nbytes, sha256 in table:
+        section = data[offset : offset + nbytes]
+        if len(section) != nbytes or hashlib.sha256(section).hexdigest() != sha256:
+            raise SnapshotCorrupt(f"section {name!r} of {nbytes} bytes is truncated or does not match its checksum")
+        sections[name] = section
+        offset += nbytes
+    if offset != len(data):
+        raise SnapshotCorrupt(f"expected {offset} bytes, found {len(data)}")
+    return header, sections
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write so that a reader, or a crash at any moment, finds the old file or the new one, never a part."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,57 @@
+"""A space of text for environments whose observations and actions are arbitrary Unicode strings.
+
+Gymnasium's ``Text`` wants a closed character set, refuses empty strings and samples junk; an agent's sandbox prints
+what it likes, and a sampled action should be one that the environment understands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class Unicode(gym.Space[str]):
+    r"""All strings. ``sample`` draws one of ``examples``, by default only the empty string.
+
+    Args:
+        examples: valid, harmless members to sample from.
+        seed: of the space's own random stream.
+
+    Example:
+        >>> space = Unicode(("look", "inventory"), seed=0)
+        >>> "any text\n" in space, 3 in space, space.sample() in ("look", "inventory")
+        (True, False, True)
+    """
+
+    def __init__(self, examples: Sequence[str] = ("",), seed: int | np.random.Generator | None = None) -> None:
+        if isinstance(examples, str) or not examples or not all(isinstance(e, str) for e in examples):
+            raise TypeError(f"expected a non-empty sequence of strings, found {examples!r}")
+        self.examples = tuple(examples)
+        super().__init__(shape=(), dtype=None, seed=seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """Text has no fixed-size array form."""
+        return False
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
+        """One of the examples; masks are not supported."""
+        if mask is not None or probability is not None:
+            raise ValueError("Unicode.sample takes no mask and no probability")
+        return self.examples[int(self.np_random.integers(len(self.examples)))]
+
+    def contains(self, x: Any) -> bool:
+        """Whether ``x`` is a string."""
+        return isinstance(x, str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unicode) and self.examples == other.examples
+
+    def __hash__(self) -> int:
+        return hash(self.examples)
+
+    def __repr__(self) -> str:
+        return "Unicode()"

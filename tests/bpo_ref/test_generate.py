@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from bpo_ref.chat import ChatFormat
+from bpo_ref.generate import ContextOverflow, Generator, Session, StaleSession, score, token_logps
+from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
+
+VOCABULARY = 40
+STOPS = (2, 7, 11)  # an untrained model ends about one turn in five at a given token
+TEMPERATURE = 0.7
+SHAPE = {"vocab_size": VOCABULARY, "eos_token_id": 2, "pad_token_id": 2}
+
+
+def llama() -> LlamaForCausalLM:
+    model = tiny_model(tiny_tokenizer(words_of([], numbers=VOCABULARY - 6)), hidden=32, ffn=64)
+    return sharpened(model)
+
+
+def qwen2() -> Qwen2ForCausalLM:
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 48}
+    return sharpened(Qwen2ForCausalLM(Qwen2Config(hidden_size=32, **shape, **SHAPE)))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=96, bos_token_id=2, **SHAPE)
+    return sharpened(GPT2LMHeadModel(config)).eval()  # it has dropout
+
+
+def sharpened(model: Any) -> Any:
+    """Larger weights: an untrained model is so close to uniform that a wrong context would go unnoticed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def generator_of(model: Any, **options: Any) -> Generator:
+    return Generator(model, **{"stop_ids": STOPS, "max_new_tokens": 6, "temperature": TEMPERATURE, **options})
+
+
+def contexts_of(count: int, *, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist() for _ in range(count)]
+
+
+def streams(count: int, *, seed: int = 0) -> list[np.random.Generator]:
+    return [np.random.default_rng([seed, row]) for row in range(count)]
+
+
+class Recorder:
+    """A session that remembers what was sampled at which position of which row."""
+
+    def __init__(self, generator: Generator, contexts: list[list[int]]) -> None:
+        self.model = generator.model
+        self.session = generator.open(contexts)
+        self.sampled: dict[int, list[tuple[int, float, float]]] = {row: [] for row in range(len(contexts))}
+
+    def turn(self, rows: list[int], rngs: list[np.random.Generator] | None) -> list[list[int]]:
+        turns = self.session.generate(rows, rngs)
+        for row, turn in zip(rows, turns, strict=True):
+            start = len(self.session.context(row)) - len(turn.ids)
+            steps = zip(turn.ids, turn.logps, turn.entropies, strict=True)
+            for position, (token, logp, entropy) in enumerate(steps, start):
+                assert self.session.context(row)[position] == token
+                self.sampled[row].append((position, logp, entropy))
+        return [turn.ids for turn in turns]
+
+    def check(self, *, atol: float = 1e-5) -> None:
+        """What the sampler reported is what the trainer computes for the whole context."""
+        rows = [row for row, steps in self.sampled.items() if steps]
+        with torch.no_grad():
+            logps, entropies = score(self.model, [self.session.context(row) for row in rows], temperature=TEMPERATURE)
+        for i, row in enumerate(rows):
+            for position, logp, entropy in self.sampled[row]:
+                assert logps[i, position - 1].item() == pytest.approx(logp, abs=atol)
+                assert entropies[i, position - 1].item() == pytest.approx(entropy, abs=atol)
+
+
+@pytest.mark.parametrize("build", [llama, qwen2, gpt2])
+@pytest.mark.parametrize("max_rows", [256, 3])
+def test_sampler_agrees_with_the_trainer(build: Callable[[], Any], max_rows: int) -> None:
+    """Ragged rows, turns cut short, rows that pause, leave, join late and fork: all score as they were sampled."""
+    model = build()
+    recorder = Recorder(generator_of(model, max_rows=max_rows), contexts_of(7))
+    session, rng = recorder.session, np.random.default_rng(5)
+
+    def observe(rows: list[int]) -> None:
+        for row in rows:
+            session.extend(row, rng.integers(0, VOCABULARY, rng.integers(0, 9)).tolist())
+
+    recorder.turn([0, 1, 2, 3, 4, 5, 6], streams(7))
+    observe([0, 1, 2, 4, 5, 6])
+    recorder.turn([6, 0, 1], streams(3, seed=1))
+    branch = len(session.context(0)) - 2
+    forks = [session.fork(0, length=branch), session.fork(0), session.fork(3), session.fork(1, length=1)]
+    late = session.add([3, 1, 4])
+    recorder.sampled.update({row: [] for row in [*forks, late]})
+    assert session.context(forks[0]) == session.context(0)[:branch]
+    observe([0, forks[1]])
+    recorder.turn([0, 2, late, *forks], streams(7, seed=2))
+    recorder.check()
+    for row in (0, 5):
+        recorder.sampled.pop(row)
+    session.drop([0, 5])
+    rows = [1, 2, 3, 4, 6, late, *forks]
+    observe(rows)
+    recorder.turn(rows, streams(10, seed=3))
+    recorder.check()
+    assert session.generate([], []) == []
+
+
+def test_sampler_agrees_with_the_trainer_after_an_optimizer_step() -> None:
+    model = llama()
+    generator = generator_of(model)
+    session = generator.open(contexts_of(4))
+    session.generate(range(4), streams(4))
+    logps, _ = score(model, contexts_of(4), temperature=TEMPERATURE)
+    logps.sum().backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05).step()
+    with pytest.raises(StaleSession):
+        session.generate(range(4), streams(4))
+    recorder = Recorder(generator, [session.context(row) for row in range(4)])
+    recorder.turn([0, 1, 2, 3], streams(4))
+    recorder.check()
+
+
+def test_tokens_do_not_depend_on_the_batch() -> None:
+    contexts = contexts_of(12)
+
+    def episode(rows: list[int]) -> list[list[int]]:
+        session = generator_of(llama()).open([contexts[row] for row in rows])
+        rngs = [np.random.default_rng([9, row]) for row in rows]
+        for turn in range(4):
+            session.generate(range(len(rows)), rngs)
+            for i, row in enumerate(rows):
+                session.extend(i, [row, turn])
+        return [session.context(i) for i in range(len(rows))]
+
+    together = episode(list(range(12)))
+    assert episode([11, 4, 0]) == [together[11], together[4], together[0]]
+    assert [episode([row])[0] for row in range(12)] == together
+    assert len({tuple(ids) for ids in together}) == 12
+
+
+def test_one_uniform_a_token_inverts_the_cumulative_distribution() -> None:
+    model = qwen2()
+    context = contexts_of(1)[0]
+    (turn,) = generator_of(model).open([context]).generate([0], [np.random.default_rng(3)])
+    uniforms = np.random.default_rng(3).random(len(turn.ids))
+    ids = list(context)
+    for token, uniform in zip(turn.ids, uniforms, strict=True):
+        logits = model(torch.tensor([ids])).logits[0, -1].double() / TEMPERATURE
+        assert token == int((logits.softmax(-1).cumsum(-1) <= uniform).sum())
+        ids.append(token)
+
+
+def test_sampled_frequencies_match_the_distribution() -> None:
+    model, count = llama(), 4000
+    session = generator_of(model, max_new_tokens=1, max_rows=count).open([[5, 6, 7]] * count)
+    turns = session.generate(range(count), streams(count))
+    frequencies = np.bincount([turn.ids[0] for turn in turns], minlength=VOCABULARY) / count
+    with torch.no_grad():
+        probabilities = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / TEMPERATURE).softmax(-1).numpy()
+    errors = np.sqrt(probabilities * (1 - probabilities) / count)
+    assert np.all(np.abs(frequencies - probabilities) < 5 * errors + 1e-3)
+
+
+def test_greedy_turns_take_the_most_probable_tokens() -> None:
+    model = llama()
+    session = generator_of(model).open(contexts_of(5))
+    turns = session.generate(range(5))
+    for row, turn in enumerate(turns):
+        logits = model(torch.tensor([session.context(row)])).logits[0]
+        start = len(session.context(row)) - len(turn.ids)
+        assert turn.ids == logits[start - 1 : -1].argmax(-1).tolist()
+
+
+def test_truncation_is_the_lack_of_a_stop_token() -> None:
+    session = generator_of(llama()).open(contexts_of(64))
+    turns = session.generate(range(64), streams(64))
+    assert {turn.truncated for turn in turns} == {False, True}
+    for turn in turns:
+        assert not set(turn.ids[:-1]) & set(STOPS)
+        assert turn.truncated == (turn.ids[-1] not in STOPS)
+        assert not turn.truncated or len(turn.ids) == 6
+
+
+def test_a_full_context_truncates_and_then_overflows() -> None:
+    model = gpt2()  # its learned positions make one token too many an error
+    session = generator_of(model, stop_ids=()).open([[1] * 93, [1] * 10])
+    assert [session.room(row) for row in (0, 1)] == [3, 86]
+    turns = session.generate([0, 1], streams(2))
+    assert [len(turn.ids) for turn in turns] == [3, 6]
+    assert [turn.truncated for turn in turns] == [True, True]
+    assert session.room(0) == 0
+    score(model, [session.context(0)])
+    with pytest.raises(ContextOverflow, match=r"rows \[0\]"):
+        session.generate([1, 0], streams(2))
+    assert session.room(1) == 80
+    assert generator_of(model, context_limit=50).open([[1]]).room(0) == 49
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_training_mode_is_left_as_it_was_and_not_used() -> None:
+    model = gpt2().train()  # with dropout 0.1
+    model.gradient_checkpointing_enable()
+    recorder = Recorder(generator_of(model), contexts_of(3))
+    recorder.turn([0, 1, 2], streams(3))
+    assert model.training
+    model.eval()
+    recorder.check()
+
+
+def test_half_precision_runs() -> None:
+    recorder = Recorder(generator_of(llama().bfloat16()), contexts_of(3))
+    for turn in range(3):
+        recorder.turn([0, 1, 2], streams(3, seed=turn))
+        recorder.session.extend(0, [1, 2, 3])
+    recorder.check(atol=0.2)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Generator(llama(), stop_ids=(), max_new_tokens=1, temperature=0.0),
+        lambda: generator_of(llama()).open([[]]),
+        lambda: generator_of(llama()).open([[1, 2]]).fork(0, length=0),
+    ],
+    ids=["temperature", "empty context", "empty fork"],
+)
+def test_meaningless_arguments_are_refused(build: Callable[[], Generator | Session | int]) -> None:
+    with pytest.raises(ValueError, match=r"positive|at least one token"):
+        build()
+
+
+def test_sliding_windows_are_refused() -> None:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    config = MistralConfig(hidden_size=8, sliding_window=4, **shape, **SHAPE)
+    with pytest.raises(NotImplementedError, match="full attention"):
+        generator_of(MistralForCausalLM(config))
+
+
+def test_token_logps_ignore_padding_and_chunks() -> None:
+    model = llama()
+    rows = contexts_of(5, seed=4)
+    logps, entropies = score(model, rows, temperature=TEMPERATURE, chunk=7)
+    width = max(map(len, rows))
+    assert logps.shape == entropies.shape == (5, width - 1)
+    loss = (logps - 0.1 * entropies).sum()
+    loss.backward()
+    gradient = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    naive = torch.zeros(())
+    for i, row in enumerate(rows):
+        distribution = (model(torch.tensor([row])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        naive_logps = distribution[range(len(row) - 1), row[1:]]
+        naive_entropies = -(distribution.exp() * distribution).sum(-1)
+        torch.testing.assert_close(logps[i, : len(row) - 1], naive_logps)
+        torch.testing.assert_close(entropies[i, : len(row) - 1], naive_entropies)
+        assert not logps[i, len(row) - 1 :].any() and not entropies[i, len(row) - 1 :].any()
+        naive = naive + (naive_logps - 0.1 * naive_entropies).sum()
+    naive.backward()
+    torch.testing.assert_close(gradient, model.model.embed_tokens.weight.grad)
+
+    lengths = torch.tensor([len(row) for row in rows])
+    eos_padded = torch.tensor([row + [2] * (width - len(row)) for row in rows])
+    again, _ = token_logps(model, eos_padded, lengths, temperature=TEMPERATURE)
+    torch.testing.assert_close(again, logps)
+
+
+def test_a_chat_from_text_to_scored_tokens() -> None:
+    tokenizer = tiny_tokenizer(words_of(["You see a mug 1.", "take mug 1 from shelf 2", "Nothing happens."], numbers=5))
+    chat, model = ChatFormat(tokenizer), sharpened(tiny_model(tokenizer, hidden=32, ffn=64))
+    generator = generator_of(model, stop_ids=chat.stop_ids, max_new_tokens=8)
+    recorder = Recorder(generator, [chat.start("You see a mug 1.")] * 6)
+    for _ in range(3):
+        for row, ids in enumerate(recorder.turn(list(range(6)), streams(6))):
+            truncated = ids[-1] not in chat.stop_ids
+            recorder.session.extend(row, chat.turn("Nothing happens.", truncated=truncated))
+            assert tokenizer.eos_token not in chat.action(ids)
+    recorder.check()
+    context = recorder.session.context(0)
+    assert tokenizer.decode(context).count("<|end|>") == tokenizer.decode(context).count("<|user|>") - 1

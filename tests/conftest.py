@@ -1,0 +1,50 @@
+"""Fixtures shared by all tests: the toy environments and the data of the parity tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import toy_envs
+
+toy_envs.register()
+
+REQUIRED = {name for name in os.environ.get("SANDBOXGYM_REQUIRE", "").split(",") if name}
+
+
+def missing(component: str, reason: str) -> None:
+    """Skip, saying why; fail if ``SANDBOXGYM_REQUIRE`` lists the component."""
+    if component in REQUIRED:
+        pytest.fail(f"SANDBOXGYM_REQUIRE lists {component!r}, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def parity_data() -> Path:
+    """The folder with recordings of the original environments."""
+    folder = os.environ.get("SANDBOXGYM_PARITY_DATA")
+    if not folder:
+        missing("data", "SANDBOXGYM_PARITY_DATA is not set (it names the folder with the recordings)")
+    path = Path(folder).resolve()
+    if not path.is_dir():
+        missing("data", f"SANDBOXGYM_PARITY_DATA={folder} is not a directory")
+    return path
+
+
+@pytest.fixture(scope="session")
+def alfworld_games(parity_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The official games, unpacked: ``train``, ``valid_train``, ``valid_seen`` and the 16 in the old grammar."""
+    target = tmp_path_factory.mktemp("alfworld")
+    for archive in sorted((parity_data / "alfworld").glob("games_*.tar.xz")):
+        with tarfile.open(archive) as tar:
+            tar.extractall(target, filter="data")
+    yield target
+    import shutil
+
+    shutil.rmtree(target, ignore_errors=True)  # 350 MB; pytest would keep three of them
