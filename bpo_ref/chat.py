@@ -72,17 +72,19 @@ class ChatFormat:
         body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
         return str(self._tokenizer.decode(list(body), clean_up_tokenization_spaces=False)).strip()
 
-    def demonstration(self, observations: Sequence[str], actions: Sequence[str]) -> tuple[list[int], list[bool]]:
+    def demonstration(
+        self, observations: Sequence[str], actions: Sequence[str], learn: Sequence[bool] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """The ids of an episode in which `actions[i]` answered `observations[i]`, as sampling would have left
-        them, and the mask of those to learn from: the actions, each with its end-of-turn token.
+        them, and the mask of those to learn from: the actions (where `learn[i]`), each with its end-of-turn token.
         """
         ids: list[int] = []
         mask: list[bool] = []
-        for observation, action in zip(observations, actions, strict=True):
+        for observation, action, wanted in zip(observations, actions, learn or [True] * len(actions), strict=True):
             prompt = self.turn(observation, truncated=False) if ids else self.start(observation)
             answer = [*self._encode(action.strip()), self.end_id]
             ids += prompt + answer
-            mask += [False] * len(prompt) + [True] * len(answer)
+            mask += [False] * len(prompt) + [wanted] * len(answer)
         return ids, mask
 
     def _content(self, text: str) -> str:

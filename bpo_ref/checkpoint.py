@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
+
+logging.disable_progress_bar()  # of writing and loading weights: a line for every checkpoint
 
 STATE = "trainer_state.pt"
 

@@ -1,6 +1,6 @@
 """Success on a fixed panel of tasks, with fixed seeds: the same episodes whoever asks, in however many processes.
 
-    python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint --env-kwargs games=valid_seen --episodes 140
+python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint --env-kwargs games=valid_seen --episodes 140
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def main() -> None:
     """Command line."""
     import tyro
 
-    from bpo_ref.generate import ChatFormat, Generator
+    from bpo_ref.chat import ChatFormat
+    from bpo_ref.generate import Generator
     from bpo_ref.policy import ChatPolicy
     from bpo_ref.train import load_policy
 

@@ -26,20 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from bpo_ref.chat import ChatFormat, TemplateError
-
-__all__ = [
-    "ChatFormat",
-    "ContextOverflow",
-    "Generation",
-    "Generator",
-    "Session",
-    "StaleSession",
-    "TemplateError",
-    "score",
-    "token_logps",
-]
-
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 
 

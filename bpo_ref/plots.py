@@ -1,6 +1,6 @@
 """Learning curves from the logs of runs.
 
-    python -m bpo_ref.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
+python -m bpo_ref.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bpo_ref.generate import ChatFormat, Generator
+from bpo_ref.chat import ChatFormat
+from bpo_ref.generate import Generator
 from sandboxgym.tree import Action, Context, Envs, Path
 
 
@@ -79,7 +80,7 @@ class ChatPolicy:
 
 def collect_demonstrations(
     envs: Envs, episodes: int, *, noise: float, seed: int, progress: Callable[[int], Any] = lambda _: None
-) -> list[dict[str, list[str]]]:
+) -> list[dict[str, list[Any]]]:
     """Successful expert episodes, played through the environment's own API; tasks in turn.
 
     Args:
@@ -90,7 +91,7 @@ def collect_demonstrations(
         progress: called with 1 after each.
 
     Returns:
-        ``{"observations": […], "actions": […]}`` of equal length.
+        ``{"observations": […], "actions": […], "learn": […]}`` of equal length; ``learn`` is False for noise.
     """
     env = envs.take()
     base: Any = env.unwrapped
@@ -98,19 +99,20 @@ def collect_demonstrations(
         raise NotImplementedError(f"{base} has no expert to demonstrate: set sft_steps=0 and a pretrained model")
     order = list(range(base.num_tasks))
     random.Random(seed).shuffle(order)
-    collected: list[dict[str, list[str]]] = []
+    collected: list[dict[str, list[Any]]] = []
     for episode in range(episodes):
         expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise)
         observation, info = env.reset(options={"task": order[episode % len(order)]})
         expert.reset(observation)
-        observations, actions, over = [], [], False
+        observations, actions, learn, over = [], [], [], False
         while not over:
             observations.append(observation)
             actions.append(expert.act(observation))
+            learn.append(not expert.noisy)
             observation, _, terminated, truncated, info = env.step(actions[-1])
             over = terminated or truncated
         if info["success"]:
-            collected.append({"observations": observations, "actions": actions})
+            collected.append({"observations": observations, "actions": actions, "learn": learn})
         progress(1)
     envs.give(env)
     return collected

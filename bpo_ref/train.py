@@ -37,9 +37,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import sandboxgym  # noqa: F401 - registers the environments
+from bpo_ref.chat import ChatFormat
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.eval import Score, evaluate, make_env, results_table
-from bpo_ref.generate import ChatFormat, Generator, token_logps
+from bpo_ref.generate import Generator, token_logps
 from bpo_ref.policy import ChatPolicy, collect_demonstrations, episode_text
 from bpo_ref.tiny import TINY_SIZES, tiny_model, tiny_tokenizer, words_of
 from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, Schedule, rollout
@@ -104,8 +105,8 @@ class Args:
     """Optimizer steps; 0 leaves the stage out."""
     sft_episodes: int = 4000
     """Expert episodes to collect; only the successful ones are used."""
-    sft_noise: float = 0.1
-    """Probability of a random action of the expert, from which it then recovers."""
+    sft_noise: float = 0.2
+    """Probability of an action that is not the expert's, which it then recovers from; these are not learnt."""
     sft_batch: int = 16
     """Episodes a step, over all processes."""
     sft_lr: float = 3e-3
@@ -151,7 +152,7 @@ class Args:
     spacing: int = 8
     """Least distance of two branch points in tokens of context (the paper: 64)."""
     credit: Credit | None = None
-    """``paper`` (Eq. 7 and 8), ``sibling`` (Eq. 7 for the whole path), ``tree`` (backed-up values), ``group`` (GRPO)."""
+    """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO)."""
     baseline: Baseline | None = None
     """What replaces the siblings' mean: nothing, or the mean of other rollouts at this turn, or at this progress."""
     step_weight_power: float | None = None
@@ -185,6 +186,8 @@ class Args:
     save_every: int = 10
     """Updates (and 20 times as many supervised steps) between checkpoints."""
 
+
+MAY_CHANGE = {"resume", "out", "threads", "updates", "eval_every", "save_every", "micro_tokens"}  # on resuming
 
 PRESETS: dict[str, dict[str, Any]] = {
     "sft": dict(schedule="none", credit="tree", baseline="none", step_weight_power=1.0, root_branch="never"),
@@ -623,7 +626,9 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
     return Batch(*(tensor.to(device) for tensor in (ids, lengths, step, advantage, weight, old)))
 
 
-def policy_loss(logps: Tensor, batch: Batch, args: Args, reference: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(
+    logps: Tensor, batch: Batch, args: Args, reference: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of every token, unweighted, [B, T-1], 0 where it was not sampled; and sums for the log.
 
     Clipped surrogate (Schulman et al., 2017) with separate bounds, plus ``kl`` times the k3 estimate
@@ -759,7 +764,7 @@ class Trainer:
     def _supervised(self) -> None:
         """Cross entropy on expert episodes; observation tokens count ``sft_observation_weight``."""
         args = self.args
-        encoded = [self.chat.demonstration(d["observations"], d["actions"]) for d in self.demonstrations]
+        encoded = [self.chat.demonstration(**episode) for episode in self.demonstrations]
         encoded = [(ids, mask) for ids, mask in encoded if len(ids) <= args.context]
         if not encoded:
             raise ConfigError(f"context: none of {len(self.demonstrations)} expert episodes fits {args.context} tokens")
@@ -815,7 +820,7 @@ class Trainer:
             self.log.scalars(metrics, self._done())
             bar.set_postfix(
                 success=f"{metrics['rollout/success']:.2f}",
-                kl=f"{metrics['update/approx_kl']:.1e}",
+                entropy=f"{metrics['rollout/entropy']:.2f}",
                 tokens=f"{self.counters['tokens'] / 1e3:.0f}k",
             )
             bar.update()
@@ -898,18 +903,18 @@ class Trainer:
         from bpo_ref.plots import learning_curve
 
         args = self.args
-        final = [name for name in self.scores if "@" in name][-1:]
-        named = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
-        rows = {named[n]: self.scores[n] for n in named if n in self.scores} | {f"after {args.algo}": self.scores[n] for n in final}
-        table = results_table(rows)
+        rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
+        rows[f"{args.algo}@{self.step}"] = f"after {args.algo}"
+        table = results_table({row: self.scores[name] for name, row in rows.items() if name in self.scores})
         totals = ", ".join(f"{value:,.0f} {name.replace('_', ' ')}" for name, value in self.counters.items())
         games = " ".join(args.eval_kwargs)
         text = f"{args.env_id} {games}, {args.eval_episodes} episodes\n\n{table}\n\nSpent by {args.algo}: {totals}"
         (self.out / "results.md").write_text(text + "\n")
-        results = {"args": asdict(args), "counters": self.counters, "scores": {n: asdict(s) for n, s in self.scores.items()}}
+        scores = {name: asdict(score) for name, score in self.scores.items()}
+        results = {"args": asdict(args), "counters": self.counters, "scores": scores}
         (self.out / "results.json").write_text(json.dumps(results, indent=1))
         learning_curve([self.out], self.out / "learning_curve.png")
-        print(f"\n{text}\n\nWritten to {self.out}: learning_curve.png, results.md, samples.txt, checkpoint/, tensorboard/")
+        print(f"\n{text}\n\nIn {self.out}: learning_curve.png, results.md, samples.txt, checkpoint/, tensorboard/")
 
     def _write_samples(self, trees: Sequence[RolloutTree]) -> None:
         if self.accelerator.is_main_process:
@@ -961,7 +966,9 @@ class Trainer:
         self.stage, self.step = "rl", 0
         fresh = torch.optim.AdamW(
             self.accelerator.unwrap_model(self.model).parameters(),
-            lr=self.args.lr, betas=self.args.betas, weight_decay=self.args.weight_decay,
+            lr=self.args.lr,
+            betas=self.args.betas,
+            weight_decay=self.args.weight_decay,
         )
         self.optimizer = self.accelerator.prepare(fresh)
         self._save(self.out / "sft")
@@ -973,10 +980,10 @@ class Trainer:
         if not self.args.resume:
             return None
         saved = load_checkpoint(checkpoint)
-        mine, theirs = asdict(self.args), saved["args"]
-        for name in sorted(mine.keys() - {"resume", "out", "threads", "updates", "eval_every", "save_every", "micro_tokens"}):
-            if json.loads(json.dumps(mine[name])) != theirs.get(name):
-                raise CheckpointError(f"{checkpoint}: was made with {name}={theirs.get(name)!r}, now it is {mine[name]!r}")
+        for name, mine in json.loads(json.dumps(asdict(self.args))).items():
+            theirs = saved["args"].get(name)
+            if mine != theirs and name not in MAY_CHANGE:
+                raise CheckpointError(f"{checkpoint}: was made with {name}={theirs!r}, now it is {mine!r}")
         return saved
 
     def _maybe_save(self, every: int) -> None:
@@ -1024,7 +1031,8 @@ class Trainer:
                 raise ConfigError(f"model: expected tiny: with one of {', '.join(TINY_SIZES)}, found {args.model}")
             texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
             tokenizer = tiny_tokenizer(words_of(texts))
-            return tiny_model(tokenizer, **TINY_SIZES[size], max_position_embeddings=args.context, seed=args.seed), tokenizer
+            shape = {**TINY_SIZES[size], "max_position_embeddings": args.context}
+            return tiny_model(tokenizer, **shape, seed=args.seed), tokenizer
         return load_policy(folder or args.model, dtype=args.dtype)
 
     def _build_reference(self) -> CausalLM:
@@ -1085,7 +1093,9 @@ class Trainer:
         """A launcher that meant several processes but started one would train on a part of the batch."""
         wanted = int(os.environ.get("WORLD_SIZE", "1"))
         if wanted != self.accelerator.num_processes:
-            raise ConfigError(f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}")
+            raise ConfigError(
+                f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
+            )
         if self.args.prompts % (self.args.minibatches * wanted):
             raise ConfigError(
                 f"prompts: {self.args.prompts} cannot be split evenly into {self.args.minibatches} minibatches "
@@ -1186,7 +1196,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if name not in known:
             raise ConfigError(f"{path}: there is no setting {name!r}; see --help for those that are")
         if name.endswith("_kwargs") and isinstance(value, dict):
-            values[name] = tuple(f"{key}={json.dumps(item) if not isinstance(item, str) else item}" for key, item in value.items())
+            values[name] = tuple(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items())
         elif isinstance(value, list):
             values[name] = tuple(value)
     return values

@@ -28,9 +28,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, SupportsFloat, TypeVar, runtime_checkable
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.utils import seeding
 
 from sandboxgym import format as durable
@@ -202,6 +203,8 @@ class Snapshot:
         try:
             fits = Header(**{name: header[name] for name in Header.__slots__})
             layers = tuple(Layer(*layer) for layer in durable.unpack(sections["layers"]))
+            if not all(isinstance(layer.name, str) and isinstance(layer.config, dict) for layer in layers):
+                raise TypeError("expected the name and the configuration of every wrapper")
             blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
             return cls(fits, None, blob=blob, layers=layers, id=str(header["id"]), parent=header["parent"])
         except (KeyError, TypeError) as error:
@@ -260,9 +263,8 @@ class Snapshot:
         if self._body is not None:
             return self._body
         assert self._blob is not None
-        transition = durable.unpack(self._blob["transition"])
+        last = _decode_transition(self._blob["transition"])
         try:
-            last = transition and Transition(*transition)
             state = decode(self._blob["state"])
         except SnapshotError:
             raise
@@ -312,10 +314,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Record what ``reset`` and ``step`` return, so that authors need not."""
         super().__init_subclass__(**kwargs)
-        if "reset" in cls.__dict__:
-            cls.reset = _recording_reset(cls.reset)  # type: ignore[method-assign]
-        if "step" in cls.__dict__:
-            cls.step = _recording_step(cls.step)  # type: ignore[method-assign]
+        for name, recording in (("reset", _recording_reset), ("step", _recording_step)):
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if owner is cls or not (owner is gym.Env or issubclass(owner, SnapshotEnv)):  # own, or a mixed-in env's
+                setattr(cls, name, recording(getattr(cls, name)))
 
     # What users call.
 
@@ -361,20 +363,25 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         if snap.layers:
             names = ", ".join(layer.name for layer in snap.layers)
             raise SnapshotMismatch(f"{snap!r} includes the state of wrappers ({names}): restore it through that stack")
+        if seed is not None:
+            seeding.np_random(seed)  # refuses what is not a seed
         self._check_fits(snap)
         body = snap._open(type(self)._decode)
-        before = (self._was_reset, self._body() if self._was_reset else None, self._last, self._lineage)
+        undo = self._body() if self._was_reset else None
+        streams = self._streams() if undo is None else undo.rng
+        before = (self._was_reset, self._last)
         try:
             self._put(body, seed)
+            transition = self.last
         except BaseException as error:
-            self._was_reset, undo, self._last, self._lineage = before
             if undo is not None:
                 self._put(undo, None)
+            self._put_streams(streams)  # those of an environment that was never reset too
+            self._was_reset, self._last = before
             if isinstance(error, (SnapshotError, KeyboardInterrupt)) or snap._body is not None:
                 raise
             raise SnapshotCorrupt(f"{snap!r} cannot be applied: {error!r}") from error
         self._lineage = snap.id
-        transition = self.last
         return transition.observation, transition.info
 
     def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
@@ -393,7 +400,9 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
                 for index in range(k):
                     child = self._blank()
                     children.append(child)
+                    self._unshare_spaces(child)
                     child.restore(snap, seed=None if seed is None else randomness.sibling_seed(seed, index))
+                    child._lineage = lineage  # nobody else ever sees this snapshot
             except BaseException:
                 for child in children:
                     child.close()
@@ -432,8 +441,9 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     def _config(self) -> dict[str, Any]:
         args, kwargs = self._arguments
-        bound = inspect.signature(type(self)).bind(*args, **kwargs).arguments
-        return {name: value for name, value in bound.items() if name != "render_mode" and _is_json(value)}
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return {name: value for name, value in bound.arguments.items() if name != "render_mode" and _is_json(value)}
 
     def _blank(self) -> Self:
         args, kwargs = self._arguments
@@ -454,7 +464,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             env_id=self.spec.id if self.spec else None,
             env_class=f"{kind.__module__}.{kind.__qualname__}",
             state_version=kind.state_version,
-            config=self._config(),
+            config=json.loads(json.dumps(self._config())),  # a loaded header has lists where this one had tuples
             kind=self.snapshot_spec.kind,
         )
         return self._fits
@@ -473,25 +483,40 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         state = self._capture()
         if not self.immutable_state:
             state = copy.deepcopy(state)
-        rng = {
+        _ = self.np_random  # made now if reset was not seeded and nothing drawn: else every restore would make its own
+        return _Body(state, self._streams(), None if self._recomputes() else copy.deepcopy(self._last))
+
+    def _streams(self) -> dict[str, Any]:
+        return {
             "np_random": randomness.capture(self._np_random),
             "np_random_seed": self._np_random_seed,
             "spaces": randomness.capture_spaces(self.action_space, self.observation_space),
         }
-        return _Body(state, rng, None if self._recomputes() else copy.deepcopy(self._last))
+
+    def _put_streams(self, streams: dict[str, Any]) -> None:
+        if not isinstance(streams["np_random_seed"], int | None):
+            raise SnapshotCorrupt(f"expected a seed or None, found {streams['np_random_seed']!r:.100}")
+        self._np_random = randomness.restored(streams["np_random"], self._np_random)
+        self._np_random_seed = streams["np_random_seed"]
+        randomness.restore_spaces(streams["spaces"], self.action_space, self.observation_space)
 
     def _put(self, body: _Body, seed: int | None) -> None:
         self._apply(body.state if self.immutable_state else copy.deepcopy(body.state))
         self._last = copy.deepcopy(body.transition)
         self._was_reset = True
         if seed is None:
-            self._np_random = randomness.restored(body.rng["np_random"], self._np_random)
-            self._np_random_seed = body.rng["np_random_seed"]
-            randomness.restore_spaces(body.rng["spaces"], self.action_space, self.observation_space)
+            self._put_streams(body.rng)
         else:
             self._np_random, self._np_random_seed = seeding.np_random(seed)
             randomness.reseed_spaces(seed, self.action_space, self.observation_space)
             self._reseed(seed)
+
+    def _unshare_spaces(self, child: Self) -> None:
+        """Spaces that are class attributes, or that `_blank` passes on, would share their random streams."""
+        if child.action_space is self.action_space:
+            child.action_space = copy.deepcopy(self.action_space)
+        if child.observation_space is self.observation_space:
+            child.observation_space = copy.deepcopy(self.observation_space)
 
     def _check_reset(self, what: str) -> None:
         if not self._was_reset:
@@ -529,12 +554,23 @@ def _pack_layers(layers: tuple[Layer, ...]) -> bytes:
     return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
 
 
+def _decode_transition(data: bytes) -> Transition | None:
+    content = durable.unpack(data)
+    if content is None:
+        return None
+    kinds: tuple[Any, ...] = (object, SupportsFloat, (bool, np.bool_), (bool, np.bool_), dict)
+    if not isinstance(content, list) or len(content) != len(kinds) or not all(map(isinstance, content, kinds)):
+        raise SnapshotCorrupt(f"expected the fields of a Transition, found {content!r:.200}")
+    return Transition(*content)
+
+
 def _as_dict(header: Header) -> dict[str, Any]:
     return {name: getattr(header, name) for name in Header.__slots__}
 
 
 def _is_json(value: Any) -> bool:
     try:
-        return bool(json.loads(json.dumps(value)) == value)  # tuples, for one, would come back as lists
+        json.dumps(value)
     except (TypeError, ValueError):
         return False
+    return True

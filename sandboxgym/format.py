@@ -11,6 +11,7 @@ scalars); reading never imports, calls or unpickles anything, so untrusted bytes
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -32,6 +33,8 @@ _MAX_HEADER = 16 * 2**20
 
 _INT, _TUPLE, _ARRAY, _SCALAR, _SET, _FROZENSET = range(1, 7)
 _KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) or "V" (structured)
+_MAX_NESTING = 32  # of extension types; each level takes about 40 KB of the C stack, which hostile bytes could exhaust
+_LOSSY = (bytearray, memoryview, msgpack.Timestamp, msgpack.ExtType)  # msgpack takes these and returns something else
 
 
 def pack(value: Any) -> bytes:
@@ -40,11 +43,7 @@ def pack(value: Any) -> bytes:
     Raises:
         SnapshotNotSupported: naming the type that is not plain data.
     """
-    try:
-        packed: bytes = msgpack.packb(value, default=_extend, strict_types=True)
-    except (OverflowError, ValueError) as error:
-        raise SnapshotNotSupported(f"cannot encode this state: {error}") from error
-    return packed
+    return _pack(value, 0)
 
 
 def unpack(data: bytes) -> Any:
@@ -53,38 +52,73 @@ def unpack(data: bytes) -> Any:
     Raises:
         SnapshotCorrupt: the bytes are not such an encoding.
     """
+    return _unpack(data, 0)
+
+
+def _pack(value: Any, depth: int) -> bytes:
+    if depth > _MAX_NESTING:
+        raise SnapshotNotSupported(f"cannot encode tuples or sets nested more than {_MAX_NESTING} deep")
     try:
-        return msgpack.unpackb(data, ext_hook=_restore, strict_map_key=False)
+        packed: bytes = msgpack.packb(value, default=functools.partial(_extend, depth), strict_types=True)
+    except (OverflowError, ValueError) as error:
+        raise SnapshotNotSupported(f"cannot encode this state: {error}") from error
+    _refuse_lossy(value)
+    return packed
+
+
+def _unpack(data: bytes, depth: int) -> Any:
+    if depth > _MAX_NESTING:
+        raise SnapshotCorrupt(f"expected extension types nested at most {_MAX_NESTING} deep")
+    try:
+        return msgpack.unpackb(data, ext_hook=functools.partial(_restore, depth), strict_map_key=False)
     except SnapshotCorrupt:
         raise
     except Exception as error:  # msgpack and NumPy raise many types on hostile bytes; all mean the same
         raise SnapshotCorrupt(f"expected msgpack data of this format: {error}") from error
 
 
-def _extend(value: Any) -> Any:
-    if type(value) is int:  # outside 64 bits
+def _refuse_lossy(value: Any) -> None:
+    """Find what msgpack encodes by itself as another type; ends, for msgpack has refused circular values before."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if type(item) is list:
+            pending.extend(item)
+        elif type(item) is dict:
+            pending.extend(item.keys())
+            pending.extend(item.values())
+        elif isinstance(item, _LOSSY):
+            raise _not_plain(item)
+
+
+def _not_plain(value: Any) -> SnapshotNotSupported:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return SnapshotNotSupported(f"cannot encode a value of type {name}: it is not plain data")
+
+
+def _extend(depth: int, value: Any) -> Any:
+    kind = type(value)  # subclasses (enums, named tuples, masked arrays) would lose their type, so they are refused
+    if kind is int:  # outside 64 bits
         length = value.bit_length() // 8 + 1
         return msgpack.ExtType(_INT, value.to_bytes(length, "big", signed=True))
-    if isinstance(value, tuple):
-        return msgpack.ExtType(_TUPLE, pack(list(value)))
-    if isinstance(value, (set, frozenset)):
-        kind = _SET if isinstance(value, set) else _FROZENSET
-        return msgpack.ExtType(kind, pack(sorted(value, key=pack)))
-    if isinstance(value, (np.ndarray, np.generic)):
+    if kind is tuple:
+        return msgpack.ExtType(_TUPLE, _pack(list(value), depth + 1))
+    if kind in (set, frozenset):
+        members = sorted(value, key=functools.partial(_pack, depth=depth + 1))
+        return msgpack.ExtType(_SET if kind is set else _FROZENSET, _pack(members, depth + 1))
+    if kind is np.ndarray or isinstance(value, np.generic):
         array = np.asarray(value)
         if array.dtype.kind not in _KINDS:
             raise SnapshotNotSupported(f"cannot encode a NumPy value of dtype {array.dtype}")
-        kind = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
-        return msgpack.ExtType(kind, pack([array.dtype.str, list(array.shape), array.tobytes()]))
-    if isinstance(value, (int, float, str, bytes, list, dict)):  # subclasses (enums, str subclasses) lose their type
-        raise SnapshotNotSupported(f"cannot encode {type(value).__qualname__}: only the exact built-in types are plain")
-    raise SnapshotNotSupported(f"cannot encode a value of type {type(value).__module__}.{type(value).__qualname__}")
+        content = [array.dtype.str, list(array.shape), array.tobytes()]
+        return msgpack.ExtType(_ARRAY if kind is np.ndarray else _SCALAR, _pack(content, depth + 1))
+    raise _not_plain(value)
 
 
-def _restore(code: int, data: bytes) -> Any:
+def _restore(depth: int, code: int, data: bytes) -> Any:
     if code == _INT:
         return int.from_bytes(data, "big", signed=True)
-    content = unpack(data)
+    content = _unpack(data, depth + 1)
     if code in (_ARRAY, _SCALAR):
         dtype, shape, buffer = content
         kind = np.dtype(dtype)
@@ -130,8 +164,8 @@ def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
         raise SnapshotCorrupt(f"the header of {length} bytes is truncated or does not match its checksum")
     try:
         header = json.loads(head)
-        version, table = header["format"], [(s["name"], s["nbytes"], s["sha256"]) for s in header["sections"]]
-    except (ValueError, KeyError, TypeError) as error:
+        version, table = header["format"], [(str(s["name"]), int(s["nbytes"]), s["sha256"]) for s in header["sections"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SnapshotCorrupt(f"the header is not readable: {error!r}") from error
     if version != FORMAT_VERSION:
         raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION}, found {version}")

@@ -14,9 +14,7 @@ from gymnasium.utils import seeding
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
 
-_BIT_GENERATORS = {
-    name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-}
+_BIT_GENERATORS = {name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")}
 
 State = dict[str, Any]
 
@@ -43,19 +41,37 @@ def restored(state: State | None, current: np.random.Generator | None) -> np.ran
         return None
     try:
         kind, sequence = _BIT_GENERATORS[state["bit_generator"]], state["seed_sequence"]
+        _check_position(state["state"])
         bits = None if current is None else current.bit_generator
         if current is None or type(bits) is not kind or _sequence(bits) != sequence:
             seeds = np.random.SeedSequence(**{**sequence, "spawn_key": tuple(sequence["spawn_key"])}) if sequence else 0
             current = np.random.Generator(kind(seeds))
         current.bit_generator.state = state["state"]
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # NumPy raises many types on content that lies
         raise SnapshotCorrupt(f"not the state of a random stream: {error!r}") from error
     return current
 
 
+def _check_position(state: State) -> None:
+    """NumPy trusts the position in a buffer of draws; a wrong one reads memory outside of it."""
+    if state["bit_generator"] == "MT19937":
+        position, size = state["state"]["pos"], 624
+    elif state["bit_generator"] == "Philox":
+        position, size = state["buffer_pos"], 4
+    else:
+        return
+    if not 0 <= position <= size:
+        raise ValueError(f"expected a position from 0 to {size}, found {position}")
+
+
 def _sequence(bits: Any) -> dict[str, Any] | None:
     sequence = bits.seed_seq
-    return dict(sequence.state) if isinstance(sequence, np.random.SeedSequence) else None
+    if not isinstance(sequence, np.random.SeedSequence):
+        return None
+    state = dict(sequence.state)
+    if isinstance(state["entropy"], np.ndarray):  # does not compare with ==
+        state["entropy"] = state["entropy"].tolist()
+    return state
 
 
 def capture_spaces(*spaces: gym.Space[Any] | None) -> list[State | None]:
@@ -66,10 +82,10 @@ def capture_spaces(*spaces: gym.Space[Any] | None) -> list[State | None]:
 def restore_spaces(states: list[State | None], *spaces: gym.Space[Any] | None) -> None:
     """Give the spaces the streams of `capture_spaces`."""
     found = [space for root in spaces for space in _walk(root)]
-    if len(found) != len(states):
-        raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {len(states)}")
+    if not isinstance(states, list) or len(found) != len(states):
+        raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {states!r:.100}")
     for space, state in zip(found, states, strict=True):
-        space._np_random = restored(state, space._np_random)
+        space._np_random = restored(state, space._np_random)  # type: ignore[assignment]  # None until first used
 
 
 def reseed_spaces(seed: int, *spaces: gym.Space[Any] | None) -> None:

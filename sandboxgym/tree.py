@@ -315,9 +315,7 @@ def _advance(
     return going
 
 
-def _step(
-    run: _Live, action: Action, schedule: Schedule, waiting: list[tuple[RolloutTree, _Point]]
-) -> bool:
+def _step(run: _Live, action: Action, schedule: Schedule, waiting: list[tuple[RolloutTree, _Point]]) -> bool:
     """Take one action; whether the path goes on."""
     tree, path, node = run.tree, run.path, run.node
     count = schedule.now(tree, path, node, action)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import gymnasium as gym
 from gymnasium.wrappers.common import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from sandboxgym import randomness
-from sandboxgym.core import Layer, Snapshot, SnapshotSpec, SupportsSnapshot
+from sandboxgym.core import Layer, Snapshot, SnapshotEnv, SnapshotSpec, SupportsSnapshot
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
 
 AnyEnv = gym.Env[Any, Any]
@@ -33,11 +33,13 @@ class WrapperCodec:
     Attributes:
         state: names of attributes that are captured and restored.
         config: names of attributes compared on restore.
+        types: of those state attributes that are checked before they are restored.
         after: called with the wrapper and the restored ``(observation, info)`` once its state is in place.
     """
 
     state: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
+    types: Mapping[str, Any] = field(default_factory=dict)
     after: Callable[[Any, tuple[Any, dict[str, Any]]], None] | None = None
 
 
@@ -46,11 +48,17 @@ def _compare_with_restored(checker: Any, transition: tuple[Any, dict[str, Any]])
     checker._previous_data = None if checker.checked_data_reuse else copy.deepcopy(transition)
 
 
+_CHECKED = ("checked_reset", "checked_step", "checked_render", "checked_data_reuse")
 _CODECS: dict[type[Any], WrapperCodec] = {
-    TimeLimit: WrapperCodec(state=("_elapsed_steps",), config=("_max_episode_steps",)),
-    OrderEnforcing: WrapperCodec(state=("_has_reset",), config=("_disable_render_order_enforcing",)),
+    TimeLimit: WrapperCodec(
+        state=("_elapsed_steps",), config=("_max_episode_steps",), types={"_elapsed_steps": int | None}
+    ),
+    OrderEnforcing: WrapperCodec(
+        state=("_has_reset",), config=("_disable_render_order_enforcing",), types={"_has_reset": bool}
+    ),
     PassiveEnvChecker: WrapperCodec(
-        state=("checked_reset", "checked_step", "checked_render", "checked_data_reuse"),
+        state=_CHECKED,
+        types=dict.fromkeys(_CHECKED, bool),
         after=_compare_with_restored,
     ),
 }
@@ -90,8 +98,11 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> tuple[Any, di
 
     Raises:
         SnapshotMismatch: the stack of wrappers differs from the captured one, or the base does.
+        TypeError: ``snap`` is not a snapshot.
     """
     wrappers, base = _stack(env)
+    if isinstance(base, SnapshotEnv) and not isinstance(snap, Snapshot):
+        raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
     layers: tuple[Layer, ...] = snap.layers if isinstance(snap, (Snapshot, StackSnapshot)) else ()
     _check_layers(wrappers, layers)
     before = tuple(_capture(wrapper) for wrapper in wrappers)
@@ -246,30 +257,33 @@ def _check_layers(wrappers: Sequence[AnyWrapper], layers: Sequence[Layer]) -> No
         config = {name: getattr(wrapper, name) for name in codec.config}
         if config != layer.config:
             raise SnapshotMismatch(f"{layer.name} has {config}, in the snapshot {layer.config}")
-        try:
-            known = set(layer.state[0]) == set(codec.state) and len(layer.state) == 2
-        except (TypeError, IndexError, KeyError):
-            known = False
-        if not known:
-            raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {layer.state!r}")
+        if not _is_state(layer.state, codec):
+            raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {layer.state!r:.200}")
+
+
+def _is_state(content: Any, codec: WrapperCodec) -> bool:
+    if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], dict):
+        return False
+    values = content[0]
+    if values.keys() != set(codec.state):
+        return False
+    return all(isinstance(values[name], kind) for name, kind in codec.types.items())
 
 
 def _rewrap(env: AnyEnv, base: AnyEnv, layers: tuple[Layer, ...], seed: int | None, index: int) -> AnyEnv:
-    """The stack around ``env`` rebuilt around ``base``: the same wrapper objects' settings, nothing mutable shared."""
+    """The stack around ``env`` rebuilt around ``base``: the same wrappers' settings, nothing mutable shared."""
     chain: list[AnyWrapper] = []
     while isinstance(env, gym.Wrapper):
         chain.append(env)
         env = env.env
     child = base
+    twins: dict[int, Any] = {id(env): base}  # deepcopy's memo: a reference to an original becomes one to its twin
     for wrapper in reversed(chain):
-        clone = type(wrapper).__new__(type(wrapper))
-        clone.__dict__.update(wrapper.__dict__)
-        clone.env = child
-        clone._action_space = copy.deepcopy(wrapper._action_space)
-        clone._observation_space = copy.deepcopy(wrapper._observation_space)
-        child = clone
+        child = twins[id(wrapper)] = type(wrapper).__new__(type(wrapper))
+        twins[id(wrapper._cached_spec)] = wrapper._cached_spec
+        child.__dict__.update(copy.deepcopy(vars(wrapper), twins))
     wrappers, _ = _stack(child)
-    last = getattr(base, "last", None)
     _apply(wrappers, layers, None if seed is None else randomness.sibling_seed(seed, index))
+    last = base.last if isinstance(base, SnapshotEnv) else None
     _notify(wrappers, (last.observation, last.info) if last is not None else (None, {}))
     return child

@@ -212,11 +212,11 @@ def test_truncation_is_the_lack_of_a_stop_token() -> None:
 
 def test_a_full_context_truncates_and_then_overflows() -> None:
     model = gpt2()  # its learned positions make one token too many an error
-    session = generator_of(model, stop_ids=()).open([[1] * 93, [1] * 10])
-    assert [session.room(row) for row in (0, 1)] == [3, 86]
-    turns = session.generate([0, 1], streams(2))
-    assert [len(turn.ids) for turn in turns] == [3, 6]
-    assert [turn.truncated for turn in turns] == [True, True]
+    session = generator_of(model, stop_ids=()).open([[1] * 93, [1] * 10, [2] * 12])
+    assert [session.room(row) for row in range(3)] == [3, 86, 84]
+    turns = session.generate(range(3), streams(3))
+    assert [len(turn.ids) for turn in turns] == [3, 6, 6]
+    assert all(turn.truncated for turn in turns)
     assert session.room(0) == 0
     score(model, [session.context(0)])
     with pytest.raises(ContextOverflow, match=r"rows \[0\]"):

@@ -101,9 +101,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         self._ref: GameRef | None = None
         self._state: EpisodeState | None = None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start a game; see *Starting State*.
 
         Raises:

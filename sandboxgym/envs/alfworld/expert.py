@@ -65,13 +65,14 @@ def parse_task(observation: str) -> Task:
 class Expert:
     """The player. Call `reset` with the text of a new game, then `act` with each observation, the first one included.
 
-    With probability ``noise`` a command is a random plausible one; `noisy` tells whether the last one was.
+    With probability ``noise`` a command is not the expert's: half of these are plausible but random, half are slips
+    that the game refuses, so that a learner sees how to go on after both. `noisy` tells whether the last one was.
     """
 
     def __init__(self, rng: random.Random | None = None, noise: float = 0.0) -> None:
         self._rng = rng or random.Random(0)
         self._noise = noise
-        self.noisy = False
+        self.noisy = self._slipped = False
 
     def reset(self, observation: str) -> None:
         """Forget everything and read the task and the furniture of a new game.
@@ -100,11 +101,15 @@ class Expert:
 
     def act(self, observation: str) -> str:
         """The next command, given the feedback to the last one."""
-        if self._last is not None:
+        if self._last is not None and not (self._slipped and observation.startswith(REFUSED)):
             self._learn(self._last, observation)
         self._steps += 1
         self.noisy = self._rng.random() < self._noise
-        self._last = self._random_command() if self.noisy else self._next_command()
+        self._slipped = self.noisy and self._rng.random() < 0.5
+        if self._slipped:
+            self._last = self._slip()
+        else:
+            self._last = self._random_command() if self.noisy else self._next_command()
         return self._last
 
     def _learn(self, command: str, feedback: str) -> None:
@@ -266,6 +271,15 @@ class Expert:
     def _of_kind(self, *kinds: str) -> list[str]:
         """Usable pieces of these kinds; if there are none, anything rather than nothing."""
         return [piece for piece in self._usable() if _kind(piece) in kinds] or self._furniture
+
+    def _slip(self) -> str:
+        """What a careless agent might write: a thing that was not seen here, or a command with a word left out."""
+        if self._rng.random() < 0.5:
+            place = self._at or self._rng.choice(self._furniture)
+            return f"take {self._task.target} {self._rng.randint(1, 3)} from {place}"
+        words = self._next_command().split()
+        del words[self._rng.randrange(len(words))]
+        return " ".join(words) or "look"
 
     def _random_command(self) -> str:
         """Something an agent might do here that has nothing to do with the task."""

@@ -19,13 +19,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from sandboxgym.envs.alfworld.joins import Database, Picker, Query, picker
-from sandboxgym.envs.alfworld.pddl import Action, Atom, Conjunction, Domain, PddlError, Problem, Row, constants_of
-
-EQUALS = "="
+from sandboxgym.envs.alfworld.pddl import (
+    EQUALS,
+    Action,
+    Atom,
+    Conjunction,
+    Domain,
+    PddlError,
+    Problem,
+    Row,
+    constants_of,
+)
 
 
 class Schema:
@@ -34,7 +43,7 @@ class Schema:
     ``columns`` are the variables (the action's parameters first) and constants that an instance gives values to.
     """
 
-    def __init__(self, action: Action, precondition: Conjunction) -> None:
+    def __init__(self, action: Action, precondition: Conjunction, fluents: Collection[str]) -> None:
         self.action = action
         self.precondition = precondition
         variables = (*action.parameters, *precondition.variables)
@@ -44,7 +53,9 @@ class Schema:
         for condition, atom, _ in action.effects:
             atoms += [atom, *condition.positive, *condition.negative]
         self.columns = (*self.types, *constants_of(atoms))
-        self.condition = Resolver(precondition, self.columns)
+        # The query has already made sure of positive atoms that never change.
+        open_questions = tuple(atom for atom in precondition.positive if atom.predicate in fluents)
+        self.condition = Resolver(replace(precondition, positive=open_questions), self.columns)
         self.effects = [
             (Resolver(condition, self.columns), *_resolve(atom, self.columns), adds)
             for condition, atom, adds in action.effects
@@ -60,10 +71,11 @@ class Schema:
 
 
 def _body(variables: Iterable[tuple[str, str]], condition: Conjunction) -> list[Atom]:
-    """The joinable atoms of ``condition``; a variable that none of them mentions ranges over its type."""
-    body = [atom for atom in condition.positive if atom.predicate != EQUALS]
-    mentioned = {arg for atom in body for arg in atom.args}
-    return body + [Atom(_membership(kind), (name,)) for name, kind in variables if name not in mentioned]
+    """The positive atoms of ``condition``; a variable that none of them mentions ranges over its type."""
+    mentioned = {arg for atom in condition.positive for arg in atom.args}
+    return [*condition.positive] + [
+        Atom(_membership(kind), (name,)) for name, kind in variables if name not in mentioned
+    ]
 
 
 def _membership(kind: str) -> str:
@@ -90,14 +102,9 @@ class Resolver:
         masks = [0, 0]
         for predicate, pick, wanted in self._literals:
             args = pick(row)
-            if predicate == EQUALS:
-                holds = args[0] == args[1]
-            elif bit := task.bits[predicate].get(args, 0):
+            if bit := task.bits[predicate].get(args, 0):
                 masks[not wanted] |= bit
-                continue
-            else:
-                holds = args in task.database.rows(predicate)
-            if holds != wanted:
+            elif (args in task.database.rows(predicate)) != wanted:
                 return None
         return None if masks[0] & masks[1] else (masks[0], masks[1])
 
@@ -125,7 +132,9 @@ class Plan:
     """What can be worked out from a domain alone; see :func:`plan`."""
 
     def __init__(self, domain: Domain) -> None:
-        self.schemas = [Schema(action, choice) for action in domain.actions for choice in action.preconditions]
+        self.schemas = [
+            Schema(action, choice, domain.fluents) for action in domain.actions for choice in action.preconditions
+        ]
         self.adds: list[Rule] = []
         self.deletes: list[Rule] = []
         for schema in self.schemas:
@@ -203,6 +212,7 @@ class Task:
             facts[predicate].add(args)
         for kind, names in members.items():
             facts[_membership(kind)] = {(name,) for name in names}
+        facts[EQUALS] = {(name, name) for name in problem.objects}
         self.database = Database(facts, members)
         start = self.database.part({predicate: facts[predicate] for predicate in domain.fluents})
         self._reach(start)
@@ -220,7 +230,7 @@ class Task:
         )
         self.constants = tuple(
             Atom(predicate, args)
-            for predicate in sorted(domain.arities)
+            for predicate in sorted(domain.arities.keys() - {EQUALS})
             for args in sorted(fixed.get(predicate, self.database.rows(predicate)))
         )
         self.goal = tuple(dict.fromkeys(self._alternatives(problem.goal)))

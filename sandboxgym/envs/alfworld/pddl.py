@@ -25,6 +25,9 @@ Row: TypeAlias = tuple[str, ...]
 TypedName: TypeAlias = tuple[str, str]
 
 
+EQUALS = "="
+
+
 class PddlError(ValueError):
     """The text is not in the subset of PDDL described above; the message says where and why."""
 
@@ -224,7 +227,7 @@ class Domain:
     def __init__(self, text: str) -> None:
         self.supertypes: dict[str, str] = {}
         self.constants: list[TypedName] = []
-        self.arities = {"=": 2}
+        self.arities = {EQUALS: 2}
         self.actions: list[Action] = []
         sections = list(_sections(text, "domain"))
         for name, body in sections:
@@ -316,7 +319,7 @@ def read_problem(text: str, domain: Domain) -> Problem:
         try:
             match name, body:
                 case (":init", _):
-                    facts += [reader.atom(entry, {}) for entry in body if entry[:1] not in ("=", ["="])]
+                    facts += [reader.atom(entry, {}) for entry in body if entry[:1] not in (EQUALS, [EQUALS])]
                 case (":goal", [condition]):
                     goal = tuple(reader.condition(condition, {}))
                 case (":objects" | ":domain" | ":metric" | ":requirements", _):

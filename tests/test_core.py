@@ -1,0 +1,667 @@
+"""The snapshot contract on the bare mechanism: fidelity, isolation, randomness, durability, typed errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from toy_envs import Corridor, Dice
+from traces import ACTIONS, IDS, TOYS, fresh_interpreter, future, plain, started, trace
+
+import sandboxgym
+from sandboxgym import (
+    ResetNeeded,
+    Snapshot,
+    SnapshotCorrupt,
+    SnapshotEnv,
+    SnapshotMismatch,
+    SnapshotNotSupported,
+    SnapshotReleased,
+    SupportsSnapshot,
+    sibling_seed,
+)
+from sandboxgym import format as durable
+from sandboxgym.randomness import capture
+
+every_env = pytest.mark.parametrize("env_id", IDS)
+every_toy = pytest.mark.parametrize("env_id", TOYS)
+
+
+def streams(env: gym.Env) -> list:
+    return [plain(capture(one._np_random)) for one in (env.unwrapped, env.action_space, env.observation_space)]
+
+
+def control(env_id: str, steps: int = 0) -> list:
+    """The future of an episode in which no snapshot was ever taken."""
+    return future(started(env_id, steps=steps), env_id, steps)
+
+
+class TestFidelity:
+    @every_env
+    @pytest.mark.parametrize("steps", [0, 1, 2, 5, 11])
+    def test_the_future_after_restore_is_that_of_an_uninterrupted_run(self, env_id, steps):
+        expected = control(env_id, steps)
+        env = started(env_id, steps=steps)
+        snap = env.snapshot()
+        assert future(env, env_id, steps) == expected
+        env.restore(snap)
+        assert future(env, env_id, steps) == expected
+        other = gym.make(env_id, max_episode_steps=12)  # never reset
+        other.restore(snap)
+        assert future(other, env_id, steps) == expected
+
+    @every_env
+    def test_a_snapshot_before_every_step_changes_nothing(self, env_id):
+        watched, free = started(env_id), started(env_id)
+        for action in ACTIONS[env_id]:
+            before = streams(watched)
+            watched.snapshot()
+            assert streams(watched) == before
+            assert plain(watched.step(action)) == (expected := plain(free.step(action)))
+            if expected[2] or expected[3]:
+                break
+        assert streams(watched) == streams(free)
+
+    @every_env
+    def test_snapshots_restore_in_any_order_and_often(self, env_id):
+        env = started(env_id)
+        snaps = []
+        for action in ACTIONS[env_id][:4]:
+            snaps.append(env.snapshot())
+            env.step(action)
+        for steps in (2, 0, 3, 3, 1, 0, 2):
+            env.restore(snaps[steps])
+            assert future(env, env_id, steps) == control(env_id, steps)
+
+    @every_env
+    def test_a_snapshot_of_a_restored_state_is_that_state(self, env_id):
+        env = started(env_id, steps=3)
+        first = env.snapshot()
+        trace(env, ACTIONS[env_id][3:5])
+        env.restore(first)
+        second = env.snapshot()
+        assert second.digest == first.digest
+        assert (second.parent, second.id == first.id) == (first.id, False)
+        trace(env, ACTIONS[env_id][3:])
+        env.restore(second)
+        assert future(env, env_id, 3) == control(env_id, 3)
+
+    @every_env
+    def test_restore_after_reset_after_the_end_and_after_close(self, env_id):
+        env = started(env_id, steps=2)
+        snap = env.snapshot()
+        env.reset(seed=77)
+        env.restore(snap)
+        assert future(env, env_id, 2)[: len(control(env_id, 2))] == control(env_id, 2)
+        env.restore(snap)  # un-done
+        assert future(env, env_id, 2) == control(env_id, 2)
+        env.close()
+        other = gym.make(env_id, max_episode_steps=12)
+        other.restore(snap)
+        assert future(other, env_id, 2) == control(env_id, 2)
+
+    @every_env
+    def test_a_finished_episode_restores_as_finished(self, env_id):
+        env = started(env_id, steps=12)
+        last, snap = env.unwrapped.last, env.snapshot()
+        assert last.terminated
+        env.reset(seed=5)
+        env.restore(snap)
+        assert plain(env.unwrapped.last) == plain(last)
+
+    @every_env
+    def test_restore_returns_the_captured_observation_and_info(self, env_id):
+        env = started(env_id, steps=2)
+        returned = env.step(ACTIONS[env_id][2])
+        snap = env.snapshot()
+        trace(env, ACTIONS[env_id][3:])
+        observation, info = env.restore(snap)
+        assert plain((observation, info)) == plain((returned[0], returned[4]))
+        assert plain(env.unwrapped.last) == plain(returned)
+        assert observation in env.observation_space
+
+    @pytest.mark.parametrize("env_id", [i for i in IDS if i != "toys/Dice-v0"])
+    def test_render_after_restore_shows_the_restored_state(self, env_id):
+        env = started(env_id, steps=4, render_mode="ansi")
+        frame, snap = env.render(), env.snapshot()
+        env.step(ACTIONS[env_id][4])
+        assert env.render() != frame
+        env.restore(snap)
+        assert env.render() == frame
+
+    def test_the_lineage_names_the_snapshot_last_taken_or_restored(self):
+        env = started("toys/Dice-v0")
+        first = env.snapshot()
+        second, child = env.snapshot(), env.fork(1)[0]
+        assert (first.parent, second.parent) == (None, first.id)
+        assert child.snapshot().parent == second.id
+        assert env.snapshot().parent == second.id  # a fork leaves no trace in the lineage
+        env.restore(first)
+        assert env.snapshot().parent == first.id
+
+    def test_an_environment_mixed_in_from_elsewhere_is_recorded_too(self):
+        class Pole(SnapshotEnv, CartPoleEnv):
+            def _capture(self):
+                return (tuple(map(float, self.state)), self.steps_beyond_terminated)
+
+            def _apply(self, state):
+                self.state, self.steps_beyond_terminated = np.array(state[0]), state[1]
+
+        env = Pole()
+        env.reset(seed=1)
+        snap, expected = env.snapshot(), trace(env, [0, 1, 1])
+        env.restore(snap)
+        assert trace(env, [0, 1, 1]) == expected
+        assert plain(env.last) == expected[-1]
+
+
+class TestIsolation:
+    @every_env
+    def test_interleaved_forks_run_as_if_alone(self, env_id):
+        parent = started(env_id, steps=3)
+        forks = [parent, *parent.fork(3)]
+        runs: list[list] = [[] for _ in forks]
+        for action in ACTIONS[env_id][3:]:
+            for run, env in zip(runs, forks, strict=True):
+                if not (run and (run[-1][2] or run[-1][3])):
+                    run.extend(trace(env, [action]))
+        solo = trace(started(env_id, steps=3), ACTIONS[env_id][3:])
+        assert runs == [solo] * 4
+
+    @every_env
+    def test_a_fork_does_not_disturb_its_parent(self, env_id):
+        parent = started(env_id, steps=3)
+        for child in parent.fork(2, seed=9):
+            future(child, env_id, 3)
+        assert future(parent, env_id, 3) == control(env_id, 3)
+
+    @every_env
+    def test_closing_in_any_order_hurts_no_other(self, env_id):
+        parent = started(env_id, steps=3)
+        first, second, third = parent.fork(3)
+        parent.close()
+        second.close()
+        assert future(third, env_id, 3) == control(env_id, 3)
+        third.close()
+        assert future(first, env_id, 3) == control(env_id, 3)
+
+    @every_env
+    def test_what_users_write_into_returned_values_reaches_nobody(self, env_id):
+        env = started(env_id, steps=2)
+        _, _, _, _, returned = env.step(ACTIONS[env_id][2])
+        snap = env.snapshot()
+        (child,) = env.fork(1)
+        for info in (returned, env.unwrapped.last.info, env.restore(snap)[1], child.unwrapped.last.info):
+            for value in info.values():
+                if isinstance(value, list):
+                    value.clear()
+            info.clear()
+        env.restore(snap)
+        assert env.unwrapped.last.info
+        for one in (env, child):
+            assert future(one, env_id, 3) == control(env_id, 3)
+
+    def test_mutable_state_is_shared_with_no_snapshot_and_no_sibling(self):
+        env = started("toys/Corridor-v0", steps=3)
+        snap, (one, other) = env.snapshot(), env.fork(2)
+        expected = copy.deepcopy(env.unwrapped.state)
+        for mutated in (env, one):
+            mutated.unwrapped.state["visited"].append(99)
+        assert other.unwrapped.state == expected
+        env.restore(snap)
+        env.unwrapped.state["visited"].append(99)
+        env.restore(snap)
+        assert env.unwrapped.state == expected
+
+    def test_forks_share_no_random_stream_even_where_spaces_are_class_attributes(self):
+        class Shared(Dice):
+            observation_space = gym.spaces.Discrete(64)
+            action_space = gym.spaces.Discrete(1000)
+
+            def __init__(self):
+                pass
+
+        parent = Shared()
+        parent.reset(seed=0)
+        parent.action_space.seed(1)
+        children = parent.fork(2)
+        first = [child.action_space.sample() for child in children for _ in range(3)]
+        assert first[:3] == first[3:] == [parent.action_space.sample() for _ in range(3)]
+        parent.action_space.seed(1)
+        parent.fork(1, seed=4)
+        assert parent.action_space.sample() == first[0]
+
+    @every_toy
+    def test_deepcopy_is_a_fork_and_copy_is_refused(self, env_id):
+        env = started(env_id, steps=3).unwrapped
+        twin = copy.deepcopy(env)
+        assert future(twin, env_id, 3) == control(env_id, 3) == future(env, env_id, 3)
+        with pytest.raises(TypeError, match="fork"):
+            copy.copy(env)
+
+
+class TestRandomness:
+    def test_restoring_with_a_seed_twice_is_equal_and_seeds_differ(self):
+        env = started("toys/Dice-v0", steps=2)
+        snap = env.snapshot()
+        futures = []
+        for seed in (1, 1, 2, 3):
+            env.restore(snap, seed=seed)
+            assert env.np_random_seed == seed
+            futures.append(future(env, "toys/Dice-v0", 2))
+        assert futures[0] == futures[1]
+        assert len({repr(one) for one in futures}) == 3
+
+    def test_a_seeded_child_is_a_restore_with_the_siblings_seed(self):
+        env = started("toys/Dice-v0", steps=2)
+        snap, children = env.snapshot(), env.fork(4, seed=11)
+        seen = set()
+        for index, child in enumerate(children):
+            env.restore(snap, seed=sibling_seed(11, index))
+            assert streams(child) == streams(env)
+            expected = future(env, "toys/Dice-v0", 2)
+            assert future(child, "toys/Dice-v0", 2) == expected
+            seen.add(repr(expected))
+        assert len(seen) == 4
+
+    @every_env
+    def test_unseeded_children_have_the_parents_streams(self, env_id):
+        env = started(env_id, steps=2)
+        assert all(streams(child) == streams(env) for child in env.fork(3))
+
+    def test_restores_are_exact_even_if_reset_was_not_seeded(self):
+        env = gym.make("toys/Dice-v0")
+        env.reset()
+        snap, children = env.snapshot(), env.fork(2)
+        runs = [trace(one, ACTIONS["toys/Dice-v0"]) for one in (env, *children)]
+        env.restore(snap)
+        assert trace(env, ACTIONS["toys/Dice-v0"]) == runs[0] == runs[1] == runs[2]
+
+    @pytest.mark.parametrize("spawned", [0, 2])
+    def test_spawning_goes_on_exactly(self, spawned):
+        env = started("toys/Dice-v0")
+        env.np_random.spawn(spawned)
+        snap = env.snapshot()
+        expected = [stream.random() for stream in env.np_random.spawn(3)]
+        env.restore(snap)
+        assert [stream.random() for stream in env.np_random.spawn(3)] == expected
+
+    @pytest.mark.parametrize("kind", ["MT19937", "Philox", "SFC64", "PCG64DXSM"])
+    def test_the_users_own_generator_is_restored_in_kind(self, kind):
+        env = started("toys/Dice-v0")
+        env.unwrapped.np_random = np.random.Generator(getattr(np.random, kind)(np.array([1, 2])))
+        env.np_random.integers(5, dtype=np.uint16)  # half-used words are state too
+        snap = env.snapshot()
+        expected = (trace(env, [0] * 4), env.np_random.random())
+        fresh = gym.make("toys/Dice-v0", max_episode_steps=12)
+        fresh.reset(seed=0)
+        for one in (env, fresh):
+            one.restore(Snapshot.from_bytes(snap.to_bytes()))
+            assert (trace(one, [0] * 4), one.np_random.random()) == expected
+            assert type(one.np_random.bit_generator).__name__ == kind
+            assert one.np_random_seed == -1  # Gymnasium's word for a stream set by hand
+
+    def test_a_bit_generator_of_unknown_make_is_refused(self):
+        class Mine(np.random.PCG64):
+            pass
+
+        env = started("toys/Dice-v0")
+        env.unwrapped.np_random = np.random.Generator(Mine(1))
+        with pytest.raises(SnapshotNotSupported, match="Mine"):
+            env.snapshot()
+
+    def test_nested_spaces_go_on_drawing_exactly(self):
+        class Nested(Dice):
+            def __init__(self):
+                super().__init__()
+                inner = gym.spaces.Sequence(gym.spaces.Box(0, 1, (2,)))
+                self.action_space = gym.spaces.Dict(a=gym.spaces.Tuple((gym.spaces.Discrete(9), inner)))
+
+        env = Nested()
+        env.reset(seed=1)
+        env.action_space.seed(3)
+        env.action_space.sample()
+        snap, (child,) = env.snapshot(), env.fork(1)
+        expected = [plain(env.action_space.sample()) for _ in range(3)]
+        assert [plain(child.action_space.sample()) for _ in range(3)] == expected
+        env.restore(snap)
+        assert [plain(env.action_space.sample()) for _ in range(3)] == expected
+
+
+RESTORE_AND_RUN = """
+import json, sys
+import gymnasium as gym, toy_envs
+import traces
+from sandboxgym import Snapshot
+toy_envs.register()
+env_id, path = sys.argv[1:]
+env = gym.make(env_id, max_episode_steps=12)
+env.restore(Snapshot.load(path))
+print(json.dumps(traces.future(env, env_id, 3)))
+"""
+
+
+class TestDurability:
+    @every_env
+    def test_a_saved_snapshot_restores_in_a_fresh_interpreter(self, env_id, tmp_path):
+        env = started(env_id, steps=3)
+        env.snapshot().save(tmp_path / "state.snap")
+        env.close()
+        (tmp_path / "elsewhere").mkdir()
+        printed = fresh_interpreter(
+            RESTORE_AND_RUN, env_id, tmp_path / "state.snap", cwd=tmp_path / "elsewhere", PYTHONHASHSEED="12345"
+        )
+        assert json.loads(printed) == json.loads(json.dumps(control(env_id, 3)))
+
+    @every_env
+    @pytest.mark.parametrize("travel", [pickle.dumps, Snapshot.to_bytes], ids=["pickle", "bytes"])
+    def test_encoding_keeps_everything(self, env_id, travel):
+        env = started(env_id, steps=3)
+        snap = env.snapshot()
+        data = travel(snap)
+        back = Snapshot.from_bytes(data) if travel is Snapshot.to_bytes else pickle.loads(data)
+        for name in ("id", "parent", "env_id", "kind", "header", "digest", "nbytes", "layers"):
+            assert getattr(back, name) == getattr(snap, name)
+        env.restore(back)
+        assert future(env, env_id, 3) == control(env_id, 3)
+
+    @every_env
+    def test_equal_states_have_equal_digests(self, env_id):
+        one, same, other = (started(env_id, steps=steps).snapshot() for steps in (3, 3, 4))
+        assert one.digest == same.digest != other.digest
+        assert one.nbytes > 0
+
+    def test_a_constructor_argument_that_json_changes_still_fits_after_loading(self):
+        class Sized(Dice):
+            def __init__(self, size=(1, 2)):
+                super().__init__()
+                self.size = size
+
+        env = Sized((3, 4))
+        env.reset(seed=0)
+        snap = Snapshot.from_bytes(env.snapshot().to_bytes())
+        env.restore(snap)
+        with pytest.raises(SnapshotMismatch, match="config"):
+            Sized((5, 4)).restore(snap)
+
+    def test_save_replaces_the_file_and_leaves_no_other(self, tmp_path):
+        path = tmp_path / "state.snap"
+        path.write_bytes(b"old")
+        snap = started("toys/Dice-v0").snapshot()
+        snap.save(str(path))
+        assert Snapshot.load(path).id == snap.id
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_load_names_the_file_that_is_corrupt(self, tmp_path):
+        path = tmp_path / "not a snapshot"
+        path.write_bytes(b"something else entirely, and long enough to hold a whole prefix")
+        with pytest.raises(SnapshotCorrupt, match="not a snapshot"):
+            Snapshot.load(path)
+
+    def test_a_state_that_is_not_plain_data_restores_but_is_not_saved(self, tmp_path):
+        class Opaque(Dice):
+            def _capture(self):
+                return {self.total: object}
+
+            def _apply(self, state):
+                (self.total,) = state
+
+        env = Opaque()
+        env.reset(seed=0)
+        snap = env.snapshot()
+        env.restore(snap)
+        with pytest.raises(SnapshotNotSupported, match="type"):
+            snap.save(tmp_path / "state.snap")
+        assert list(tmp_path.iterdir()) == []
+
+
+def saved(env_id: str = "toys/Dice-v0", **sections: object) -> Snapshot:
+    """A snapshot with right checksums whose content was replaced."""
+    header, content = durable.loads(started(env_id, steps=5).unwrapped.snapshot().to_bytes())
+    content.update({name: durable.pack(value) for name, value in sections.items()})
+    header["digest"] = durable.content_digest(content)
+    return Snapshot.from_bytes(durable.dumps(header, content))
+
+
+def streams_with(**changes: object) -> dict:
+    _, content = durable.loads(started("toys/Dice-v0").snapshot().to_bytes())
+    return {**durable.unpack(content["rng"]), **changes}
+
+
+MERSENNE = np.random.MT19937(1)
+LIES = {
+    "transition of another length": {"transition": [1, 2]},
+    "no transition": {"transition": None},
+    "empty transition": {"transition": []},
+    "info that is no dict": {"transition": [1, 0.0, False, False, "info"]},
+    "flags that are no flags": {"transition": [1, 0.0, "no", 3, {}]},
+    "reward that is no number": {"transition": [1, "much", False, False, {}]},
+    "streams that are no dict": {"rng": 3},
+    "streams without names": {"rng": {}},
+    "unknown generator": {"rng": streams_with(np_random={"bit_generator": "os", "state": {}, "seed_sequence": None})},
+    "stream that is no stream": {"rng": streams_with(np_random="a stream")},
+    "seed that is no seed": {"rng": streams_with(np_random_seed="7")},
+    "spaces that are none": {"rng": streams_with(spaces=7)},
+    "too many spaces": {"rng": streams_with(spaces=[None] * 9)},
+    "position outside of the buffer": {
+        "rng": streams_with(
+            np_random={
+                "bit_generator": "MT19937",
+                "state": {**MERSENNE.state, "state": {**MERSENNE.state["state"], "pos": 10**6}},
+                "seed_sequence": None,
+            }
+        )
+    },
+}
+
+
+class TestErrors:
+    """Each is typed, says what was expected and found, and leaves the environment as it was."""
+
+    def refused(self, snap, error, *, env_id="toys/Dice-v0", match="", **options):
+        env = started(env_id, steps=2)
+        with pytest.raises(error, match=match):
+            env.unwrapped.restore(snap, **options)
+        assert future(env, env_id, 2) == control(env_id, 2)
+        self.refused_before_reset(snap, error, env_id, options)
+
+    @staticmethod
+    def refused_before_reset(snap, error, env_id, options):
+        env, control_env = (gym.make(env_id) for _ in range(2))
+        for one in (env, control_env):
+            one.action_space.seed(5)
+        with pytest.raises(error):
+            env.unwrapped.restore(snap, **options)
+        assert streams(env) == streams(control_env)
+        with pytest.raises(ResetNeeded):
+            env.snapshot()
+
+    def test_before_the_first_reset_there_is_nothing_to_ask_for(self):
+        env = gym.make("toys/Dice-v0")
+        for ask in (env.snapshot, lambda: env.fork(1), lambda: env.unwrapped.last, env.unwrapped.snapshot):
+            with pytest.raises(ResetNeeded, match="reset"):
+                ask()
+
+    @pytest.mark.parametrize("thing", [None, "snapshot", b"bytes", {}, 3])
+    def test_what_is_not_a_snapshot(self, thing):
+        self.refused(thing, TypeError, match="expected a Snapshot")
+
+    @pytest.mark.parametrize("k", [0, -1])
+    def test_no_forks(self, k):
+        with pytest.raises(ValueError, match=f"k={k}"):
+            started("toys/Dice-v0").fork(k)
+
+    def test_another_environment(self):
+        self.refused(started("toys/Corridor-v0").unwrapped.snapshot(), SnapshotMismatch, match=r"Dice-v0.*Corridor-v0")
+
+    @pytest.mark.parametrize(("mine", "theirs"), [({}, {"length": 7}), ({"length": 7}, {"length": 8})])
+    def test_another_configuration(self, mine, theirs):
+        snap = started("toys/Corridor-v0", **theirs).snapshot()
+        env = started("toys/Corridor-v0", **mine)
+        with pytest.raises(SnapshotMismatch, match="config"):
+            env.restore(snap)
+
+    def test_a_default_spelled_out_is_the_same_configuration(self):
+        snap = started("toys/Corridor-v0", length=5).snapshot()
+        started("toys/Corridor-v0").restore(snap)
+
+    def test_another_render_mode_fits(self):
+        started("toys/Corridor-v0", render_mode="ansi").restore(started("toys/Corridor-v0").snapshot())
+
+    def test_another_state_version(self):
+        class Versioned(Dice):
+            state_version = 1
+
+        env = Versioned()
+        env.reset(seed=0)
+        snap = env.snapshot()
+        Versioned.state_version = 2
+        with pytest.raises(SnapshotMismatch, match="state_version = 2.*1"):
+            Versioned().restore(snap)
+
+    def test_a_released_snapshot(self, tmp_path):
+        with started("toys/Dice-v0", steps=4).unwrapped.snapshot() as snap:
+            assert not snap.released
+        snap.release()
+        self.refused(snap, SnapshotReleased, match="release")
+        for use in (lambda: snap.save(tmp_path / "state"), lambda: snap.digest, lambda: snap.nbytes):
+            with pytest.raises(SnapshotReleased):
+                use()
+
+    @pytest.mark.parametrize("seed", [-1, "seed", 1.5])
+    def test_what_is_not_a_seed(self, seed):
+        self.refused(saved(), gym.error.Error, seed=seed)
+
+    @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
+    def test_content_that_lies(self, lie):
+        self.refused(saved(**lie), SnapshotCorrupt)
+
+    @pytest.mark.parametrize("state", [None, 3, "state", [], ["embedded/train/0"], ["x", "y", "1", 2, 3, None, True]])
+    def test_a_state_that_lies(self, state):
+        env_id = "sandboxgym/ALFWorld-v0"
+        self.refused(saved(env_id, state=state), SnapshotCorrupt, env_id=env_id)
+
+    def test_a_state_that_the_environment_cannot_describe(self):
+        """An env that recomputes its transition does so before the restore counts as done."""
+        env_id = "sandboxgym/ALFWorld-v0"
+        state = list(durable.unpack(saved(env_id)._sections()["state"]))
+        state[5], state[2] = "feedback", -1
+        with pytest.raises(SnapshotCorrupt):
+            started(env_id).unwrapped.restore(saved(env_id, state=[*state[:2], "facts", *state[3:]]))
+
+    @pytest.mark.parametrize("layers", [3, ["abc"], [[1, {}, []]], [["name", 3, []]], [["name"]], {"a": 1}])
+    def test_wrappers_that_lie(self, layers):
+        with pytest.raises(SnapshotCorrupt):
+            saved(layers=layers)
+
+    @pytest.mark.parametrize("gone", ["env_id", "config", "id", "parent", "digest", "sections", "format"])
+    def test_a_header_without_a_field(self, gone):
+        data = saved().to_bytes()
+        header, content = durable.loads(data)
+        length = int.from_bytes(data[8:12], "big")
+        head = json.loads(data[44 : 44 + length])
+        del head[gone]
+        encoded = json.dumps(head).encode()
+        prefix = durable._PREFIX.pack(durable.MAGIC, len(encoded), durable.hashlib.sha256(encoded).digest())
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.from_bytes(prefix + encoded + b"".join(content[s["name"]] for s in header["sections"]))
+
+    @every_toy
+    def test_every_truncation_is_found(self, env_id):
+        data = started(env_id, steps=2).snapshot().to_bytes()
+        for length in {*range(0, len(data), 7), *range(60), len(data) - 1}:
+            with pytest.raises(SnapshotCorrupt):
+                Snapshot.from_bytes(data[:length])
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.from_bytes(data + b"\0")
+
+    @every_toy
+    def test_every_flipped_bit_is_found(self, env_id):
+        data = started(env_id, steps=2).snapshot().to_bytes()
+        for position in {*range(60), *range(60, len(data), 5)}:
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << position % 8
+            with pytest.raises(SnapshotCorrupt):
+                Snapshot.from_bytes(bytes(flipped))
+
+
+class Fragile(Corridor):
+    """`_apply` fails midway when told to."""
+
+    broken: int | None = None
+    applied = 0
+    closed = 0
+
+    def _apply(self, state):
+        self.state = {"cell": state["cell"], "visited": []}
+        Fragile.applied += 1
+        if Fragile.applied == Fragile.broken:
+            raise OSError("no space left on device")
+        self.state = state
+
+    def close(self):
+        Fragile.closed += 1
+
+
+class TestAllOrNothing:
+    @pytest.fixture
+    def env(self, monkeypatch):
+        for name, value in (("broken", None), ("applied", 0), ("closed", 0)):
+            monkeypatch.setattr(Fragile, name, value)
+        env = Fragile()
+        env.reset(seed=3)
+        env.step(1)
+        return env
+
+    def test_a_restore_that_fails_midway_is_rolled_back(self, env):
+        snap = env.snapshot()
+        env.step(1)
+        before, draws, last = copy.deepcopy(env.state), streams(env), plain(env.last)
+        Fragile.broken = 1
+        with pytest.raises(OSError, match="no space"):
+            env.restore(snap, seed=4)
+        assert (env.state, streams(env), plain(env.last)) == (before, draws, last)
+        assert env.snapshot().parent == snap.id
+
+    def test_a_fork_that_fails_closes_its_children_and_spares_the_parent(self, env):
+        snap = env.snapshot()
+        before, draws = copy.deepcopy(env.state), streams(env)
+        Fragile.broken = 2
+        with pytest.raises(OSError, match="no space"):
+            env.fork(3)
+        assert Fragile.closed == 2
+        assert (env.state, streams(env)) == (before, draws)
+        assert env.snapshot().parent == snap.id
+
+
+def test_the_protocol_is_what_the_environments_offer():
+    assert isinstance(gym.make("toys/Dice-v0"), SupportsSnapshot)
+    assert isinstance(Dice(), SupportsSnapshot)
+    assert not isinstance(CartPoleEnv(), SupportsSnapshot)
+
+
+def test_an_environment_without_capture_says_what_is_missing():
+    class Unfinished(SnapshotEnv):
+        observation_space = action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return 0, {}
+
+    env = Unfinished()
+    env.reset()
+    with pytest.raises(NotImplementedError, match="Unfinished must define _capture"):
+        env.snapshot()
+
+
+def test_the_handle_is_small_and_readable():
+    snap = started("toys/Dice-v0").snapshot()
+    assert repr(snap).startswith(f"<Snapshot {snap.id[:8]} of toys/Dice-v0 through TimeLimit")
+    assert copy.copy(snap) is copy.deepcopy(snap) is snap
+    assert snap.nbytes < 2000
+    assert Path(sandboxgym.__file__).with_name("py.typed").exists()
