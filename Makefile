@@ -37,7 +37,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python -m benchmarks.alfworld
+	$(BIN)/python -m sandboxgym.bench
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1031,8 +1031,8 @@ class Trainer:
                 raise ConfigError(f"model: expected tiny: with one of {', '.join(TINY_SIZES)}, found {args.model}")
             texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
             tokenizer = tiny_tokenizer(words_of(texts))
-            shape = {**TINY_SIZES[size], "max_position_embeddings": args.context}
-            return tiny_model(tokenizer, **shape, seed=args.seed), tokenizer
+            model = tiny_model(tokenizer, **TINY_SIZES[size], max_position_embeddings=args.context, seed=args.seed)
+            return model, tokenizer
         return load_policy(folder or args.model, dtype=args.dtype)
 
     def _build_reference(self) -> CausalLM:

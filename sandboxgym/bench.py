@@ -43,11 +43,7 @@ def measure(games: str, *, repeats: int, steps: int = 25) -> list[tuple[str, flo
     """(what, microseconds) through ``gym.make``, on the first game after ``steps`` steps."""
     env = gym.make("sandboxgym/ALFWorld-v0", games=games, max_episode_steps=10_000)
     library = env.unwrapped.library  # type: ignore[attr-defined]
-
-    def compile_anew() -> None:
-        library.compile(0)
-
-    rows = [("compile a game", median_us(compile_anew, max(5, repeats // 20)))]
+    rows = [("compile a game", median_us(lambda: library.compile(0), max(5, repeats // 20)))]
     env.reset(options={"task": 0})
     rows.append(("reset to a compiled game", median_us(lambda: env.reset(options={"task": 0}), repeats)))
     rows.append(("step", median_us(lambda: env.step("look"), repeats)))

@@ -16,6 +16,9 @@ from sandboxgym.envs.alfworld.library import GameLibrary, GameNotFound, GameRef,
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.spaces import Unicode
 
+HARMLESS = ("look", "inventory")
+"""Commands that any game understands: what the action space samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
@@ -96,7 +99,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         self.stop_when_won = stop_when_won
         self.render_mode = render_mode
         self.observation_space = Unicode()
-        self.action_space = Unicode(("look", "inventory"))
+        self.action_space = Unicode(HARMLESS)
         self._game: Game | None = None
         self._ref: GameRef | None = None
         self._state: EpisodeState | None = None
@@ -200,9 +203,8 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
                 raise SnapshotMismatch(f"the snapshot plays a game that is not here: {error}") from error
             game = self.library.load(index)
             if game.digest != state.game_digest:
-                raise SnapshotMismatch(
-                    f"the game {state.task_id} has digest {game.digest[:16]}…, in the snapshot {state.game_digest[:16]}…"
-                )
+                here, there = game.digest[:16], state.game_digest[:16]
+                raise SnapshotMismatch(f"the game {state.task_id} has digest {here}…, in the snapshot {there}…")
             self._game, self._ref = game, self.library[index]
         self._state = state
 
@@ -213,8 +215,8 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
     @classmethod
     def _decode(cls, data: bytes) -> EpisodeState:
         values = durable.unpack(data)
-        kinds = (str, str, int, int, int, (str, type(None)), bool)
-        if len(values) != len(fields(EpisodeState)) or not all(map(isinstance, values, kinds)):
+        kinds: tuple[Any, ...] = (str, str, int, int, int, str | None, bool)
+        if len(values) != len(fields(EpisodeState)) or not all(isinstance(v, k) for v, k in zip(values, kinds)):
             raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {values!r:.200}")
         return EpisodeState(*values)
 
@@ -224,7 +226,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
     def _blank(self) -> Self:
         child = type(self).__new__(type(self))
         child.__dict__.update(self.__dict__)  # the library and the compiled game are immutable and shared
-        child.action_space, child.observation_space = Unicode(self.action_space.examples), Unicode()
+        child.action_space, child.observation_space = Unicode(HARMLESS), Unicode()
         child._np_random = child._np_random_seed = None
         child._state, child._was_reset, child._lineage = None, False, None
         return child

@@ -112,6 +112,10 @@ class GameLibrary(Sequence[GameRef]):
             raise GameError(f"{ref.gamefile}: expected the game with digest {digest}, found {game.digest}")
         return game
 
+    def compile(self, number: int) -> Game:
+        """The game compiled anew, for itself alone; `load` shares and caches."""
+        return _compile(self._refs[number])
+
 
 def open_library(
     games: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -252,16 +256,24 @@ if hasattr(os, "register_at_fork"):  # another thread may hold the lock at the m
 
 
 def _load(ref: GameRef) -> Game:
-    if ref.gamefile.startswith("embedded/"):
+    key: object = ref.gamefile
+    if not _is_embedded(ref):
+        try:
+            status = os.stat(ref.gamefile)
+        except OSError as error:
+            raise DataNotFound(f"game file is gone: {ref.gamefile}") from error
+        key = (ref.gamefile, status.st_mtime_ns, status.st_size)
+    return _cache.get(key, lambda: _compile(ref))
+
+
+def _compile(ref: GameRef) -> Game:
+    if _is_embedded(ref):
         _, split, number = ref.gamefile.split("/")
-        return _cache.get(ref.gamefile, lambda: _compile(generate_game(split, int(number)), ref))
-    try:
-        status = os.stat(ref.gamefile)
-    except OSError as error:
-        raise DataNotFound(f"game file is gone: {ref.gamefile}") from error
-    key = (ref.gamefile, status.st_mtime_ns, status.st_size)
-    return _cache.get(key, lambda: _compile(Path(ref.gamefile).read_bytes(), ref))
-
-
-def _compile(text: bytes, ref: GameRef) -> Game:
+        text = generate_game(split, int(number))
+    else:
+        text = Path(ref.gamefile).read_bytes()
     return Game.from_json(text, name=ref.gamefile, task_type=ref.task_type)
+
+
+def _is_embedded(ref: GameRef) -> bool:
+    return ref.gamefile.startswith("embedded/")

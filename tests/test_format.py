@@ -1,0 +1,288 @@
+"""The durable format: plain data comes back as it was, anything else is refused, hostile bytes do nothing."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import hashlib
+import json
+import os
+import struct
+import sys
+
+import hypothesis.strategies as st
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.extra import numpy as hnp
+from traces import plain
+
+from sandboxgym import SnapshotCorrupt, SnapshotNotSupported
+from sandboxgym import format as durable
+
+ARRAYS = hnp.arrays(
+    hnp.scalar_dtypes().filter(lambda dtype: dtype.itemsize),
+    hnp.array_shapes(min_dims=0, min_side=0, max_side=3),
+)
+KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary())
+HASHABLE = st.recursive(KEYS, lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=3)))
+PLAIN = st.recursive(
+    st.one_of(HASHABLE, st.floats(), ARRAYS, st.sets(HASHABLE, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(HASHABLE, inner, max_size=4),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def typed(value):
+    """Values with their types, comparable: NaN equals NaN, and 1, 1.0 and True differ."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return (type(value), value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, dict):
+        return (dict, [(typed(key), typed(item)) for key, item in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value), [typed(item) for item in value])
+    if isinstance(value, (set, frozenset)):
+        return (type(value), {repr(typed(item)) for item in value})
+    return (type(value), repr(value))
+
+
+@given(PLAIN)
+@settings(deadline=None, max_examples=200)
+def test_plain_data_comes_back_with_its_types(value):
+    assert typed(durable.unpack(durable.pack(value))) == typed(value)
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64, -(2**63) - 1, 10**100, -(10**100)])
+def test_integers_of_any_size(value):
+    assert durable.unpack(durable.pack([value, {value: value}])) == [value, {value: value}]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3).T,
+        np.arange(6)[::2],
+        np.zeros((0, 3)),
+        np.array(7, ">i4"),
+        np.array(["", "é"]),
+        np.array(["2020-01-01", "NaT"], "M8[s]"),
+    ],
+    ids=["transposed", "strided", "empty", "big endian", "text", "dates"],
+)
+def test_arrays_of_every_layout_come_back_writable(array):
+    back = durable.unpack(durable.pack(array))
+    np.testing.assert_array_equal(back, array)
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    assert back.flags.writeable
+
+
+def test_sets_encode_equally_whatever_their_order():
+    assert len({durable.pack(set(order)) for order in (["a", "b", "c"], ["c", "b", "a"], ["b", "a", "c"])}) == 1
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+CIRCULAR: list = []
+CIRCULAR.append((CIRCULAR,))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        len,
+        np.array([object()]),
+        np.zeros(2, "i4,f4"),
+        np.ma.masked_array([1, 2], [0, 1]),
+        np.matrix([[1]]),
+        Colour.RED,
+        Point(1, 2),
+        collections.OrderedDict(a=1),
+        collections.defaultdict(int),
+        bytearray(b"x"),
+        memoryview(b"x"),
+        msgpack.ExtType(2, b""),
+        msgpack.Timestamp(1),
+        datetime.datetime(2020, 1, 1),
+        1j,
+        "\udc80",
+        CIRCULAR,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("inside", [lambda v: v, lambda v: [v], lambda v: {"a": (v,)}], ids=["alone", "list", "tuple"])
+def test_what_would_not_come_back_as_it_was_is_refused(value, inside):
+    with pytest.raises(SnapshotNotSupported, match="cannot encode"):
+        durable.pack(inside(value))
+
+
+def nested(depth, wrap):
+    value = None
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+def test_nesting_is_kept_up_to_a_limit_and_refused_beyond():
+    value = nested(32, lambda inner: (inner,))
+    assert durable.unpack(durable.pack(value)) == value
+    with pytest.raises(SnapshotNotSupported, match="nested"):
+        durable.pack((value,))
+    lists = nested(400, lambda inner: [inner])
+    assert durable.unpack(durable.pack(lists)) == lists
+
+
+def hostile_arrays():
+    for content in (
+        ["O", [1], b"\0" * 8],
+        ["i4,O", [1], b"\0" * 12],
+        [[["f", "O"]], [1], b"\0" * 8],
+        ["V8", [1], b"\0" * 8],
+        ["<i8", [2**62, 2**62], b"\0" * 8],
+        ["<i8", [3], b"\0" * 8],
+        ["no such type", [1], b"\0"],
+        ["<i8", "ab", b"\0" * 8],
+        ["<i8", [1]],
+        {"dtype": "<i8"},
+        7,
+    ):
+        yield msgpack.packb(msgpack.ExtType(3, msgpack.packb(content)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x91",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc7\xff\x02",
+        b"\x81\x90\x90",  # a list as a key
+        nested(2000, lambda inner: b"\x91" + (inner or b"\xc0")),
+        nested(900, lambda inner: msgpack.packb(msgpack.ExtType(2, b"\x91" + (inner or b"\xc0")))),
+        msgpack.packb(msgpack.ExtType(77, b"")),
+        msgpack.packb(msgpack.ExtType(5, msgpack.packb([[1]]))),
+        *hostile_arrays(),
+    ],
+    ids=repr,
+)
+def test_hostile_bytes_are_corrupt(data):
+    with pytest.raises(SnapshotCorrupt):
+        durable.unpack(data)
+
+
+def unpacks_or_is_corrupt(data):
+    modules = set(sys.modules)
+    try:
+        durable.unpack(data)
+    except SnapshotCorrupt:
+        pass
+    assert set(sys.modules) == modules
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, max_examples=200)
+def test_random_bytes_unpack_or_are_corrupt(data):
+    unpacks_or_is_corrupt(data)
+
+
+@given(PLAIN, st.data())
+@settings(deadline=None, max_examples=200)
+def test_mutated_encodings_unpack_or_are_corrupt(value, data):
+    encoded = bytearray(durable.pack(value))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    unpacks_or_is_corrupt(bytes(encoded))
+
+
+def test_a_pickle_is_not_run():
+    import pickle
+
+    ran = []
+
+    class Bomb:
+        def __reduce__(self):
+            return (ran.append, (1,))
+
+    bomb = pickle.dumps(Bomb())
+    for data in (bomb, durable.MAGIC + bomb * 10):
+        for read in (durable.unpack, durable.loads):
+            with pytest.raises(SnapshotCorrupt):
+                read(data)
+    assert ran == []
+
+
+SECTIONS = {"one": b"1" * 10, "none": b"", "two": b"22"}
+
+
+def test_header_and_sections_come_back():
+    header, sections = durable.loads(durable.dumps({"a": [1, None, "é"]}, SECTIONS))
+    assert (header["a"], sections) == ([1, None, "é"], SECTIONS)
+
+
+def container(header):
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack(">8sI32s", durable.MAGIC, len(head), hashlib.sha256(head).digest()) + head
+
+
+EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"1" * 10_000,
+        [],
+        3,
+        {},
+        {"format": 99, "sections": []},
+        {"format": 1, "sections": 3},
+        {"format": 1, "sections": [{"name": "x"}]},
+        {"format": 1, "sections": [{"name": "x", "nbytes": -1, "sha256": EMPTY}]},
+        {"format": 1, "sections": [{"name": "x", "nbytes": "many", "sha256": EMPTY}]},
+        {"format": 1, "sections": [{"name": "x", "nbytes": [], "sha256": EMPTY}]},
+        {"format": 1, "sections": [{"name": "x", "nbytes": float("inf"), "sha256": EMPTY}]},
+        {"format": 1, "sections": [{"name": "x", "nbytes": 10**30, "sha256": EMPTY}]},
+    ],
+    ids=lambda header: repr(header)[:60],
+)
+def test_a_header_that_lies_is_corrupt(header):
+    with pytest.raises(SnapshotCorrupt):
+        durable.loads(container(header))
+
+
+def test_the_digest_depends_on_names_and_contents_alone():
+    digest = durable.content_digest(SECTIONS)
+    assert durable.content_digest(dict(reversed(SECTIONS.items()))) == digest
+    for changed in ({**SECTIONS, "none": b"x"}, {"one": b"1" * 10, "two": b"22"}, {"o": b"ne" + b"1" * 10}):
+        assert durable.content_digest(changed) != digest
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file(broken, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, broken, full)
+    with pytest.raises(OSError, match="no space"):
+        durable.write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_plain_is_what_the_other_tests_compare_by():
+    assert plain(np.int64(1)) != plain(1) != plain(np.array([1]))
