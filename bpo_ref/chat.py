@@ -73,19 +73,25 @@ class ChatFormat:
         return str(self._tokenizer.decode(list(body), clean_up_tokenization_spaces=False)).strip()
 
     def demonstration(
-        self, observations: Sequence[str], actions: Sequence[str], learn: Sequence[bool] | None = None
-    ) -> tuple[list[int], list[bool]]:
+        self,
+        observations: Sequence[str],
+        actions: Sequence[str],
+        learn: Sequence[bool] | None = None,
+        *,
+        observation_weight: float = 0.0,
+    ) -> tuple[list[int], list[float]]:
         """The ids of an episode in which `actions[i]` answered `observations[i]`, as sampling would have left
-        them, and the mask of those to learn from: the actions (where `learn[i]`), each with its end-of-turn token.
+        them, and each one's weight in the loss: 1 in actions with their end-of-turn tokens (0 where not `learn[i]`),
+        `observation_weight` elsewhere.
         """
         ids: list[int] = []
-        mask: list[bool] = []
+        weights: list[float] = []
         for observation, action, wanted in zip(observations, actions, learn or [True] * len(actions), strict=True):
             prompt = self.turn(observation, truncated=False) if ids else self.start(observation)
             answer = [*self._encode(action.strip()), self.end_id]
             ids += prompt + answer
-            mask += [False] * len(prompt) + [wanted] * len(answer)
-        return ids, mask
+            weights += [observation_weight] * len(prompt) + [float(wanted)] * len(answer)
+        return ids, weights
 
     def _content(self, text: str) -> str:
         return text.strip() if self._strips else text

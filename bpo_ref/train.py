@@ -764,8 +764,9 @@ class Trainer:
     def _supervised(self) -> None:
         """Cross entropy on expert episodes; observation tokens count ``sft_observation_weight``."""
         args = self.args
-        encoded = [self.chat.demonstration(**episode) for episode in self.demonstrations]
-        encoded = [(ids, mask) for ids, mask in encoded if len(ids) <= args.context]
+        weight = args.sft_observation_weight
+        encoded = [self.chat.demonstration(**episode, observation_weight=weight) for episode in self.demonstrations]
+        encoded = [(ids, weights) for ids, weights in encoded if len(ids) <= args.context]
         if not encoded:
             raise ConfigError(f"context: none of {len(self.demonstrations)} expert episodes fits {args.context} tokens")
         bar = self._bar("SFT", args.sft_steps)
@@ -784,15 +785,14 @@ class Trainer:
             self._maybe_save(20 * args.save_every)
         bar.close()
 
-    def _supervised_step(self, episodes: Sequence[tuple[list[int], list[bool]]]) -> float:
-        args, device = self.args, self.accelerator.device
+    def _supervised_step(self, episodes: Sequence[tuple[list[int], list[float]]]) -> float:
+        device = self.accelerator.device
         longest = max(len(ids) for ids, _ in episodes)
         ids = torch.zeros(len(episodes), longest, dtype=torch.long)
         weights = torch.zeros(len(episodes), longest - 1)
-        for i, (episode, mask) in enumerate(episodes):
+        for i, (episode, weight) in enumerate(episodes):
             ids[i, : len(episode)] = torch.tensor(episode)
-            learned = torch.tensor(mask[1:], dtype=torch.float)
-            weights[i, : len(episode) - 1] = learned + (1 - learned) * args.sft_observation_weight
+            weights[i, : len(episode) - 1] = torch.tensor(weight[1:])
         lengths = torch.tensor([len(episode) for episode, _ in episodes])
         total = self._sum(float(weights.sum()))
         logps, _ = token_logps(self.model, ids.to(device), lengths.to(device))
