@@ -32,7 +32,6 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -42,6 +41,7 @@ from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.eval import Score, evaluate, make_env, results_table
 from bpo_ref.generate import Generator, token_logps
 from bpo_ref.policy import ChatPolicy, collect_demonstrations, episode_text
+from bpo_ref.runlog import RunLog, batch_metrics, batch_totals
 from bpo_ref.tiny import TINY_SIZES, tiny_model, tiny_tokenizer, words_of
 from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, Schedule, rollout
 from sandboxgym.tree import Path as TreePath
@@ -924,41 +924,11 @@ class Trainer:
 
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""
-        local = []
-        for tree in trees:
-            edges = list(tree.edges())
-            groups = [[e.value for e in node.children] for node in [tree.root, *tree.branch_nodes]]
-            local.append(
-                {
-                    "returns": len(tree.paths),
-                    "env_steps": tree.env_steps,
-                    "tokens": tree.tokens,
-                    "success": sum(path.edges[-1].success for path in tree.paths),
-                    "valid": sum(edge.valid for edge in edges),
-                    "turns": sum(len(path.from_root()) for path in tree.paths),
-                    "entropy": sum(sum(edge.action.data.entropies) for edge in edges),
-                    "moving": sum(abs(edge.advantage) > 0.1 for edge in edges),
-                    "branch_points": len(tree.branch_nodes),
-                    "snapshots": tree.snapshots,
-                    "equal_groups": all(max(group) == min(group) for group in groups),
-                }
-            )
-        every = self._gather(local)
-        total = {name: float(sum(tree[name] for tree in every)) for name in every[0]}
+        total = batch_totals(trees, self._gather)
         for name in ("returns", "env_steps", "tokens"):
             self.counters[name] += int(total[name])
         self.counters["seconds"] += seconds
-        return {
-            "rollout/success": total["success"] / total["returns"],
-            "rollout/turns": total["turns"] / total["returns"],
-            "rollout/valid_actions": total["valid"] / total["env_steps"],
-            "rollout/entropy": total["entropy"] / total["tokens"],
-            "rollout/nondegenerate": total["moving"] / total["env_steps"],
-            "rollout/equal_groups": total["equal_groups"] / len(every),
-            "rollout/branch_points": total["branch_points"] / len(every),
-            "rollout/snapshots": total["snapshots"],
-            **{f"total/{name}": float(value) for name, value in self.counters.items()},
-        }
+        return batch_metrics(total) | {f"total/{name}": float(value) for name, value in self.counters.items()}
 
     # State of the run.
 
@@ -1107,39 +1077,6 @@ class Trainer:
 
 class _Stopped(Exception):
     """Interrupted, with the state saved."""
-
-
-class RunLog:
-    """Scalars to TensorBoard and ``metrics.jsonl``, evaluations to ``scores.jsonl``; resuming cuts what lies ahead."""
-
-    def __init__(self, out: Path, step: int, *, enabled: bool) -> None:
-        self._enabled = enabled
-        if not enabled:
-            return
-        self._metrics, self._points = out / "metrics.jsonl", out / "scores.jsonl"
-        for path in (self._metrics, self._points):
-            lines = path.read_text().splitlines() if step and path.exists() else []
-            path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
-
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        """Numbers of a step."""
-        if self._enabled:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-            with self._metrics.open("a") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def point(self, record: dict[str, Any]) -> None:
-        """An evaluation."""
-        if self._enabled:
-            with self._points.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-
-    def close(self) -> None:
-        """Flush."""
-        if self._enabled:
-            self._board.close()
 
 
 def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:

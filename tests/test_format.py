@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
-from traces import plain
 
 from sandboxgym import SnapshotCorrupt, SnapshotNotSupported
 from sandboxgym import format as durable
@@ -27,15 +26,15 @@ ARRAYS = hnp.arrays(
     hnp.array_shapes(min_dims=0, min_side=0, max_side=3),
 )
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary())
-HASHABLE = st.recursive(KEYS, lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=3)))
-PLAIN = st.recursive(
-    st.one_of(HASHABLE, st.floats(), ARRAYS, st.sets(HASHABLE, max_size=4)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.dictionaries(HASHABLE, inner, max_size=4),
-        st.tuples(inner, inner),
-    ),
-    max_leaves=12,
+HASHABLE = st.deferred(lambda: st.one_of(KEYS, st.tuples(HASHABLE, KEYS), st.frozensets(KEYS, max_size=3)))
+LEAVES = st.one_of(HASHABLE, st.floats(), ARRAYS, st.sets(HASHABLE, max_size=3))
+PLAIN = st.deferred(
+    lambda: st.one_of(
+        LEAVES,
+        st.lists(PLAIN, max_size=3),
+        st.dictionaries(HASHABLE, PLAIN, max_size=3),
+        st.tuples(PLAIN, LEAVES),
+    )
 )
 
 
@@ -48,12 +47,12 @@ def typed(value):
     if isinstance(value, (list, tuple)):
         return (type(value), [typed(item) for item in value])
     if isinstance(value, (set, frozenset)):
-        return (type(value), {repr(typed(item)) for item in value})
+        return (type(value), sorted(repr(typed(item)) for item in value))
     return (type(value), repr(value))
 
 
 @given(PLAIN)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_plain_data_comes_back_with_its_types(value):
     assert typed(durable.unpack(durable.pack(value))) == typed(value)
 
@@ -103,7 +102,6 @@ CIRCULAR.append((CIRCULAR,))
         np.array([object()]),
         np.zeros(2, "i4,f4"),
         np.ma.masked_array([1, 2], [0, 1]),
-        np.matrix([[1]]),
         Colour.RED,
         Point(1, 2),
         collections.OrderedDict(a=1),
@@ -190,13 +188,13 @@ def unpacks_or_is_corrupt(data):
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_random_bytes_unpack_or_are_corrupt(data):
     unpacks_or_is_corrupt(data)
 
 
 @given(PLAIN, st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_mutated_encodings_unpack_or_are_corrupt(value, data):
     encoded = bytearray(durable.pack(value))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -282,7 +280,3 @@ def test_a_write_that_fails_leaves_the_old_file(broken, tmp_path, monkeypatch):
         durable.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_plain_is_what_the_other_tests_compare_by():
-    assert plain(np.int64(1)) != plain(1) != plain(np.array([1]))

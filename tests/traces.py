@@ -70,7 +70,12 @@ def trace(env: gym.Env[Any, Any], actions: Sequence[Any]) -> list[Any]:
 def future(env: gym.Env[Any, Any], env_id: str, steps: int = 0) -> list[Any]:
     """The rest of the episode, and what the environment's and the spaces' random streams give after it."""
     rest = trace(env, ACTIONS[env_id][steps:])
-    return [*rest, plain(env.np_random.random(3)), plain(env.action_space.sample()), plain(env.observation_space.sample())]
+    return [
+        *rest,
+        plain(env.np_random.random(3)),
+        plain(env.action_space.sample()),
+        plain(env.observation_space.sample()),
+    ]
 
 
 def fresh_interpreter(code: str, *arguments: Any, cwd: Any, **variables: str) -> str:

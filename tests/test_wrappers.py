@@ -1,0 +1,411 @@
+"""Snapshots through stacks of wrappers: what gym.make adds, what users add, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, PassiveEnvChecker, TimeLimit, TransformReward
+from toy_envs import Corridor, Dice
+from traces import ACTIONS, IDS, TOYS, future, plain, started, trace
+
+import sandboxgym
+from sandboxgym import (
+    ResetNeeded,
+    Snapshot,
+    SnapshotCorrupt,
+    SnapshotMismatch,
+    SnapshotNotSupported,
+    SnapshotSpec,
+    SnapshotWrapper,
+    WrapperCodec,
+    register_wrapper,
+)
+from sandboxgym import format as durable
+from sandboxgym.wrappers import _CODECS
+
+every_env = pytest.mark.parametrize("env_id", IDS)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_and_no_codecs_left():
+    known = dict(_CODECS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    _CODECS.clear()
+    _CODECS.update(known)
+
+
+@every_env
+def test_gymnasiums_checker_finds_nothing(env_id):
+    check_env(gym.make(env_id).unwrapped)
+
+
+class TestMadeByGymnasium:
+    def test_the_stack_is_the_usual_one_with_snapshots_outermost(self):
+        stack = str(gym.make("toys/Dice-v0"))
+        assert stack.startswith("<SnapshotWrapper<TimeLimit<OrderEnforcing<PassiveEnvChecker<Dice")
+
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_the_time_limit_strikes_at_the_same_step(self, fresh):
+        env = started("toys/Corridor-v0", steps=5, max_episode_steps=9)
+        snap = env.snapshot()
+        trace(env, [0, 0, 0])
+        if fresh:
+            env = gym.make("toys/Corridor-v0", max_episode_steps=9)
+        env.restore(snap)
+        assert [step[3] for step in trace(env, [0] * 9)] == [False, False, False, True]
+
+    @every_env
+    @pytest.mark.parametrize("steps", [0, 1, 2, 3])
+    def test_a_fresh_environment_takes_over_without_warnings(self, env_id, steps):
+        snap = started(env_id, steps=steps, render_mode=None).snapshot()
+        env = gym.make(env_id, max_episode_steps=12)
+        with pytest.raises(ResetNeeded):
+            env.step(ACTIONS[env_id][0])
+        env.restore(snap)
+        assert future(env, env_id, steps) == future(started(env_id, steps=steps), env_id, steps)
+        env.reset()
+
+    @pytest.mark.parametrize("how", ["restore", "fork"])
+    def test_the_passive_checker_goes_on_looking_for_reused_data(self, how):
+        class Reusing(Dice):
+            info: dict = {"shared": []}
+
+            def step(self, action):
+                return (*super().step(action)[:4], self.info)
+
+        env = SnapshotWrapper(PassiveEnvChecker(Reusing()))
+        env.reset(seed=1)
+        snap, (child,) = env.snapshot(), env.fork(1)
+        if how == "restore":
+            child = SnapshotWrapper(PassiveEnvChecker(Reusing()))
+            child.restore(snap)
+        child.step(0)  # compared with a copy of what reset returned
+        with pytest.warns(UserWarning, match="infos returned by .* share an object"):
+            child.step(0)
+
+    @every_env
+    def test_forks_keep_the_stack_and_count_for_themselves(self, env_id):
+        env = started(env_id, steps=2)
+        children = env.fork(2)
+        assert [str(child) for child in children] == [str(env)] * 2
+        assert [child.spec for child in children] == [env.spec] * 2
+        trace(children[0], ACTIONS[env_id][2:7])
+        for one in (children[1], env):
+            assert future(one, env_id, 2) == future(started(env_id, steps=2), env_id, 2)
+
+    def test_the_spec_rebuilds_the_stack(self):
+        env = gym.make("toys/Dice-v0")
+        spec = gym.envs.registration.EnvSpec.from_json(gym.make("sandboxgym/ALFWorld-v0").spec.to_json())
+        assert "SnapshotWrapper" in str(spec.make())
+        assert str(env.spec.make()) == str(env)
+
+    @pytest.mark.parametrize("env_id", TOYS)
+    def test_deepcopy_is_a_fork_and_copy_is_refused(self, env_id):
+        env = started(env_id, steps=3)
+        twin = copy.deepcopy(env)
+        trace(env, ACTIONS[env_id][3:6])
+        assert future(twin, env_id, 3) == future(started(env_id, steps=3), env_id, 3)
+        with pytest.raises(TypeError, match="fork"):
+            copy.copy(env)
+
+
+class Counting(gym.Wrapper):
+    """Its count is in the observation: state that a snapshot must hold; its log is a mere record."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.action_space = gym.spaces.Discrete(50)
+        self.count = 0
+        self.log = []
+        self.roll = env.unwrapped.step
+
+    def step(self, action):
+        self.count += 1
+        self.log.append(self.count)
+        _, *rest = self.env.step(action)
+        return self.count, *rest
+
+
+class Loud(gym.Wrapper):
+    """Has nothing of its own."""
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, 10 * reward, *rest
+
+
+def counting(env):
+    register_wrapper(Counting, WrapperCodec(state=("count",)))
+    return Counting(env)
+
+
+class TestUsersWrappers:
+    @pytest.mark.parametrize(
+        ("wrap", "name"),
+        [
+            (Counting, "Counting may be stateful .*count"),
+            (lambda env: FrameStackObservation(env, 2), "FrameStackObservation"),
+            (lambda env: TransformReward(env, abs), "TransformReward"),
+        ],
+        ids=["user", "frame stack", "transform"],
+    )
+    def test_a_stateful_wrapper_nobody_taught_us_is_refused_by_name(self, wrap, name):
+        env = wrap(started("toys/Corridor-v0"))
+        env.reset()
+        for ask in (lambda: sandboxgym.snapshot(env), lambda: sandboxgym.fork(env, 1)):
+            with pytest.raises(SnapshotNotSupported, match=name):
+                ask()
+
+    def test_a_subclass_does_not_inherit_its_parents_codec(self):
+        class Longer(TimeLimit):
+            pass
+
+        with pytest.raises(SnapshotNotSupported, match="Longer"):
+            sandboxgym.snapshot(Longer(started("toys/Dice-v0"), 99))
+
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_a_registered_wrapper_is_part_of_the_state(self, fresh):
+        env = counting(started("toys/Dice-v0"))
+        trace(env, [0, 0])
+        snap = Snapshot.from_bytes(sandboxgym.snapshot(env).to_bytes())
+        expected = trace(env, [0, 0])
+        if fresh:
+            env = counting(gym.make("toys/Dice-v0", max_episode_steps=12))
+        sandboxgym.restore(env, snap)
+        assert trace(env, [0, 0]) == expected
+        assert expected[0][0] == 3
+
+    def test_a_wrapper_with_nothing_of_its_own_needs_no_codec(self):
+        env = Loud(started("toys/Corridor-v0", steps=2))
+        snap = sandboxgym.snapshot(env)
+        expected = trace(env, [1] * 9)
+        assert expected[-1][1] == 10.0
+        sandboxgym.restore(env, snap)
+        assert trace(env, [1] * 9) == expected
+
+    def test_forks_of_a_wrapped_stack_share_nothing_mutable(self):
+        env = counting(Loud(started("toys/Dice-v0")))
+        env.step(0)
+        env.action_space.seed(3)
+        one, other = sandboxgym.fork(env, 2)
+        trace(one, [0, 0])
+        assert (one.count, other.count, env.count) == (3, 1, 1)
+        assert (one.log, other.log, env.log) == ([1, 2, 3], [1], [1])
+        draws = [[each.action_space.sample() for _ in range(3)] for each in (one, other, env)]
+        assert draws[0] == draws[1] == draws[2]
+        assert one.roll.__self__ is one.unwrapped  # a reference to the base is one to the fork's
+
+    def test_seeded_forks_draw_differently_from_the_wrappers_spaces_too(self):
+        env = counting(started("toys/Dice-v0"))
+        draws = [[child.action_space.sample() for _ in range(9)] for child in sandboxgym.fork(env, 3, seed=1)]
+        assert len({tuple(one) for one in draws}) == 3
+        again = sandboxgym.fork(env, 3, seed=1)
+        assert [[child.action_space.sample() for _ in range(9)] for child in again] == draws
+
+    def test_a_seeded_child_is_a_restore_with_the_siblings_seed(self):
+        env = counting(started("toys/Dice-v0", steps=2))
+        snap, children = sandboxgym.snapshot(env), sandboxgym.fork(env, 2, seed=8)
+        for index, child in enumerate(children):
+            sandboxgym.restore(env, snap, seed=sandboxgym.sibling_seed(8, index))
+            assert future(env, "toys/Dice-v0", 2) == future(child, "toys/Dice-v0", 2)
+
+    def test_a_fork_that_cannot_be_wrapped_leaves_no_child_open(self, monkeypatch):
+        closed = []
+        monkeypatch.setattr(Dice, "close", lambda self: closed.append(self), raising=False)
+        env = counting(started("toys/Dice-v0", steps=2))
+        env.generator = (i for i in range(3))
+        with pytest.raises(TypeError):
+            sandboxgym.fork(env, 3)
+        assert len(closed) == 3
+        assert env.unwrapped not in closed
+
+    def test_wrapping_by_hand_works_without_gym_make(self):
+        env = TimeLimit(OrderEnforcing(Corridor()), 6)
+        env.reset()
+        trace(env, [0, 0])
+        snap, (child,) = sandboxgym.snapshot(env), sandboxgym.fork(env, 1)
+        expected = trace(env, [0] * 9)
+        assert len(expected) == 4
+        assert trace(child, [0] * 9) == expected
+        sandboxgym.restore(env, snap)
+        assert trace(env, [0] * 9) == expected
+
+
+def rebuilt(snap, change):
+    """The snapshot with its wrappers' states changed and all checksums right."""
+    header, content = durable.loads(snap.to_bytes())
+    layers = durable.unpack(content["layers"])
+    change(layers)
+    content["layers"] = durable.pack(layers)
+    header["digest"] = durable.content_digest(content)
+    return Snapshot.from_bytes(durable.dumps(header, content))
+
+
+STREAM = {"bit_generator": "PCG64", "state": {}, "seed_sequence": None}
+LIES = {
+    "no state": lambda layers: layers[0].__setitem__(2, None),
+    "no attributes": lambda layers: layers[0].__setitem__(2, [[], []]),
+    "names for attributes": lambda layers: layers[0].__setitem__(2, [["_elapsed_steps"], []]),
+    "another attribute": lambda layers: layers[0].__setitem__(2, [{"env": 3}, []]),
+    "one more attribute": lambda layers: layers[0][2][0].__setitem__("env", 3),
+    "steps that are text": lambda layers: layers[0][2][0].__setitem__("_elapsed_steps", "five"),
+    "a flag that is a number": lambda layers: layers[2][2][0].__setitem__("checked_step", 1),
+    "streams that are none": lambda layers: layers[1][2].__setitem__(1, 3),
+    "a stream too many": lambda layers: layers[1][2].__setitem__(1, [STREAM]),
+}
+
+
+class TestErrors:
+    @pytest.fixture
+    def env(self):
+        """Checked afterwards: what was refused left no trace."""
+        env = started("toys/Dice-v0", steps=2)
+        yield env
+        assert future(env, "toys/Dice-v0", 2) == future(started("toys/Dice-v0", steps=2), "toys/Dice-v0", 2)
+
+    @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
+    def test_wrappers_states_that_lie(self, env, lie):
+        snap = rebuilt(started("toys/Dice-v0", steps=5).snapshot(), lie)
+        with pytest.raises(SnapshotCorrupt):
+            env.restore(snap)
+
+    def test_a_bad_base_rolls_the_wrappers_back(self, env):
+        header, content = durable.loads(started("toys/Dice-v0", steps=5).snapshot().to_bytes())
+        content["rng"] = durable.pack({})
+        header["digest"] = durable.content_digest(content)
+        with pytest.raises(SnapshotCorrupt):
+            env.restore(Snapshot.from_bytes(durable.dumps(header, content)))
+
+    @pytest.mark.parametrize("thing", [None, "snapshot", {}])
+    def test_what_is_not_a_snapshot(self, env, thing):
+        with pytest.raises(TypeError, match="expected a Snapshot"):
+            env.restore(thing)
+
+    def test_another_time_limit(self, env):
+        with pytest.raises(SnapshotMismatch, match=r"12.*99"):
+            env.restore(started("toys/Dice-v0", max_episode_steps=99).snapshot())
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda: sandboxgym.snapshot(Loud(started("toys/Dice-v0"))),
+            lambda: started("toys/Dice-v0").unwrapped.snapshot(),
+            lambda: started("toys/Dice-v0", disable_env_checker=True).snapshot(),
+        ],
+        ids=["more", "none", "fewer"],
+    )
+    def test_another_stack(self, env, other):
+        with pytest.raises(SnapshotMismatch, match="wrapped in"):
+            env.restore(other())
+
+    def test_a_wrapped_snapshot_does_not_fit_the_bare_environment(self, env):
+        for bare in (env.unwrapped.restore, lambda snap: sandboxgym.restore(env.unwrapped, snap)):
+            with pytest.raises(SnapshotMismatch, match="TimeLimit"):
+                bare(env.snapshot())
+
+    def test_another_environment(self, env):
+        with pytest.raises(SnapshotMismatch, match=r"Dice.*Corridor"):
+            env.restore(started("toys/Corridor-v0").snapshot())
+
+    @pytest.mark.parametrize("seed", [-1, "seed"])
+    def test_what_is_not_a_seed(self, env, seed):
+        with pytest.raises((ValueError, TypeError, gym.error.Error)):
+            env.restore(env.snapshot(), seed=seed)
+
+    def test_a_released_snapshot(self, env):
+        snap = env.snapshot()
+        snap.release()
+        with pytest.raises(sandboxgym.SnapshotReleased):
+            env.restore(snap)
+
+    def test_a_plain_environment_is_refused_with_advice(self):
+        env = gym.make("CartPole-v1")
+        for ask in (lambda: sandboxgym.snapshot(env), lambda: sandboxgym.restore(env, None)):
+            with pytest.raises(SnapshotNotSupported, match=r"CartPole.*SnapshotEnv"):
+                ask()
+
+    def test_what_is_not_an_environment(self):
+        with pytest.raises(TypeError, match=r"expected a gymnasium\.Env, found str"):
+            sandboxgym.snapshot("toys/Dice-v0")
+
+
+class Handle(NamedTuple):
+    state: tuple
+    steps: int | None
+
+
+class ForeignPole(CartPoleEnv):
+    """Shares no code with this package: the four names of the protocol are all it has."""
+
+    snapshot_spec = SnapshotSpec()
+    last = "a name of its own"
+
+    def snapshot(self):
+        return Handle(tuple(self.state), self.steps_beyond_terminated)
+
+    def restore(self, snap, *, seed=None):
+        self.reset(seed=seed)
+        self.state, self.steps_beyond_terminated = snap
+        return self._observation(), {}
+
+    def fork(self, k, *, seed=None):
+        children = [ForeignPole() for _ in range(k)]
+        for child in children:
+            child.restore(self.snapshot())
+            child.spec = self.spec
+        return children
+
+    def _observation(self):
+        return np.array(self.state, dtype=np.float32)
+
+
+class TestThirdParties:
+    @pytest.fixture
+    def env(self):
+        gym.register(
+            "toys/ForeignPole-v0",
+            entry_point=ForeignPole,
+            max_episode_steps=8,
+            additional_wrappers=(SnapshotWrapper.wrapper_spec(),),
+        )
+        env = gym.make("toys/ForeignPole-v0")
+        env.reset(seed=1)
+        trace(env, [0, 1, 0])
+        yield env
+        del gym.registry["toys/ForeignPole-v0"]
+
+    def test_snapshots_go_through_its_wrappers(self, env):
+        snap, (child,) = env.snapshot(), env.fork(1)
+        expected = trace(env, [1, 0] * 9)
+        assert len(expected) == 5  # the time limit
+        fresh = gym.make("toys/ForeignPole-v0")
+        for one in (env, fresh):
+            one.restore(snap)
+            assert trace(one, [1, 0] * 9) == expected
+        assert trace(child, [1, 0] * 9) == expected
+
+    def test_its_handle_alone_goes_through_the_bare_environment(self, env):
+        handle = sandboxgym.snapshot(env.unwrapped)
+        assert isinstance(handle, Handle)
+        assert plain(sandboxgym.restore(env.unwrapped, handle)[1]) == {}
+
+    def test_saving_is_refused_with_advice(self, env, tmp_path):
+        with pytest.raises(SnapshotNotSupported, match="SnapshotEnv"):
+            env.snapshot().save(tmp_path / "state.snap")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_its_snapshot_does_not_fit_an_environment_of_ours(self, env):
+        with pytest.raises(TypeError, match="expected a Snapshot, found StackSnapshot"):
+            started("toys/Dice-v0").restore(env.snapshot())
+
+    def test_the_spec_is_the_base_environments(self, env):
+        assert env.snapshot_spec is ForeignPole.snapshot_spec
