@@ -20,9 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -146,7 +146,7 @@ class Args:
     roots: int | None = None
     """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
     schedule: ScheduleName | None = None
-    """Where the backbone is forked. Only ``entropy-online`` and ``root`` (and ``spaced``) do not look at its future."""
+    """Where the backbone is forked. All but ``entropy-online`` and ``root`` look at its future, or its length."""
     root_branch: Literal["always", "free", "never"] | None = None
     """Whether the root is one of the M points: always, by the schedule's choice, or never."""
     spacing: int = 8
@@ -224,6 +224,8 @@ def resolved(args: Args) -> Args:
         raise ConfigError(
             f"points: schedule={args.schedule} needs at least one branch point, found points={args.points}"
         )
+    if forks and args.root_branch == "always" and args.points < 1:
+        raise ConfigError(f"points: a root that always branches is one already, found points={args.points}")
     if forks and args.spacing >= args.context:
         raise ConfigError(f"spacing: {args.spacing} tokens between branch points exceed the context of {args.context}")
     if args.credit == "group" and (forks or args.roots < 2):
@@ -240,6 +242,9 @@ def resolved(args: Args) -> Args:
     for name in ("prompts", "roots", "max_turns", "epochs", "minibatches", "eval_episodes", "eval_every", "save_every"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}: expected at least 1, found {getattr(args, name)}")
+    for name in ("gamma", "temperature", "eval_temperature"):
+        if getattr(args, name) <= 0:
+            raise ConfigError(f"{name}: expected more than 0, found {getattr(args, name)}")
     if args.minibatches > args.prompts:
         raise ConfigError(f"minibatches: {args.minibatches} of {args.prompts} prompts: each needs a whole task")
     if args.max_new_tokens >= args.context:
@@ -281,12 +286,12 @@ class BackboneForks(Schedule):
 class PostHoc(BackboneForks):
     """Rank the steps of the finished backbone: `entropy` (the paper's top-M), `lowest`, `random`, `spaced`, `root`."""
 
-    posthoc = True
+    def watches(self, path: TreePath) -> bool:
+        """The backbone."""
+        return path.key == (0, 0)
 
     def after(self, tree: RolloutTree, path: TreePath) -> Iterable[tuple[Node, int]]:
         """The M best steps by rank that keep the spacing; ties go to the earlier step."""
-        if path.key != (0, 0):
-            return
         edges = [edge for edge in path.edges if self.eligible(edge.parent)]
         chosen = [path.edges[0].action.position] if self._root_used else []
         left = self.budget(tree)
@@ -305,7 +310,8 @@ class PostHoc(BackboneForks):
         if name == "root":
             return lambda edge: (edge.parent.depth, edge.parent.depth)
         if name == "spaced":  # the depths nearest to M equal parts of the backbone
-            marks = [(i + 1) * len(edges) / (self.budget(tree) + 1) for i in range(self.budget(tree))]
+            part = len(edges) / (self.budget(tree) + 1)
+            marks = [int((i + 1) * part + 0.5) for i in range(self.budget(tree))]
             return lambda edge: (min((abs(edge.parent.depth - mark) for mark in marks), default=0.0), edge.parent.depth)
         stream = np.random.default_rng([*self._seed, tree.index, 1])
         order = {id(edge): place for edge, place in zip(edges, stream.permutation(len(edges)))}
@@ -345,13 +351,13 @@ class EntropyThreshold:
     """Running quantile of the backbones' entropies in earlier batches, which spends M branch points in expectation."""
 
     def __init__(self, args: Args, history: Iterable[Sequence[float]] = ()) -> None:
-        self._root_used = args.root_branch == "always"
-        self._points = args.points - self._root_used
+        self._first = 0 if args.root_branch == "free" else 1  # depth from which on the schedule may choose
+        self._points = args.points - (args.root_branch == "always")
         self.history: deque[list[float]] = deque((list(h) for h in history), maxlen=8 * args.prompts)
 
     def observe(self, backbones: Iterable[Sequence[float]]) -> None:
         """The entropies of a batch's backbones, one sequence each, by depth."""
-        self.history.extend(list(b)[1 if self._root_used else 0 :] for b in backbones)
+        self.history.extend(list(b)[self._first :] for b in backbones)
 
     def value(self) -> float | None:
         """The threshold; None before the first batch."""
@@ -864,6 +870,7 @@ class Trainer:
                             sums[name] = sums.get(name, 0.0) + value
                 self._optimizer_step()
                 norms.append(self.grad_norm)
+        sums = {name: self._sum(value) for name, value in sums.items()}
         tokens = max(sums.pop("tokens"), 1.0)
         metrics = {f"update/{name}": value / tokens for name, value in sums.items() if name != "loss"}
         return {**metrics, "update/loss": sums["loss"], "update/grad_norm": float(np.mean(norms))}
@@ -957,11 +964,10 @@ class Trainer:
         return saved
 
     def _maybe_save(self, every: int) -> None:
-        if self._interrupted or self.step % every == 0:
+        stop = self._any_interrupted()
+        if stop or self.step % every == 0 or (self.stage == "rl" and self.step == self.args.updates):
             self._save(self.out / "checkpoint")
-        if self._any_interrupted():
-            if self.step % every:
-                self._save(self.out / "checkpoint")
+        if stop:
             raise _Stopped
 
     def _save(self, folder: Path) -> None:
@@ -1007,8 +1013,8 @@ class Trainer:
 
     def _build_reference(self) -> CausalLM:
         """The policy that reinforcement learning started from, frozen."""
-        folder = self.args.init_from or (self.out / "sft" if (self.out / "sft").exists() else self.args.model)
-        model, _ = load_policy(folder, dtype=self.args.dtype)
+        warm = self.args.sft_steps and not self.args.init_from
+        model, _ = load_policy(self.out / "sft", dtype=self.args.dtype) if warm else self._build(None)
         return model.to(self.accelerator.device).eval().requires_grad_(False)
 
     def _load_demonstrations(self) -> list[dict[str, Any]]:
@@ -1128,7 +1134,9 @@ def read_config(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    known = {item.name: item for item in fields(Args)}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of the form name: value, found {values!r:.80}")
+    known = get_type_hints(Args)
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{path}: there is no setting {name!r}; see --help for those that are")
@@ -1136,7 +1144,25 @@ def read_config(path: Path) -> dict[str, Any]:
             values[name] = tuple(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items())
         elif isinstance(value, list):
             values[name] = tuple(value)
+        if not _fits(values[name], known[name]):
+            expected = "a number (5e-4 is text in YAML, 5.0e-4 a number)" if known[name] is float else known[name]
+            raise ConfigError(f"{path}: {name}: expected {expected}, found {value!r}")
     return values
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the type of a field of `Args`."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in options
+    if get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        wanted = options[:1] * len(value) if options[-1] is ... else options
+        return len(value) == len(wanted) and all(map(_fits, value, wanted))
+    if options:
+        return any(_fits(value, option) for option in options)
+    return type(value) is hint or (hint is float and type(value) is int)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Score]:

@@ -163,9 +163,6 @@ class Policy(Protocol):
 class Schedule:
     """Where to fork. This one never does: ``roots`` independent rollouts a task."""
 
-    posthoc: bool = False
-    """`after` is used: a snapshot is kept at every step of the root paths until they have ended."""
-
     def __init__(self, roots: int) -> None:
         if roots < 1:
             raise ValueError(f"expected at least one root path, found roots={roots}")
@@ -174,6 +171,10 @@ class Schedule:
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
         """Siblings to start at ``node``, decided before ``action`` is executed: a causal rule."""
         return 0
+
+    def watches(self, path: Path) -> bool:
+        """Whether `after` is asked about this path: a snapshot is kept at each of its steps until it has ended."""
+        return False
 
     def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
         """(node, siblings) to start once ``path`` has ended: a rule that sees the path's future."""
@@ -319,7 +320,7 @@ def _step(run: _Live, action: Action, schedule: Schedule, waiting: list[tuple[Ro
     """Take one action; whether the path goes on."""
     tree, path, node = run.tree, run.path, run.node
     count = schedule.now(tree, path, node, action)
-    if count or (schedule.posthoc and path.start is tree.root):
+    if count or schedule.watches(path):
         point = _Point(node, snapshot(run.env), run.context.memory, pending=count)
         tree.snapshots += 1
         if count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import enum
 import hashlib
@@ -82,7 +83,9 @@ def test_arrays_of_every_layout_come_back_writable(array):
 
 
 def test_sets_encode_equally_whatever_their_order():
-    assert len({durable.pack(set(order)) for order in (["a", "b", "c"], ["c", "b", "a"], ["b", "a", "c"])}) == 1
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)  # 0 and 8 collide in a small table
+    assert durable.pack(one) == durable.pack(other)
 
 
 class Colour(enum.IntEnum):
@@ -180,10 +183,8 @@ def test_hostile_bytes_are_corrupt(data):
 
 def unpacks_or_is_corrupt(data):
     modules = set(sys.modules)
-    try:
+    with contextlib.suppress(SnapshotCorrupt):
         durable.unpack(data)
-    except SnapshotCorrupt:
-        pass
     assert set(sys.modules) == modules
 
 

@@ -61,7 +61,6 @@ def test_the_readme_has_an_example():
 @pytest.mark.parametrize("example", readme_examples(), ids=lambda code: f"{len(code.splitlines())} lines")
 def test_the_readmes_examples_run(example, tmp_path):
     fresh_interpreter(example, cwd=tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.suffix not in {".snap", ".snapshot"}]
 
 
 def test_the_conformance_command_says_what_is_to_come(tmp_path):
@@ -78,7 +77,7 @@ def test_the_conformance_command_says_what_is_to_come(tmp_path):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from the tracked and new files of this checkout, without isolation: nothing is downloaded."""
+    """Built from this checkout without isolation: nothing is downloaded."""
     pytest.importorskip("hatchling")
     pytest.importorskip("build")
     out = tmp_path_factory.mktemp("dist")

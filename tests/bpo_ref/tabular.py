@@ -159,7 +159,7 @@ def telling_mdp() -> MDP:
 
 
 def batches_of(
-    mdp: MDP, args: Args, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4, seed: int = 0
+    mdp: MDP, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4, seed: int = 0
 ) -> list[list[RolloutTree]]:
     """Batches of rolled-out trees, the tasks in turn; ``schedule`` makes that of a batch."""
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
@@ -168,7 +168,7 @@ def batches_of(
 
 
 def gradients(
-    mdp: MDP, args: Args, batches: Sequence[Sequence[RolloutTree]], credit: Callable[..., None] = assign_credit
+    mdp: MDP, batches: Sequence[Sequence[RolloutTree]], args: Args, credit: Callable[..., None] = assign_credit
 ) -> np.ndarray:
     """g = Σ_edges weight x advantage x ∇log π / trees of every batch, [batches, S, A], through `assign_credit`."""
     policy, (states, actions) = mdp.policy, mdp.logits.shape

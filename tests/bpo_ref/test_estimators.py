@@ -1,0 +1,358 @@
+"""Credit, weights and schedules against exact gradients of small MDPs; planted errors show that the tests can fail.
+
+Every comparison has a false-alarm rate of at most 1e-3 over the draw of the seeds, which are fixed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tabular import MDP, Credit, batches_of, compare, gradients, random_mdp, telling_mdp
+
+from bpo_ref import train
+from bpo_ref.train import Args, StateBaseline, assign_credit, make_schedule, resolved
+from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
+
+SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
+FAST, SLOW = 400, 5000  # batches of 4 trees
+THRESHOLD = 0.615  # entropy; above it are three of the five states
+
+COMMON: dict[str, Any] = {"prompts": 4, "spacing": 1, "width": 3, "points": 2, "step_weight_power": 1.0, "max_turns": 5}
+
+
+def settings(algo: str, **options: Any) -> Args:
+    return resolved(Args(algo=algo, **{**COMMON, **options}))
+
+
+def credit(args: Args) -> Credit:
+    return lambda trees: assign_credit(trees, args)
+
+
+def scheduled(args: Args) -> Callable[[int], Schedule]:
+    return lambda batch: make_schedule(args, (9, batch), THRESHOLD)
+
+
+class ForkAt(Schedule):
+    """Siblings at fixed depths of the first root path."""
+
+    def __init__(self, siblings: dict[int, int], *, roots: int = 1) -> None:
+        super().__init__(roots)
+        self._siblings = siblings
+
+    def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
+        return self._siblings.get(node.depth, 0) if path.key == (0, 0) else 0
+
+
+class ForkAnywhere(Schedule):
+    """Forks off forks: any path forks on entering state 2 (two siblings) or 3 (one), three deep at most."""
+
+    def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
+        arrived = path.edges and len(path.key) <= 6
+        return {2: 2, 3: 1}.get(node.observation, 0) if arrived else 0
+
+
+FREE_ROOT = settings("bpo-tree", root_branch="free")
+THREE_ROOTS = settings("bpo-tree", roots=3, width=2, points=3)
+
+# name -> the MDP, what rolls it out, the discount and the credits to test on those rollouts
+CASES: dict[str, tuple[MDP, Callable[[int], Schedule], float, dict[str, Args]]] = {
+    "independent": (
+        SPARSE,
+        scheduled(settings("rloo")),
+        1.0,
+        {algo: settings(algo) for algo in ("rloo", "rloo-turn", "rloo-key")},
+    ),
+    "online": (
+        SPARSE,
+        scheduled(settings("bpo-tree")),
+        1.0,
+        {algo: settings(algo) for algo in ("bpo-tree", "bpo")},
+    ),
+    "online, one root": (SPARSE, scheduled(FREE_ROOT), 1.0, {"tree": FREE_ROOT}),
+    "online, three roots": (SPARSE, scheduled(THREE_ROOTS), 1.0, {"tree": THREE_ROOTS}),
+    "forks off forks": (
+        SPARSE,
+        lambda batch: ForkAnywhere(roots=2),
+        1.0,
+        {"tree": settings("bpo-tree"), "tree, turn": settings("bpo-tree", baseline="turn")},
+    ),
+    "rewards on the way": (
+        DENSE,
+        scheduled(settings("bpo-tree")),
+        0.8,
+        {f"tree, {b}": settings("bpo-tree", baseline=b, gamma=0.8) for b in ("none", "turn", "key")},
+    ),
+}
+
+
+@functools.cache
+def estimates(case: str, batches: int) -> dict[str, np.ndarray]:
+    mdp, schedule, _, credits = CASES[case]
+    return gradients(mdp, batches_of(mdp, schedule, batches=batches), {n: credit(a) for n, a in credits.items()})
+
+
+EVERY = [(case, name) for case, (*_, credits) in CASES.items() for name in credits]
+
+
+@pytest.mark.parametrize(("case", "name"), EVERY)
+def test_estimator_is_unbiased(case: str, name: str) -> None:
+    mdp, _, gamma, _ = CASES[case]
+    found = compare(estimates(case, FAST)[name], mdp.gradient(gamma))
+    assert not found.biased, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name"), EVERY)
+def test_estimator_is_unbiased_to_two_percent(case: str, name: str) -> None:
+    mdp, _, gamma, _ = CASES[case]
+    found = compare(estimates(case, SLOW)[name], mdp.gradient(gamma))
+    print(f"{case} / {name}: max|z| {found.z:.2f} of {found.critical:.2f}, relative error {found.bias:.3f}")
+    assert not found.biased, found
+    assert found.bias < 0.04, found
+
+
+# Planted errors.
+
+
+def edges_of(trees: Iterable[RolloutTree]) -> Iterable[Edge]:
+    return (edge for tree in trees for edge in tree.edges())
+
+
+def weights_not_multiplied(trees: Sequence[RolloutTree]) -> None:
+    assign_credit(trees, settings("bpo-tree"))
+    for edge in edges_of(trees):
+        edge.weight = 1 / len(edge.parent.children)
+
+
+def mean_includes_oneself(trees: Sequence[RolloutTree]) -> None:
+    assign_credit(trees, settings("bpo-tree"))
+    for edge in edges_of(trees):
+        n = len(edge.parent.children)
+        edge.advantage *= (n - 1) / n if n > 1 else 1.0
+
+
+def best_child_for_the_mean(trees: Sequence[RolloutTree]) -> None:
+    def back_up(tree: RolloutTree, gamma: float) -> None:
+        for edge in sorted(tree.edges(), key=lambda edge: -edge.parent.depth):
+            edge.value = edge.reward + gamma * edge.child.value
+            edge.parent.value = max(e.value for e in edge.parent.children)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "back_up", back_up)
+        assign_credit(trees, settings("bpo-tree"))
+
+
+def baseline_includes_own_rollout(trees: Sequence[RolloutTree]) -> None:
+    correct = StateBaseline.__call__
+
+    def everyone(self: StateBaseline, index: int, root: int, key: Any) -> float:
+        n, mean = self._by_index[index].roots[root].get(key, (0.0, 0.0))
+        return (6 * correct(self, index, root, key) + n * mean) / (6 + n)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateBaseline, "__call__", everyone)
+        assign_credit(trees, settings("rloo-key"))
+
+
+PLANTED: dict[str, tuple[str, Credit]] = {
+    "weights not multiplied": ("online", weights_not_multiplied),
+    "mean includes oneself": ("online", mean_includes_oneself),
+    "best child for the mean": ("online", best_child_for_the_mean),
+    "unit weights": ("online", credit(settings("bpo-tree", step_weight_power=0.0))),
+    "sibling credit": ("online", credit(settings("bpo-tree", credit="sibling"))),
+    "baseline includes own rollout": ("independent", baseline_includes_own_rollout),
+}
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_planted_error_is_caught(error: str) -> None:
+    case, planted = PLANTED[error]
+    mdp, schedule, _, _ = CASES[case]
+    found = compare(gradients(mdp, batches_of(mdp, schedule, batches=FAST), {"": planted})[""], mdp.gradient())
+    print(f"{error}: max|z| {found.z:.1f}, relative bias {found.bias:.2f}")
+    assert found.biased, found
+
+
+# What does not estimate the gradient, as the documentation says.
+
+
+def test_paper_credit_carries_nothing_above_the_first_branch_point() -> None:
+    args = settings("bpo-paper")
+    batches = batches_of(SPARSE, lambda batch: ForkAt({1: 2, 2: 2}), batches=FAST)
+    first = gradients(SPARSE, batches, {"": credit(args)})[""][:, :2]  # states 0 and 1 are only seen at step 0
+    assert not compare(first, np.zeros((2, 2))).biased
+    assert np.abs(first).max() > 0
+    assert compare(first, SPARSE.gradient()[:2]).biased
+
+
+@pytest.mark.parametrize(("schedule", "biased"), [("entropy", True), ("entropy-online", False)])
+def test_ranking_the_finished_path_by_entropy_biases_and_the_causal_rule_does_not(schedule: str, biased: bool) -> None:
+    mdp = telling_mdp()
+    args = settings("bpo-tree", schedule=schedule, root_branch="free", points=1, width=4)
+    found = compare(
+        gradients(mdp, batches_of(mdp, scheduled(args), batches=FAST), {"": credit(args)})[""], mdp.gradient()
+    )
+    print(f"{schedule}: max|z| {found.z:.1f}, relative bias {found.bias:.3f}")
+    assert found.biased == biased, found
+
+
+# Identities.
+
+
+def fingerprint(trees: Iterable[RolloutTree]) -> list[tuple[Any, ...]]:
+    """Every decision with what it is credited with."""
+    return [
+        (tree.index, e.path, e.parent.observation, e.action.text, e.reward, e.value, e.advantage, e.weight)
+        for tree in trees
+        for e in tree.edges()
+    ]
+
+
+@pytest.mark.parametrize("root_branch", ["always", "free"])
+def test_branching_only_the_root_is_rloo_bitwise(root_branch: str) -> None:
+    branched = settings("bpo-tree", schedule="root", points=1, width=5, root_branch=root_branch)
+    independent = settings("rloo", roots=5)
+    prints = []
+    for args in (branched, independent):
+        (trees,) = batches_of(DENSE, scheduled(args), batches=1)
+        assign_credit(trees, args)
+        prints.append(fingerprint(trees))
+    assert prints[0] == prints[1]
+
+
+def test_leave_one_out_advantages_of_a_node_sum_to_zero() -> None:
+    args = settings("bpo-tree", gamma=0.9)
+    for trees in batches_of(DENSE, lambda batch: ForkAnywhere(roots=3), batches=20):
+        assign_credit(trees, args)
+        for tree in trees:
+            assert tree.branch_nodes
+            for node in tree.branch_nodes:
+                assert sum(edge.advantage for edge in node.children) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_weights_of_every_depth_sum_to_one_without_terminations() -> None:
+    args = settings("bpo-tree")
+    for trees in batches_of(SPARSE, lambda batch: ForkAnywhere(roots=2), batches=20):
+        assign_credit(trees, args)
+        for edge in edges_of(trees):
+            if edge.child.children:
+                assert sum(e.weight for e in edge.child.children) == pytest.approx(edge.weight)
+        for tree in trees:
+            assert sum(edge.weight for edge in tree.root.children) == pytest.approx(1.0)
+
+
+# Hand-computed credit.
+
+
+def grow(tree: RolloutTree, start: Node, key: tuple[int, ...], *rewards: float) -> Path:
+    """A path from ``start`` with these rewards."""
+    path, node = Path(key, start), start
+    for reward in rewards:
+        edge = Edge(key, node, Action("a"), reward=reward)
+        edge.child = Node(node.depth + 1, None, None, owner=key, parent=edge)
+        node.children.append(edge)
+        path.edges.append(edge)
+        node = edge.child
+    tree.paths.append(path)
+    return path
+
+
+def nested_tree() -> RolloutTree:
+    """A backbone of three steps that succeeds, a sibling at step 1 and one at step 2 that fail."""
+    tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
+    backbone = grow(tree, tree.root, (0, 0), 0, 0, 1)
+    grow(tree, backbone.edges[1].parent, (0, 0, 1, 1), 0, 0)
+    grow(tree, backbone.edges[2].parent, (0, 0, 2, 1), 0)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("options", "advantages", "weights"),
+    [
+        ({"credit": "paper", "lam": 0.5}, [[0.75, 1.5, 1], [-1, 0], [-1]], [[1, 1, 1], [1, 1], [1]]),
+        ({"credit": "sibling"}, [[0, 1, 1], [-1, -1], [-1]], [[1, 1, 1], [1, 1], [1]]),
+        ({"credit": "tree"}, [[0.25, 0.5, 1], [-0.5, -0.5], [-1]], [[1, 0.5, 0.25], [0.5, 0.5], [0.25]]),
+        (
+            {"credit": "tree", "step_weight_power": 0.5},
+            [[0.25, 0.5, 1], [-0.5, -0.5], [-1]],
+            [[1, 0.5**0.5, 0.5], [0.5**0.5, 0.5**0.5], [0.5]],
+        ),
+    ],
+)
+def test_credit_of_a_small_tree(options: dict[str, Any], advantages: list[list[float]], weights: Any) -> None:
+    tree = nested_tree()
+    assign_credit([tree], settings("bpo-tree", **options))
+    assert [[edge.advantage for edge in path.edges] for path in tree.paths] == advantages
+    assert [[edge.weight for edge in path.edges] for path in tree.paths] == pytest.approx(weights)
+
+
+def test_carried_baseline_is_reduced_by_rewards_and_undiscounted() -> None:
+    tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
+    grow(tree, tree.root, (0, 0), 1, 2)  # returns 2 and 1 at γ = 1/2
+    grow(tree, tree.root, (0, 1), 0, 2)
+    assign_credit([tree], settings("rloo", roots=2, gamma=0.5))
+    assert [[edge.advantage for edge in path.edges] for path in tree.paths] == [[1, 2], [-1, -2]]
+
+
+def test_single_rollouts_are_compared_with_the_other_tasks() -> None:
+    trees = [RolloutTree(None, index, Node(0, None, None, owner=())) for index in range(3)]
+    for tree, reward in zip(trees, (1.0, 0.0, 0.5)):
+        grow(tree, tree.root, (0, 0), 0.0, reward)
+    assign_credit(trees, settings("rloo", roots=1))
+    assert [edge.advantage for edge in edges_of(trees)] == [0.75, 0.75, -0.75, -0.75, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("std", "expected"), [(True, 0.75 / 0.4330127), (False, 0.75)])
+def test_group_credit_is_the_standardised_return(std: bool, expected: float) -> None:
+    tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
+    for i, reward in enumerate((1, 0, 0, 0)):
+        grow(tree, tree.root, (0, i), 0, reward)
+    assign_credit([tree], settings("grpo", roots=4, group_std=std))
+    assert [edge.advantage for edge in tree.paths[0].edges] == pytest.approx([expected] * 2, rel=1e-3)
+    assert sum(path.edges[0].advantage for path in tree.paths) == pytest.approx(0.0)
+
+
+# State baselines against the published formulas, written out again.
+
+
+@pytest.mark.parametrize("kind", ["turn", "key"])
+def test_state_baseline_is_the_formula(kind: str) -> None:
+    """b = (Σ_{other rollouts of the task there} R + 6 m) / (n + 6), m = (Σ_{other tasks'} R + 2 R̄) / (n' + 2)."""
+    args = settings(f"rloo-{kind}", roots=4)
+    (trees,) = batches_of(SPARSE, scheduled(args), batches=1, prompts=5)
+    assign_credit(trees, args)
+
+    def place(edge: Edge) -> Any:
+        depth = edge.parent.depth
+        return depth if kind == "turn" else (edge.parent.observation % 3, depth // 2)
+
+    rollouts = [
+        (tree.index, path, path.total_reward, {place(edge) for edge in path.edges})
+        for tree in trees
+        for path in tree.paths
+    ]
+    for task, path, outcome, _ in rollouts:
+        overall = np.mean([r for other, _, r, _ in rollouts if other != task])
+        for edge in path.edges:
+            there = [(other, p, r) for other, p, r, places in rollouts if place(edge) in places]
+            foreign = [r for other, _, r in there if other != task]
+            own = [r for other, p, r in there if other == task and p is not path]
+            m = (sum(foreign) + 2 * overall) / (len(foreign) + 2)
+            b = (sum(own) + 6 * m) / (len(own) + 6)
+            assert edge.advantage == pytest.approx(outcome - b)
+
+
+def test_state_baseline_ignores_its_own_rollout_and_everything_forked_off_it() -> None:
+    args = settings("bpo", roots=2)
+    (trees,) = batches_of(SPARSE, lambda batch: ForkAnywhere(roots=2), batches=1)
+    assign_credit(trees, args)
+    before = {id(e): e.value - e.advantage for e in trees[0].edges()}
+    mine = [edge for path in trees[0].paths if path.key[1] == 0 for edge in path.edges]
+    for edge in mine:
+        edge.reward += 10.0 if not edge.child.children else 0.0
+    assign_credit(trees, args)
+    assert [e.value - e.advantage for e in mine] == pytest.approx([before[id(e)] for e in mine])
