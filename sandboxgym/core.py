@@ -26,7 +26,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, SupportsFloat, TypeVar, runtime_checkable
 
@@ -312,8 +312,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Record what ``reset`` and ``step`` return, so that authors need not."""
+        """Record what ``reset`` and ``step`` return, so that authors need not; declare the spec in the metadata."""
         super().__init_subclass__(**kwargs)
+        if isinstance(cls.snapshot_spec, SnapshotSpec):  # a property, where it depends on the instance
+            cls.metadata = {**cls.metadata, "snapshot": asdict(cls.snapshot_spec)}
         for name, recording in (("reset", _recording_reset), ("step", _recording_step)):
             owner = next(base for base in cls.__mro__ if name in vars(base))
             if owner is cls or not (owner is gym.Env or issubclass(owner, SnapshotEnv)):  # own, or a mixed-in env's

@@ -688,3 +688,11 @@ def test_the_handle_is_small_and_readable():
     assert copy.copy(snap) is copy.deepcopy(snap) is snap
     assert snap.nbytes < 2000
     assert Path(sandboxgym.__file__).with_name("py.typed").exists()
+
+
+class TestDeclaration:
+    @every_env
+    def test_metadata_declares_what_snapshots_cover(self, env_id):
+        env = gym.make(env_id)
+        assert env.metadata["snapshot"]["kind"] == env.snapshot_spec.kind == "memory"
+        assert env.metadata["snapshot"]["cross_process"] is True

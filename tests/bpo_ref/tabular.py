@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from bpo_ref.train import Args, assign_credit
 from sandboxgym import SnapshotEnv
 from sandboxgym.core import Transition
 from sandboxgym.tree import Action, Context, Envs, RolloutTree, Schedule, rollout
@@ -158,29 +157,38 @@ def telling_mdp() -> MDP:
     return MDP(transitions, rewards, logits, horizon=2, starts=(0, 0))
 
 
+Credit = Callable[[Sequence[RolloutTree]], None]
+"""Sets advantages and weights of a batch: `bpo_ref.train.assign_credit` with its settings, or one with an error."""
+
+
 def batches_of(
-    mdp: MDP, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4, seed: int = 0
-) -> list[list[RolloutTree]]:
+    mdp: MDP, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4
+) -> Iterator[list[RolloutTree]]:
     """Batches of rolled-out trees, the tasks in turn; ``schedule`` makes that of a batch."""
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
     tasks = [i % len(mdp.starts) for i in range(prompts)]
-    return [rollout(tasks, policy, schedule(b), envs, seed=(seed, b)) for b in range(batches)]
+    for batch in range(batches):
+        yield rollout(tasks, policy, schedule(batch), envs, seed=(batch,))
+    envs.close()
 
 
 def gradients(
-    mdp: MDP, batches: Sequence[Sequence[RolloutTree]], args: Args, credit: Callable[..., None] = assign_credit
-) -> np.ndarray:
-    """g = Σ_edges weight x advantage x ∇log π / trees of every batch, [batches, S, A], through `assign_credit`."""
-    policy, (states, actions) = mdp.policy, mdp.logits.shape
-    result = np.zeros((len(batches), states, actions))
-    for g, trees in zip(result, batches):
-        credit(trees, args)
+    mdp: MDP, batches: Iterable[Sequence[RolloutTree]], credits: Mapping[str, Credit]
+) -> dict[str, np.ndarray]:
+    """g = Σ_edges weight x advantage x ∇log π / trees of every batch, [batches, S, A], under each of ``credits``."""
+    policy, actions = mdp.policy, mdp.logits.shape[1]
+    result: dict[str, list[np.ndarray]] = {name: [] for name in credits}
+    for trees in batches:
         edges = [edge for tree in trees for edge in tree.edges()]
         state = np.array([edge.parent.observation for edge in edges])
-        taken = np.array([edge.action.text for edge in edges])
-        signal = np.array([edge.weight * edge.advantage for edge in edges]) / len(trees)
-        np.add.at(g, state, signal[:, None] * (np.eye(actions)[taken] - policy[state]))
-    return result
+        score = np.eye(actions)[[edge.action.text for edge in edges]] - policy[state]
+        for name, credit in credits.items():
+            credit(trees)
+            g = np.zeros_like(mdp.logits)
+            signal = np.array([edge.weight * edge.advantage for edge in edges]) / len(trees)
+            np.add.at(g, state, signal[:, None] * score)
+            result[name].append(g)
+    return {name: np.array(samples) for name, samples in result.items()}
 
 
 @dataclass(frozen=True)
@@ -207,5 +215,6 @@ def compare(samples: np.ndarray, exact: np.ndarray, *, alpha: float = 1e-3) -> C
     moving = error > 1e-12
     assert np.allclose(apart[~moving], 0.0), "a parameter without noise is off"
     critical = NormalDist().inv_cdf(1 - alpha / (2 * max(1, moving.sum())))
-    bias = float(np.linalg.norm(samples.mean(axis=0) - exact) / np.linalg.norm(exact))
+    size = np.linalg.norm(exact)
+    bias = float(np.linalg.norm(samples.mean(axis=0) - exact) / size) if size else float("inf")
     return Comparison(float(np.abs(apart[moving] / error[moving]).max()), critical, bias)

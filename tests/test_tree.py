@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+import sandboxgym.tree as tree_module
+from sandboxgym import Snapshot, register_wrapper, snapshot
+from sandboxgym.tree import Action, Context, Envs, Node, Path, RolloutTree, Schedule, rollout
+
+
+class Wanderer:
+    """Draws an action in {0, 1} from the path's stream; its memory is the list of actions so far."""
+
+    def act(self, contexts: Sequence[Context]) -> list[Action | None]:
+        return [self._act(context) for context in contexts]
+
+    def _act(self, context: Context) -> Action:
+        drawn = int(context.rng.integers(2))
+        return Action(drawn, position=10 * context.depth, tokens=3, memory=[*(context.memory or []), drawn])
+
+
+class Forks(Schedule):
+    """Causal or, with ``late``, afterwards: two siblings at these depths of the first root path."""
+
+    def __init__(self, roots: int, *depths: int, late: bool = False) -> None:
+        super().__init__(roots)
+        self.depths, self.late = depths, late
+
+    def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
+        return 2 * (path.key == (0, 0) and node.depth in self.depths and not self.late)
+
+    def watches(self, path: Path) -> bool:
+        return self.late and path.key == (0, 0)
+
+    def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
+        return [(edge.parent, 2) for edge in path.edges if edge.parent.depth in self.depths]
+
+
+class ForkEveryPath(Schedule):
+    """One sibling two steps after every path's start, three forks deep at most."""
+
+    def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
+        return int(len(path.edges) == 2 and len(path.key) <= 6)
+
+
+@pytest.fixture
+def envs() -> Iterable[Envs]:
+    made = Envs(lambda: gym.make("toys/Dice-v0"))
+    yield made
+    made.close()
+
+
+def sampled(trees: Iterable[RolloutTree]) -> dict[tuple[int, tuple[int, ...]], list[tuple[Any, ...]]]:
+    """What happened on every path."""
+    return {
+        (tree.index, path.key): [
+            (e.parent.observation, e.action.text, e.reward, e.child.observation) for e in path.edges
+        ]
+        for tree in trees
+        for path in tree.paths
+    }
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+    """Every snapshot taken in the test, as it was handed out."""
+    taken: list[Snapshot] = []
+    monkeypatch.setattr(tree_module, "snapshot", lambda env: taken.append(snapshot(env)) or taken[-1])
+    return taken
+
+
+def test_roots_are_independent_rollouts(envs: Envs) -> None:
+    (tree,) = rollout([None], Wanderer(), Schedule(roots=5), envs)
+    assert [path.key for path in tree.paths] == [(0, i) for i in range(5)]
+    assert len({tuple(e.child.observation for e in path.edges) for path in tree.paths}) == 5
+    assert tree.branch_nodes == [tree.root]
+    assert len(tree.root.children) == 5
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_forks_share_the_prefix_and_nothing_after(envs: Envs, late: bool) -> None:
+    (tree,) = rollout([None], Wanderer(), Forks(1, 2, 4, late=late), envs)
+    assert sorted(path.key for path in tree.paths) == [(0, 0), *((0, 0, d, k) for d in (2, 4) for k in (1, 2))]
+    backbone = tree.paths[0]
+    for path in tree.paths[1:]:
+        depth = path.key[2]
+        assert path.start is backbone.edges[depth].parent
+        assert path.from_root()[:depth] == backbone.edges[:depth]
+        assert path.from_root()[depth:] == path.edges
+        assert path.edges[0].parent.observation == backbone.edges[depth].parent.observation
+        assert path.edges[-1].action.memory == [edge.action.text for edge in path.from_root()]
+        assert len({edge.child.depth for edge in path.from_root()}) == len(path.from_root())
+    assert [len(node.children) for node in tree.branch_nodes] == [3, 3]
+
+
+def test_forks_chosen_now_and_afterwards_are_the_same_rollouts(envs: Envs) -> None:
+    causal = rollout([None] * 3, Wanderer(), Forks(2, 0, 3), envs)
+    late = rollout([None] * 3, Wanderer(), Forks(2, 0, 3, late=True), envs)
+    assert sampled(causal) == sampled(late)
+
+
+def test_root_forks_are_numbered_after_the_roots(envs: Envs) -> None:
+    (tree,) = rollout([None], Wanderer(), Forks(3, 0), envs)
+    assert [path.key for path in tree.paths] == [(0, i) for i in range(5)]
+    (independent,) = rollout([None], Wanderer(), Schedule(5), envs)
+    assert sampled([tree]) == sampled([independent])
+
+
+def test_forks_of_forks_nest(envs: Envs) -> None:
+    (tree,) = rollout([None], Wanderer(), ForkEveryPath(1), envs)
+    assert {(0, 0), (0, 0, 2, 1), (0, 0, 2, 1, 4, 1)} <= {path.key for path in tree.paths}
+    for path in tree.paths:
+        if path.start is not tree.root:
+            assert path.start.parent is not None
+            assert path.start.parent.path == path.key[:-2] == path.start.owner
+
+
+def test_siblings_draw_their_own_environment_noise(envs: Envs) -> None:
+    class Stubborn(Wanderer):
+        def _act(self, context: Context) -> Action:
+            return Action(0)
+
+    (tree,) = rollout([None], Stubborn(), Forks(1, 1), envs)
+    assert len({tuple(e.child.observation for e in path.from_root()[1:]) for path in tree.paths}) == 3
+
+
+@pytest.mark.parametrize("schedule", [Forks(3, 1, 3), Forks(3, 1, 3, late=True), ForkEveryPath(2)])
+@pytest.mark.parametrize("max_live", [1, 3])
+def test_number_of_live_environments_changes_nothing(envs: Envs, schedule: Schedule, max_live: int) -> None:
+    whole = rollout([None] * 3, Wanderer(), schedule, envs, seed=(7,))
+    chunked = rollout([None] * 3, Wanderer(), schedule, envs, seed=(7,), max_live=max_live)
+    assert sampled(whole) == sampled(chunked)
+
+
+def test_at_most_max_live_environments_are_made() -> None:
+    made: list[gym.Env[Any, Any]] = []
+    envs = Envs(lambda: made.append(gym.make("toys/Dice-v0")) or made[-1])
+    rollout([None] * 4, Wanderer(), Forks(2, 1), envs, max_live=3)
+    assert len(made) <= 3
+    envs.close()
+
+
+def test_parts_of_a_batch_are_the_batch(envs: Envs) -> None:
+    whole = rollout([None] * 4, Wanderer(), Forks(2, 2), envs, seed=(1, 5))
+    parts = [rollout([None] * 2, Wanderer(), Forks(2, 2), envs, seed=(1, 5), indices=range(r, 4, 2)) for r in (0, 1)]
+    assert sampled(whole) == sampled(parts[0]) | sampled(parts[1])
+
+
+def test_a_path_does_not_depend_on_other_paths(envs: Envs) -> None:
+    forked = sampled(rollout([None] * 2, Wanderer(), Forks(4, 1, 2), envs))
+    alone = sampled(rollout([None], Wanderer(), Schedule(1), envs))
+    assert alone[0, (0, 0)] == forked[0, (0, 0)]
+
+
+def test_seed_changes_everything(envs: Envs) -> None:
+    one, other = (rollout([None], Wanderer(), Schedule(1), envs, seed=(s,)) for s in (0, 1))
+    assert sampled(one) != sampled(other)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "taken"),
+    [(Schedule(4), 1), (Forks(2, 1, 3), 3), (ForkEveryPath(1), None), (Forks(2, 1, late=True), None)],
+)
+@pytest.mark.parametrize("max_live", [2, 100])
+def test_every_snapshot_is_released(
+    envs: Envs, held: list[Snapshot], schedule: Schedule, taken: int | None, max_live: int
+) -> None:
+    (tree,) = rollout([None], Wanderer(), schedule, envs, max_live=max_live)
+    assert len(held) == tree.snapshots == (taken or tree.snapshots)
+    assert all(snap.released for snap in held)
+
+
+def test_only_watched_paths_are_captured_at_every_step(envs: Envs) -> None:
+    (tree,) = rollout([None], Wanderer(), Forks(3, 1, late=True), envs)
+    assert tree.snapshots == 1 + len(tree.paths[0].edges)
+
+
+def test_counts_are_of_actions_taken_once(envs: Envs) -> None:
+    (tree,) = rollout([None], Wanderer(), Forks(2, 2), envs)
+    assert tree.env_steps == len(list(tree.edges())) == sum(len(path.edges) for path in tree.paths)
+    assert tree.tokens == 3 * tree.env_steps
+    assert tree.env_steps < sum(len(path.from_root()) for path in tree.paths)
+
+
+def test_total_reward_includes_the_prefix() -> None:
+    envs = Envs(lambda: gym.make("toys/Corridor-v0"))
+
+    class Right(Wanderer):
+        def _act(self, context: Context) -> Action:
+            return Action(1)
+
+    (tree,) = rollout([None], Right(), Forks(1, 3), envs)
+    assert [path.total_reward for path in tree.paths] == [1.0, 1.0, 1.0]
+    assert all(path.edges[-1].terminated and not path.edges[-1].truncated for path in tree.paths)
+    envs.close()
+
+
+def test_time_limit_counts_the_prefix() -> None:
+    envs = Envs(lambda: gym.make("toys/Corridor-v0"))
+
+    class Left(Wanderer):
+        def _act(self, context: Context) -> Action:
+            return Action(0)
+
+    (tree,) = rollout([None], Left(), Forks(1, 5), envs)
+    assert [len(path.from_root()) for path in tree.paths] == [12, 12, 12]
+    assert all(path.edges[-1].truncated for path in tree.paths)
+    envs.close()
+
+
+def test_task_is_an_option_of_reset() -> None:
+    seen: list[Any] = []
+
+    class Tasks(gym.Wrapper):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+            seen.append(options)
+            return super().reset(seed=seed, options=options)
+
+    register_wrapper(Tasks)
+    envs = Envs(lambda: Tasks(gym.make("toys/Corridor-v0")))
+    rollout(["kitchen", None], Wanderer(), Schedule(1), envs)
+    assert seen == [{"task": "kitchen"}, None]
+    envs.close()
+
+
+class Tired(Wanderer):
+    """Has no room left from a depth on."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def _act(self, context: Context) -> Action | None:
+        return super()._act(context) if context.depth < self.depth else None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_policy_without_room_truncates_the_path(envs: Envs, held: list[Snapshot], late: bool) -> None:
+    (tree,) = rollout([None], Tired(3), Forks(2, 1, late=late), envs)
+    assert len(tree.paths) == 4
+    assert all(len(path.from_root()) == 3 and path.edges[-1].truncated for path in tree.paths)
+    assert all(snap.released for snap in held)
+
+
+def test_a_policy_that_cannot_act_at_the_root_is_an_error(envs: Envs) -> None:
+    with pytest.raises(ValueError, match=r"cannot act at the start of path \(0, \(0, 0\)\)"):
+        rollout([None], Tired(0), Schedule(1), envs)
+
+
+def test_a_schedule_needs_a_root() -> None:
+    with pytest.raises(ValueError, match="roots=0"):
+        Schedule(0)
+
+
+def test_environments_are_used_again_and_closed() -> None:
+    class Closing(gym.Wrapper):
+        closed = 0
+
+        def close(self) -> None:
+            Closing.closed += 1
+            super().close()
+
+    envs = Envs(lambda: Closing(gym.make("toys/Dice-v0")))
+    first = envs.take()
+    envs.give(first)
+    assert envs.take() is first
+    other = envs.take()
+    assert other is not first
+    envs.close()
+    assert Closing.closed == 2
