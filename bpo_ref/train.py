@@ -19,10 +19,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -32,6 +31,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -47,6 +47,7 @@ from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, Schedule, rol
 from sandboxgym.tree import Path as TreePath
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
+Item = TypeVar("Item")
 
 
 class ConfigError(ValueError):
@@ -690,18 +691,23 @@ def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
 
 
 def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
-    """Rows of like length together, at most ``micro_tokens`` of padded tokens each.
+    """Rows in batches of at most ``micro_tokens`` padded tokens.
 
     Rows without any advantage are left out where they cannot matter; one stays, for data parallel processes must
     all take part in the reduction of the gradients.
     """
     moving = [row for row in rows if args.kl or any(edge.advantage for edge in row.edges)] or list(rows[:1])
-    batches: list[list[Row]] = []
-    for row in sorted(moving, key=lambda row: -len(row.ids)):
-        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].ids) <= args.micro_tokens:
-            batches[-1].append(row)
+    return by_length(moving, lambda row: len(row.ids), args.micro_tokens)
+
+
+def by_length(items: Iterable[Item], length: Callable[[Item], int], most: int) -> list[list[Item]]:
+    """Items of like length together, so that little is padded: at most ``most`` padded tokens a batch, or one item."""
+    batches: list[list[Item]] = []
+    for item in sorted(items, key=length, reverse=True):
+        if batches and (len(batches[-1]) + 1) * length(batches[-1][0]) <= most:
+            batches[-1].append(item)
         else:
-            batches.append([row])
+            batches.append([item])
     return batches
 
 
@@ -792,20 +798,22 @@ class Trainer:
         bar.close()
 
     def _supervised_step(self, episodes: Sequence[tuple[list[int], list[float]]]) -> float:
-        device = self.accelerator.device
-        longest = max(len(ids) for ids, _ in episodes)
-        ids = torch.zeros(len(episodes), longest, dtype=torch.long)
-        weights = torch.zeros(len(episodes), longest - 1)
-        for i, (episode, weight) in enumerate(episodes):
-            ids[i, : len(episode)] = torch.tensor(episode)
-            weights[i, : len(episode) - 1] = torch.tensor(weight[1:])
-        lengths = torch.tensor([len(episode) for episode, _ in episodes])
-        total = self._sum(float(weights.sum()))
-        logps, _ = token_logps(self.model, ids.to(device), lengths.to(device))
-        loss = -(logps * weights.to(device)).sum() / total
-        self.accelerator.backward(loss * self.accelerator.num_processes)
+        """One optimizer step; returns the weighted mean loss of a token."""
+        total = self._sum(sum(sum(weights) for _, weights in episodes))
+        losses: list[float] = []
+
+        def backward(part: Sequence[tuple[list[int], list[float]]]) -> None:
+            ids, weights = (pad_sequence([torch.tensor(row[i]) for row in part], batch_first=True) for i in (0, 1))
+            lengths = torch.tensor([len(row) for row, _ in part])
+            device = self.accelerator.device
+            logps, _ = token_logps(self.model, ids.to(device), lengths.to(device))
+            loss = -(logps * weights[:, 1:].to(device)).sum() / total
+            self.accelerator.backward(loss * self.accelerator.num_processes)
+            losses.append(float(loss.detach()))
+
+        self._accumulate(by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens), backward)
         self._optimizer_step()
-        return self._sum(float(loss.detach()))
+        return self._sum(sum(losses))
 
     def _reinforce(self) -> None:
         """Rollouts, credit, loss; an evaluation every ``eval_every`` updates."""
@@ -862,12 +870,12 @@ class Trainer:
                 chosen = [tree for tree in trees if tree.index * args.minibatches // args.prompts == part]
                 rows = rows_of(chosen)
                 denominator = self._sum(denominator_of(rows, len(chosen), args))
-                batches = micro_batches(rows, args)
-                for i, micro in enumerate(batches):
-                    last = i == len(batches) - 1
-                    with nullcontext() if last else self.accelerator.no_sync(self.model):
-                        for name, value in self._backward(micro, denominator).items():
-                            sums[name] = sums.get(name, 0.0) + value
+
+                def backward(micro: Sequence[Row], denominator: float = denominator) -> None:
+                    for name, value in self._backward(micro, denominator).items():
+                        sums[name] = sums.get(name, 0.0) + value
+
+                self._accumulate(micro_batches(rows, args), backward)
                 self._optimizer_step()
                 norms.append(self.grad_norm)
         sums = {name: self._sum(value) for name, value in sums.items()}
@@ -1042,6 +1050,13 @@ class Trainer:
             temperature=temperature,
             context_limit=self.args.context,
         )
+
+    def _accumulate(self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None]) -> None:
+        """Backward passes whose gradients are reduced over the processes once, in the last."""
+        for batch in batches[:-1]:
+            with self.accelerator.no_sync(self.model):
+                backward(batch)
+        backward(batches[-1])
 
     def _optimizer_step(self) -> None:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
