@@ -926,7 +926,8 @@ class Trainer:
         text = f"{args.env_id} {games}, {args.eval_episodes} episodes\n\n{table}\n\nSpent by {args.algo}: {totals}"
         (self.out / "results.md").write_text(text + "\n")
         scores = {name: asdict(score) for name, score in self.scores.items()}
-        results = {"args": asdict(args), "counters": self.counters, "scores": scores}
+        processes = self.accelerator.num_processes
+        results = {"args": asdict(args), "processes": processes, "counters": self.counters, "scores": scores}
         (self.out / "results.json").write_text(json.dumps(results, indent=1))
         learning_curve([self.out], self.out / "learning_curve.png")
         print(f"\n{text}\n\nIn {self.out}: learning_curve.png, results.md, samples.txt, checkpoint/, tensorboard/")

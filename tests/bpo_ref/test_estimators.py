@@ -48,10 +48,10 @@ class ForkAt(Schedule):
 
 
 class ForkAnywhere(Schedule):
-    """Forks off forks: any path forks on entering state 2 (two siblings) or 3 (one), three deep at most."""
+    """Forks off forks: any path forks on entering state 2 (two siblings) or 3 (one), two deep at most."""
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        arrived = path.edges and len(path.key) <= 6
+        arrived = path.edges and len(path.key) <= 4
         return {2: 2, 3: 1}.get(node.observation, 0) if arrived else 0
 
 

@@ -16,9 +16,9 @@ import difflib
 import functools
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import SupportsIndex, overload
 
@@ -79,7 +79,8 @@ class GameLibrary(Sequence[GameRef]):
         return f"GameLibrary({self._source!r}, {len(self)} games)"
 
     def index(self, task: str | SupportsIndex | os.PathLike[str], *_: object) -> int:
-        """The number of a game: given as number, id, path of its file, or an ending of its id that no other game has.
+        """The number of a game: given as number, id, path of its file, or an ending of its id, or path,
+        that no other game has.
 
         Raises GameNotFound, with the nearest ids.
         """
@@ -91,7 +92,11 @@ class GameLibrary(Sequence[GameRef]):
         if name in self._by_id:
             return self._by_id[name]
         same_file = [number for number, ref in enumerate(self._refs) if ref.gamefile == os.path.abspath(name)]
-        matches = same_file or [number for number, ref in enumerate(self._refs) if _ends_with(ref.task_id, name)]
+        matches = (
+            same_file
+            or [number for number, ref in enumerate(self._refs) if _ends_with(ref.task_id, name)]
+            or [number for number, ref in enumerate(self._refs) if _ends_with(ref.gamefile, name)]
+        )
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -143,7 +148,8 @@ def open_library(
             raise ValueError(f"expected task types of {TASK_TYPES}, found {task_type!r}")
     refs: Sequence[GameRef]
     if not isinstance(games, (str, os.PathLike)):
-        refs, source = [_file_ref(Path(path)) for path in games], f"{len(games)} files"
+        files = [_file_ref(Path(path)) for path in games]
+        refs, source = _distinct(files, [ref.gamefile for ref in files]), f"{len(games)} files"
     elif isinstance(games, str) and games.split(":")[0] == "embedded":
         refs, source = _embedded(games), games
     elif isinstance(games, str) and games in OFFICIAL_SPLITS:
@@ -205,7 +211,8 @@ def _index(root: Path, _mtime: int) -> tuple[GameRef, ...]:
                 # The original leaves these tasks out: its text engine cannot play them.
                 elif "movable" not in entry.name and "Sliced" not in entry.name and entry.is_dir():
                     pending.append((entry.path, f"{relative}{entry.name}/"))
-    return tuple(_ref(root / path, path) for path in sorted(found))
+    paths = sorted(found)
+    return _distinct([_ref(root / path, path) for path in paths], paths)
 
 
 def _file_ref(path: Path) -> GameRef:
@@ -221,6 +228,14 @@ def _ref(path: Path, relative: str) -> GameRef:
     task_id = relative if split is None else "/".join(parts[split:])
     task_type = next((name for name in TASK_TYPES if name in task_id), "unknown")
     return GameRef(task_id, task_type, os.fspath(path))
+
+
+def _distinct(refs: Sequence[GameRef], longer: Sequence[str]) -> tuple[GameRef, ...]:
+    """The refs, with longer names for ids where two would have the same, as in copies of a split."""
+    count = Counter(ref.task_id for ref in refs)
+    return tuple(
+        replace(ref, task_id=name) if count[ref.task_id] > 1 else ref for ref, name in zip(refs, longer, strict=True)
+    )
 
 
 def _ends_with(task_id: str, ending: str) -> bool:

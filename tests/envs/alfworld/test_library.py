@@ -171,3 +171,17 @@ def test_official_data(alfworld_games):
     library = open_library("valid_seen", data=alfworld_games)
     assert len(library) == 140
     assert library.load(0).task_type == library[0].task_type == "look_at_obj_in_light"
+
+
+def test_copies_of_a_split_beside_each_other_have_ids_of_their_own(data):
+    copy = data / "old" / "valid_seen"
+    copy.parent.mkdir()
+    (data / "json_2.1.1" / "valid_seen").rename(data / "valid_seen")
+    shutil.copytree(data / "valid_seen", copy)
+    library = open_library(data)
+    ids = [ref.task_id for ref in library]
+    assert len(set(ids)) == len(ids)
+    old = next(number for number, ref in enumerate(library) if ref.gamefile.startswith(str(copy)))
+    assert ids[old].startswith("old/valid_seen/") and library.index(ids[old]) == old
+    assert library.index(ids[old].removeprefix("old/")) != old
+    assert len(open_library([ref.gamefile for ref in library])) == len(library)

@@ -1,0 +1,350 @@
+"""Rows, tensors and loss: what is trained on is what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bpo_ref.chat import ChatFormat
+from bpo_ref.eval import make_env
+from bpo_ref.generate import Generator, token_logps
+from bpo_ref.policy import ChatPolicy
+from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
+from bpo_ref.train import (
+    Args,
+    Batch,
+    Row,
+    aggregate,
+    assign_credit,
+    collate,
+    denominator_of,
+    make_schedule,
+    micro_batches,
+    policy_loss,
+    resolved,
+    rows_of,
+)
+from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, rollout
+
+WORDS = ["You are in the middle of a room. Looking quickly around you, you see a", "drawer cabinet shelf go to open"]
+
+
+@dataclass
+class Player:
+    """An untrained tiny model and the environments it plays in."""
+
+    model: Any
+    chat: ChatFormat
+    envs: Envs
+
+    def trees(self, args: Args, *, tasks: int = 3, max_live: int = 1024, seed: int = 0) -> list[RolloutTree]:
+        """Rollouts with credit; ALFWorld's rewards, all 0 here, are replaced by the parity of the answers' length."""
+        generator = Generator(
+            self.model,
+            stop_ids=self.chat.stop_ids,
+            max_new_tokens=6,
+            temperature=args.temperature,
+            context_limit=args.context,
+        )
+        schedule, policy = make_schedule(args, (3,), None), ChatPolicy(generator, self.chat)
+        trees = rollout(list(range(tasks)), policy, schedule, self.envs, seed=(seed,), max_live=max_live)
+        for path in (path for tree in trees for path in tree.paths):
+            path.edges[-1].reward = float(sum(edge.action.tokens for edge in path.from_root()) % 2)
+        assign_credit(trees, args)
+        return trees
+
+
+@pytest.fixture(scope="module")
+def player() -> Iterator[Player]:
+    envs = Envs(lambda: make_env("sandboxgym/ALFWorld-v0", ("games=embedded:train",), 5))
+    tokenizer = tiny_tokenizer(words_of(WORDS))
+    model = tiny_model(tokenizer, hidden=32, ffn=64, layers=1, max_position_embeddings=512)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)  # far enough from uniform to notice a wrong context
+    yield Player(model, ChatFormat(tokenizer), envs)
+    envs.close()
+
+
+def settings(algo: str = "bpo-tree", **options: Any) -> Args:
+    chosen = {"prompts": 3, "points": 2, "width": 3, "max_turns": 5, "context": 512, "step_weight_power": 1.0}
+    return resolved(Args(algo=algo, **{**chosen, **options}))
+
+
+def forward(model: Any, batch: Batch, args: Args) -> Tensor:
+    return token_logps(model, batch.ids, batch.lengths, temperature=args.temperature)[0]
+
+
+# Rows and tensors.
+
+
+def test_mask_covers_exactly_the_sampled_tokens(player: Player) -> None:
+    rows = rows_of(player.trees(settings()))
+    batch = collate(rows, "cpu")
+    assert any(row.edges[0].parent.depth for row in rows)  # forks, whose prefix is context
+    for i, row in enumerate(rows):
+        sampled = [token for edge in row.edges for token in edge.action.data.ids]
+        assert batch.ids[i, 1:][batch.mask[i]].tolist() == sampled
+    assert batch.mask.sum() == sum(edge.action.tokens for row in rows for edge in row.edges)
+
+
+def test_ids_are_those_that_were_sampled_never_tokenised_again(player: Player) -> None:
+    trees = player.trees(settings())
+    for row, path in zip(rows_of(trees), (path for tree in trees for path in tree.paths)):
+        ids: list[int] = []
+        for edge in path.from_root():
+            ids += edge.action.memory.prompt
+            assert len(ids) == edge.action.position
+            ids += edge.action.data.ids
+        assert row.ids == ids
+
+
+def test_a_forks_context_is_its_parents_up_to_the_branch_point(player: Player) -> None:
+    trees = player.trees(settings())
+    forks = [(tree.paths[0], path) for tree in trees for path in tree.paths if path.start.depth]
+    assert forks
+    for backbone, path in forks:
+        decision = backbone.edges[path.start.depth].action
+        mine, theirs = rows_of_paths([path, backbone])
+        assert path.edges[0].action.position == decision.position
+        assert mine[: decision.position] == theirs[: decision.position]
+        assert path.edges[0].action.entropy == pytest.approx(decision.entropy, abs=1e-5)
+
+
+def rows_of_paths(paths: Sequence[Any]) -> list[list[int]]:
+    return [path.edges[-1].action.memory.ids() for path in paths]
+
+
+def test_every_sampled_token_has_its_actions_values(player: Player) -> None:
+    rows = rows_of(player.trees(settings()))
+    batch = collate(rows, "cpu")
+    number = 0
+    for i, row in enumerate(rows):
+        for edge in row.edges:
+            for offset, logp in enumerate(edge.action.data.logps):
+                t = edge.action.position + offset - 1
+                assert batch.step[i, t] == number
+                assert batch.old_logps[i, t] == torch.tensor(logp)
+                assert batch.advantage[i, t] == torch.tensor(edge.advantage)
+                assert batch.weight[i, t] == torch.tensor(edge.weight)
+            number += 1
+    for values in (batch.old_logps, batch.advantage, batch.weight):
+        assert not values[~batch.mask].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_log_probabilities_are_the_trainers_also_after_an_update(player: Player, temperature: float) -> None:
+    args = settings(temperature=temperature)
+    before = {name: value.clone() for name, value in player.model.state_dict().items()}
+    optimizer = torch.optim.AdamW(player.model.parameters(), lr=1e-2)
+    contexts = []
+    for seed in (0, 1):
+        batch = collate(rows_of(player.trees(args, seed=seed)), "cpu")
+        logps = forward(player.model, batch, args)
+        torch.testing.assert_close(logps[batch.mask], batch.old_logps[batch.mask], atol=2e-5, rtol=0)
+        (-logps[batch.mask].mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        contexts.append(batch)
+        assert (forward(player.model, batch, args) - logps).abs().max() > 1e-2  # the update can be seen
+    player.model.load_state_dict(before)
+
+
+@pytest.mark.parametrize("root_branch", ["always", "free"])
+def test_branching_only_the_root_has_rloos_tensors_and_loss_bitwise(player: Player, root_branch: str) -> None:
+    branched = settings(schedule="root", points=1, width=4, root_branch=root_branch)
+    losses, batches = [], []
+    for args in (branched, settings("rloo", roots=4)):
+        trees = player.trees(args, max_live=1)  # the same rounding needs the same batches of the sampler
+        rows = rows_of(trees)
+        batch = collate(rows, "cpu")
+        loss, _ = policy_loss(forward(player.model, batch, args), batch, args)
+        losses.append(aggregate(loss, batch, rows, denominator_of(rows, len(trees), args), args))
+        batches.append(batch)
+    assert batches[0].advantage.any()
+    for name in ("ids", "lengths", "step", "advantage", "weight", "old_logps"):
+        assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name
+    assert torch.equal(losses[0], losses[1])
+
+
+# The loss of hand-made batches: two rows, two actions each, the second row padded.
+
+
+def made(advantages: Sequence[float] = (1.0, -2.0, 0.5, 3.0)) -> Batch:
+    step = torch.tensor([[-1, 0, 0, -1, 1, 1, 1], [2, -1, 3, 3, -1, -1, -1]])
+    values = torch.tensor([*advantages, 0.0])[step]
+    weight = torch.tensor([0.5, 0.25, 1.0, 0.5, 0.0])[step]
+    old = torch.where(step >= 0, -torch.arange(1.0, 15.0).view(2, 7) / 10, 0.0)
+    return Batch(torch.zeros(2, 8, dtype=torch.long), torch.tensor([8, 5]), step, values, weight, old)
+
+
+def rows_like(batch: Batch) -> list[Row]:
+    """Rows with the tokens and weights of `made`."""
+    rows = []
+    for i in range(len(batch.step)):
+        edges = []
+        for number in batch.step[i].unique()[1:].tolist():
+            where = batch.step[i] == number
+            edge = Edge((0, i), Node(0, None, None, owner=()), Action("", tokens=int(where.sum())))
+            edge.weight = float(batch.weight[i][where][0])
+            edges.append(edge)
+        rows.append(Row([0] * int(batch.lengths[i]), edges))
+    return rows
+
+
+def gradient(batch: Batch, args: Args, *, moved: float = 0.0, reference: Tensor | None = None) -> Tensor:
+    """Of the summed loss by the log-probabilities, which have all ``moved`` since sampling."""
+    logps = (batch.old_logps + moved).requires_grad_()
+    loss, _ = policy_loss(logps, batch, args, reference)
+    return torch.autograd.grad(loss.sum(), logps)[0]
+
+
+@pytest.mark.parametrize("ratio", ["token", "step"])
+def test_gradient_on_policy_is_the_policy_gradient(ratio: Any) -> None:
+    batch = made()
+    torch.testing.assert_close(gradient(batch, settings(ratio=ratio)), -batch.advantage)
+
+
+def test_gradient_on_policy_of_the_sequence_ratio_is_that_of_the_mean_advantage() -> None:
+    batch = made()
+    mean = (batch.advantage.sum(dim=1) / batch.mask.sum(dim=1))[:, None] * batch.mask
+    torch.testing.assert_close(gradient(batch, settings(ratio="sequence")), -mean)
+
+
+@pytest.mark.parametrize("ratio", ["token", "step", "sequence"])
+@pytest.mark.parametrize(
+    ("advantage", "moved", "flows"),
+    [(1.0, 0.5, False), (1.0, -0.5, True), (-1.0, 0.5, True), (-1.0, -0.5, False), (1.0, 0.05, True)],
+)
+def test_clipping_is_one_sided(ratio: Any, advantage: float, moved: float, flows: bool) -> None:
+    found = gradient(made([advantage] * 4), settings(ratio=ratio, clip_low=0.2, clip_high=0.2), moved=moved)
+    assert bool(found.any()) == flows
+
+
+@pytest.mark.parametrize(("moved", "flows"), [(0.25, True), (0.35, False)])
+def test_upper_and_lower_bound_are_separate(moved: float, flows: bool) -> None:
+    args = settings(clip_low=0.1, clip_high=0.35)  # exp(0.25) = 1.28, exp(0.35) = 1.42, exp(-0.25) = 0.78
+    assert bool(gradient(made([1.0] * 4), args, moved=moved).any()) == flows
+    assert not gradient(made([-1.0] * 4), args, moved=-0.25).any()
+
+
+def test_ratio_levels() -> None:
+    batch, wide = made([1.0] * 4), {"clip_low": 10.0, "clip_high": 100.0}
+    change = torch.linspace(-0.3, 0.4, 14).view(2, 7)
+    logps = batch.old_logps + change
+    token, step, sequence = (
+        policy_loss(logps, batch, settings(ratio=r, **wide))[0] for r in ("token", "step", "sequence")
+    )
+    torch.testing.assert_close(token, -change.exp() * batch.mask)
+    for number in range(4):
+        where = batch.step == number
+        torch.testing.assert_close(step[where].sum(), -change[where].sum().exp())
+    for i in range(2):
+        where = batch.mask[i]
+        torch.testing.assert_close(sequence[i][where], -change[i][where].mean().exp().expand(int(where.sum())))
+
+
+def test_kl_is_k3_and_its_gradient() -> None:
+    batch, args = made([0.0] * 4), settings(kl=0.3)
+    apart = torch.linspace(-1.0, 1.0, 14).view(2, 7)
+    loss, stats = policy_loss(batch.old_logps, batch, args, batch.old_logps + apart)
+    k3 = (apart.exp() - apart - 1) * batch.mask
+    torch.testing.assert_close(loss, 0.3 * k3)
+    torch.testing.assert_close(stats["kl"], k3.sum())
+    found = gradient(batch, args, reference=batch.old_logps + apart)
+    torch.testing.assert_close(found, 0.3 * (1 - apart.exp()) * batch.mask)
+
+
+def test_padding_and_prompts_have_no_loss_and_no_gradient() -> None:
+    batch = made()
+    logps = torch.where(batch.mask, batch.old_logps, torch.tensor(-50.0)).requires_grad_()
+    loss, _ = policy_loss(logps, batch, settings(kl=0.1), torch.zeros_like(logps))
+    (found,) = torch.autograd.grad(loss.sum(), logps)
+    assert not loss[~batch.mask].any() and not found[~batch.mask].any()
+
+
+def test_statistics_are_sums_over_sampled_tokens() -> None:
+    batch = made()
+    _, stats = policy_loss(batch.old_logps + 0.5, batch, settings())
+    assert stats["tokens"] == 8
+    torch.testing.assert_close(stats["ratio"] / 8, torch.tensor(0.5).exp())
+    assert stats["clipped"] == 8
+    torch.testing.assert_close(stats["approx_kl"] / 8, torch.tensor(-0.5).exp() - 1 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token", (0.5 * 2 + 0.25 * 3 + 1 * 1 + 0.5 * 2) / (0.5 * 2 + 0.25 * 3 + 1 * 1 + 0.5 * 2)),
+        ("path", 1.0),
+        ("constant", (0.5 * 2 + 0.25 * 3 + 1 * 1 + 0.5 * 2) / 3),
+    ],
+)
+def test_aggregation_of_equal_losses(aggregation: Any, expected: float) -> None:
+    batch, args = made(), settings(aggregation=aggregation)
+    rows = rows_like(batch)
+    loss = aggregate(batch.mask.float(), batch, rows, denominator_of(rows, 3, args), args)
+    assert float(loss) == pytest.approx(expected)
+
+
+def test_path_aggregation_weighs_paths_alike() -> None:
+    batch, args = made(), settings(aggregation="path")
+    rows, losses = rows_like(batch), torch.tensor([[1.0], [5.0]]) * made().mask
+    assert float(aggregate(losses, batch, rows, denominator_of(rows, 3, args), args)) == pytest.approx(3.0)
+
+
+# Micro-batches.
+
+
+@pytest.mark.parametrize("aggregation", ["token", "path", "constant"])
+@pytest.mark.parametrize("ratio", ["token", "step", "sequence"])
+def test_micro_batches_do_not_change_the_gradient(player: Player, aggregation: Any, ratio: Any) -> None:
+    args = settings(aggregation=aggregation, ratio=ratio)
+    trees = player.trees(args)
+    rows = rows_of(trees)
+    denominator = denominator_of(rows, len(trees), args)
+    found = []
+    for micro_tokens in (10**6, 600, 1):
+        player.model.zero_grad()
+        total = 0.0
+        for part in micro_batches(rows, replace(args, micro_tokens=micro_tokens)):
+            batch = collate(part, "cpu")
+            loss, _ = policy_loss(forward(player.model, batch, args), batch, args)
+            loss = aggregate(loss, batch, part, denominator, args)
+            loss.backward()
+            total += float(loss.detach())
+        found.append((total, torch.cat([p.grad.flatten() for p in player.model.parameters()])))
+    assert found[0][1].norm() > 1e-4
+    for total, grad in found[1:]:
+        assert total == pytest.approx(found[0][0], abs=1e-6)
+        torch.testing.assert_close(grad, found[0][1], atol=1e-6, rtol=1e-4)
+    player.model.zero_grad()
+
+
+def plain_rows(*lengths: int, advantage: float = 1.0) -> list[Row]:
+    rows = []
+    for length in lengths:
+        edge = Edge((0, 0), Node(0, None, None, owner=()), Action("", tokens=1))
+        edge.advantage = advantage
+        rows.append(Row([0] * length, [edge]))
+    return rows
+
+
+def test_micro_batches_hold_every_row_once_within_the_limit() -> None:
+    rows = plain_rows(5, 90, 40, 40, 10, 300, 41)
+    parts = micro_batches(rows, settings(micro_tokens=100))
+    assert sorted(len(row.ids) for part in parts for row in part) == sorted(len(row.ids) for row in rows)
+    assert all(len(part) == 1 or len(part) * max(len(row.ids) for row in part) <= 100 for part in parts)
+    assert len(parts) < len(rows)
+
+
+def test_rows_that_cannot_move_the_policy_are_left_out_but_one() -> None:
+    still, moving = plain_rows(5, 6, advantage=0.0), plain_rows(7)
+    assert micro_batches([*still, *moving], settings()) == [moving]
+    assert micro_batches(still, settings()) == [still[:1]]
+    assert sum(map(len, micro_batches([*still, *moving], settings(kl=0.1)))) == 3

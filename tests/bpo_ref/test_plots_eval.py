@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import wordgame
+from PIL import Image
+from scipy.stats import binomtest
+
+from bpo_ref.eval import Score, evaluate, make_env, results_table
+from bpo_ref.plots import learning_curve, read_scores
+from sandboxgym.tree import Action, Context, Envs
+
+
+def scored(successes: int, n: int) -> Score:
+    return Score(successes, n, turns=3.0, tokens=9.0, invalid=0.25, by_type={})
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (1, 1), (3, 10), (180, 256), (1, 1000)])
+def test_interval_is_wilsons(successes: int, n: int) -> None:
+    expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    assert scored(successes, n).interval == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
+class Talker:
+    """Says one or two letters, or rarely nothing."""
+
+    def act(self, contexts: Sequence[Context]) -> list[Action]:
+        return [Action("ab"[: int(c.rng.choice(3, p=(0.05, 0.6, 0.35)))], tokens=2) for c in contexts]
+
+
+@pytest.fixture
+def envs() -> Iterator[Envs]:
+    made = Envs(lambda: make_env(wordgame.ENV_ID, (), 10))
+    yield made
+    made.close()
+
+
+def test_the_panel_is_the_first_tasks_with_fixed_seeds(envs: Envs) -> None:
+    score = evaluate(Talker(), envs, 60)
+    assert score == evaluate(Talker(), envs, 60)
+    assert score != evaluate(Talker(), envs, 60, seed=(1,))
+    assert 0 < score.successes < score.n == 60
+    assert score.by_type.keys() == {"even", "odd"}
+    assert sum(n for _, n in score.by_type.values()) == 60
+    assert sum(won for won, _ in score.by_type.values()) == score.successes
+    assert score.tokens == pytest.approx(2 * score.turns)
+    assert 0 < score.invalid < 0.2
+
+
+def test_a_panel_shared_by_processes_is_the_whole_panel(envs: Envs) -> None:
+    collected: list[object] = []
+
+    def gather(outcomes: list[object]) -> list[object]:
+        collected.extend(outcomes)
+        return collected
+
+    for rank in range(3):
+        score = evaluate(Talker(), envs, 20, part=(rank, 3), gather=gather)
+    assert score == evaluate(Talker(), envs, 20)
+
+
+def test_environment_arguments_are_yaml() -> None:
+    env = make_env("toys/Corridor-v0", ["length=3"], 7)
+    assert env.unwrapped.length == 3
+    assert env.spec is not None and env.spec.max_episode_steps == 7
+    with pytest.raises(ValueError, match=r"name=value.*length"):
+        make_env("toys/Corridor-v0", ["length"], 7)
+
+
+def test_results_table_has_a_line_a_policy() -> None:
+    lines = results_table({"before": scored(1, 4), "after": scored(3, 4)}).splitlines()
+    assert len(lines) == 4
+    assert lines[3].startswith("| after | 75.0% (3/4) | 30.1% to 95.4% | 3.0 | 25.0% |")
+
+
+def write_run(folder: Path, algo: str, successes: Sequence[float]) -> Path:
+    folder.mkdir()
+    names = ["untrained", "sft", *(f"{algo}@{10 * (i + 1)}" for i in range(len(successes) - 1))]
+    records = [
+        {"step": i, "name": name, "tokens": 100 * max(0, i - 1), "success": success}
+        for i, (name, success) in enumerate(zip(names, [0.0, *successes]))
+    ]
+    (folder / "scores.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_scores_start_where_reinforcement_learning_does(tmp_path: Path) -> None:
+    records = read_scores(write_run(tmp_path / "run", "bpo", [0.4, 0.5, 0.6]))
+    assert [(record["update"], record["success"]) for record in records] == [(0, 0.4), (10, 0.5), (20, 0.6)]
+
+
+def test_learning_curve_of_two_algorithms_and_two_seeds(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{algo}-{seed}", algo, [0.4, 0.5 + 0.1 * seed, 0.6, *([0.7] * seed)])
+        for algo in ("bpo", "rloo")
+        for seed in (0, 1)
+    ]
+    learning_curve(runs, tmp_path / "curve.png")
+    with Image.open(tmp_path / "curve.png") as image:
+        assert image.format == "PNG"
+        assert image.size == (1200, 480)
+        assert len(image.convert("RGB").getcolors(10**6)) > 10
+
+
+def test_learning_curve_of_a_run_that_only_learned_from_demonstrations(tmp_path: Path) -> None:
+    learning_curve([write_run(tmp_path / "sft", "sft", [0.4])], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -1,0 +1,434 @@
+"""Whole runs of a tiny policy on a text game of four turns: configuration, resuming, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wordgame
+import yaml
+from safetensors.torch import load_file
+
+from bpo_ref import train
+from bpo_ref.checkpoint import CheckpointError, load_checkpoint
+from bpo_ref.train import PRESETS, Args, ConfigError, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+
+TINY: dict[str, Any] = {
+    "env_id": wordgame.ENV_ID,
+    "eval_kwargs": (),
+    "max_turns": 6,
+    "context": 160,
+    "max_new_tokens": 4,
+    "sft_steps": 3,
+    "sft_episodes": 12,
+    "sft_batch": 4,
+    "updates": 5,
+    "prompts": 4,
+    "width": 2,
+    "eval_episodes": 6,
+    "eval_every": 2,
+    "save_every": 2,
+    "lr": 1e-2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A trainer takes over SIGINT and SIGTERM."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def trained(out: Path, **options: Any) -> Trainer:
+    trainer = Trainer(resolved(Args(**{**TINY, "out": str(out), **options})))
+    trainer.run()
+    return trainer
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint" / "model.safetensors")
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The log without what the clock says."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if not k.startswith("time/") and "seconds" not in k} for line in lines]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    for name, value in weights(one).items():
+        assert torch.equal(value, weights(other)[name]), name
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("finished")
+    trained(out)
+    return out
+
+
+# Runs.
+
+
+def test_a_run_leaves_its_results(finished: Path) -> None:
+    results = results_of(finished)
+    assert list(results["scores"]) == ["untrained", "sft", "bpo@2", "bpo@4", "bpo@5"]
+    assert 5 * 4 * 2 <= results["counters"]["returns"] <= 5 * 4 * 3  # two roots, up to one fork
+    assert (finished / "learning_curve.png").stat().st_size > 1000
+    assert "after bpo" in (finished / "results.md").read_text()
+    assert "> " in (finished / "samples.txt").read_text()
+    assert [line["step"] for line in metrics(finished) if "update/loss" in line] == [4, 5, 6, 7, 8]
+
+
+def test_the_last_weights_are_saved_whatever_the_interval(finished: Path) -> None:
+    assert load_checkpoint(finished / "checkpoint")["step"] == 5
+    before = load_file(finished / "sft" / "model.safetensors")
+    assert any(not torch.equal(value, before[name]) for name, value in weights(finished).items())
+
+
+def test_the_same_seed_gives_the_same_run(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path)
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+
+
+def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path, seed=1, updates=1)
+    assert metrics(tmp_path)[1] != metrics(finished)[1]
+
+
+@pytest.mark.parametrize("algo", sorted(PRESETS))
+def test_every_preset_trains(tmp_path: Path, algo: Any) -> None:
+    trainer = trained(tmp_path, algo=algo, updates=2, kl=0.1 if algo == "grpo" else 0.0, minibatches=2, epochs=2)
+    assert f"{algo}@2" in trainer.scores or algo == "sft"
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
+
+
+def test_branching_only_the_root_trains_like_rloo(tmp_path: Path) -> None:
+    common = {"updates": 3, "width": 4, "points": 1, "step_weight_power": 1.0, "baseline": "none"}
+    trained(tmp_path / "root", algo="bpo", schedule="root", **common)
+    trained(tmp_path / "rloo", algo="rloo", **common)
+    assert_same_weights(tmp_path / "root", tmp_path / "rloo")
+
+
+def test_without_a_supervised_stage_the_reference_is_the_initial_policy(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()  # of an earlier run
+    trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "sft_steps": 0, "kl": 0.1})))
+    theirs = trainer.reference.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) -> None:
+    trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "init_from": str(finished / "checkpoint")})))
+    assert trainer.stage == "rl"
+    saved = weights(finished)
+    assert all(torch.equal(value, saved[name]) for name, value in trainer.model.state_dict().items() if name in saved)
+
+
+# Interrupted runs.
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, method: str, times: int, act: Any) -> None:
+    """Do something after a method of the trainer has been called so many times."""
+    original, calls = getattr(Trainer, method), []
+
+    def wrapped(self: Trainer, *args: Any) -> Any:
+        result = original(self, *args)
+        calls.append(method)
+        if len(calls) == times:
+            act()
+        return result
+
+    monkeypatch.setattr(Trainer, method, wrapped)
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("method", "times"),
+    [("_supervised_step", 2), ("_optimize", 1), ("_optimize", 2), ("_optimize", 3)],
+    ids=["supervised", "between saves", "at a save", "after a save"],
+)
+def test_stopped_by_ctrl_c_and_resumed_is_uninterrupted(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, times: int
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt(patch, method, times, ctrl_c)
+        stopped = trained(tmp_path)
+    assert stopped.step == times
+    assert not (tmp_path / "results.json").exists()
+    trained(tmp_path, resume=True)
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+    assert results_of(tmp_path)["scores"] == results_of(finished)["scores"]
+
+
+@pytest.mark.parametrize(("method", "times"), [("_optimize", 4), ("_rollouts", 1), ("_save", 3)])
+def test_a_crash_goes_on_from_the_last_checkpoint(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, times: int
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        interrupt(patch, method, times, crash)
+        trained(tmp_path)
+    trained(tmp_path, resume=True)
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+
+
+def test_a_finished_run_resumes_to_itself_and_can_be_prolonged(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path, updates=3)
+    trained(tmp_path, updates=3, resume=True)
+    assert load_checkpoint(tmp_path / "checkpoint")["step"] == 3
+    trained(tmp_path, updates=5, resume=True)
+    assert_same_weights(tmp_path, finished)
+
+
+def test_without_resume_a_run_starts_over(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path, updates=3, seed=5)
+    trained(tmp_path)
+    assert metrics(tmp_path) == metrics(finished)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"), [({"lr": 0.5}, "lr"), ({"model": "tiny:1M"}, "model"), ({"algo": "rloo"}, "algo")]
+)
+def test_a_checkpoint_of_other_settings_is_refused(finished: Path, options: dict[str, Any], field: str) -> None:
+    args = resolved(Args(**{**TINY, "out": str(finished), "resume": True, **options}))
+    with pytest.raises(CheckpointError, match=rf"{finished}/checkpoint: was made with {field}="):
+        Trainer(args)
+
+
+def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/checkpoint/trainer_state.pt: .*no such file"):
+        Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "resume": True})))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "trainer_state.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match=r"trainer_state.pt: cannot be read"):
+        load_checkpoint(folder)
+    torch.save({"args": {}, "step": 1}, folder / "trainer_state.pt")
+    with pytest.raises(CheckpointError, match=r"trainer_state.pt: lacks .*optimizer"):
+        load_checkpoint(folder)
+
+
+def test_a_crash_between_the_renames_of_a_save_is_mended(tmp_path: Path, finished: Path) -> None:
+    shutil.copytree(finished / "checkpoint", tmp_path / "checkpoint.old")
+    assert load_checkpoint(tmp_path / "checkpoint")["step"] == 5
+    assert not (tmp_path / "checkpoint.old").exists()
+
+
+# Other processes.
+
+TRAIN = Path(train.__file__)
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TRAIN.parents[1])]),
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def config_file(folder: Path, **options: Any) -> Path:
+    path = folder / "config.yaml"
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in {**TINY, **options}.items()}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, str(TRAIN), "--config", str(config_file(tmp_path)), "--out", str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        process.wait(timeout=120)
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+    assert not (tmp_path / "results.json").exists()
+    trained(tmp_path, resume=True)
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Weights agree to a tenth of one step of size ``lr``: where a gradient is about 0, AdamW magnifies its rounding."""
+    options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05}
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        launch = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+        launch += ["--dynamo_backend", "no", "--main_process_port", "0", *(["--multi_gpu"] if processes > 1 else [])]
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launch, str(TRAIN)]
+        command += ["--config", str(config_file(tmp_path, **options)), "--out", str(out)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = results_of(tmp_path / "1"), results_of(tmp_path / "2")
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert one["scores"] == two["scores"]
+    for name in ("returns", "tokens", "env_steps"):
+        assert one["counters"][name] == two["counters"][name]
+    for name, value in weights(tmp_path / "1").items():
+        apart = (weights(tmp_path / "2")[name] - value).abs()
+        assert apart.max() < TINY["lr"] / 10 and apart.mean() < 1e-6, name
+    for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "_check_processes", lambda self: monkeypatch.setenv("WORLD_SIZE", "2"))
+    trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path)})))
+    monkeypatch.undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="wanted 2 processes, accelerate runs 1"):
+        trainer._check_processes()
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 1}, "width: .*at least 2 children.*width=1"),
+        ({"points": 0}, "points: .*at least one branch point"),
+        ({"points": 0.5}, "points: a root that always branches is one already"),
+        ({"spacing": 768}, "spacing: 768 tokens .*context of 768"),
+        ({"algo": "rloo", "points": 1.5, "width": 2}, "roots: .*2.5 is not a whole number"),
+        ({"algo": "grpo", "schedule": "entropy"}, "credit: group .*schedule=entropy"),
+        ({"algo": "grpo", "roots": 1}, "credit: group .*roots=1"),
+        ({"algo": "bpo-paper", "baseline": "turn"}, "baseline: turn goes with credit=tree, found credit=paper"),
+        ({"algo": "rloo", "roots": 1, "prompts": 1}, "roots: .*nothing to be compared with"),
+        ({"minibatches": 17}, "minibatches: 17 of 16 prompts"),
+        ({"max_new_tokens": 768}, "max_new_tokens: 768 do not fit"),
+        ({"updates": -1}, "updates: expected 0 or more, found -1"),
+        ({"roots": 0}, "roots: expected at least 1, found 0"),
+        ({"gamma": 0.0}, "gamma: expected more than 0"),
+        ({"temperature": 0.0}, "temperature: expected more than 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_name_the_field(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        resolved(Args(**options))
+
+
+@pytest.mark.parametrize("algo", sorted(PRESETS))
+def test_every_field_of_a_preset_is_a_setting_and_is_filled_in(algo: Any) -> None:
+    assert PRESETS[algo].keys() <= Args.__dataclass_fields__.keys()
+    args = resolved(Args(algo=algo))
+    assert None not in (args.roots, args.schedule, args.root_branch, args.credit, args.baseline, args.step_weight_power)
+
+
+def test_a_given_setting_wins_over_the_preset() -> None:
+    assert resolved(Args(algo="bpo", baseline="turn")).baseline == "turn"
+
+
+@pytest.mark.parametrize(("algo", "roots"), [("rloo", 7), ("grpo", 7), ("bpo", 4), ("bpo-tree", 4), ("bpo-paper", 1)])
+def test_all_algorithms_spend_the_same_returns(algo: Any, roots: int) -> None:
+    assert resolved(Args(algo=algo, width=4, points=2)).roots == roots
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate: 1", "there is no setting 'learning_rate'"),
+        ("lr: 5e-4", "lr: expected a number .*found '5e-4'"),
+        ("algo: ppo", "algo: expected .*'bpo-tree'.*found 'ppo'"),
+        ("width: 2.5", "width: expected .*int.*found 2.5"),
+        ("betas: [0.9]", r"betas: expected tuple\[float, float\], found \[0.9\]"),
+        ("- 1", "expected lines of the form name: value"),
+        ("{", "cannot be read as YAML"),
+    ],
+)
+def test_a_wrong_config_file_names_file_and_field(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"{path}: {message}"):
+        parse_args(["--config", str(path)])
+    with pytest.raises(SystemExit, match=f"error: {path}"):
+        train.main(["--config", str(path)])
+
+
+def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none.yaml: cannot be read"):
+        parse_args(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1.0e-3\nwidth: 3\nenv_kwargs: {games: embedded:train}\nbetas: [0.5, 0.9]")
+    args = parse_args(["--config", str(path), "--width", "5", "--algo", "rloo-key"])
+    assert (args.lr, args.width, args.algo, args.betas) == (1e-3, 5, "rloo-key", (0.5, 0.9))
+    assert args.env_kwargs == ("games=embedded:train",)
+
+
+@pytest.mark.parametrize("path", sorted((TRAIN.parent / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_configs_are_valid(path: Path) -> None:
+    resolved(parse_args(["--config", str(path)]))
+
+
+@pytest.mark.parametrize("content", [None, "{}", "nonsense"])
+def test_an_unreadable_model_is_a_config_error(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"model: cannot load {folder}"):
+        train.load_policy(folder)
+
+
+def test_an_unknown_tiny_size_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: expected tiny: with one of 0.2M, .*found tiny:7B"):
+        Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "model": "tiny:7B"})))
+
+
+@pytest.mark.parametrize(
+    ("decay", "factors"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_learning_rate_warms_up_and_decays(decay: Any, factors: list[float]) -> None:
+    args = Args(warmup=2, updates=6, lr_decay=decay)
+    assert [learning_rate_factor(update, args) for update in range(6)] == pytest.approx(factors)
+
+
+def test_tasks_of_a_batch_differ_while_there_are_enough() -> None:
+    env = wordgame.WordGame()
+    assert sorted(draw_tasks(env, 6, (0, 1))) == list(range(6))
+    assert len(draw_tasks(env, 10, (0, 1))) == 10
+    assert draw_tasks(env, 10, (0, 1)) == draw_tasks(env, 10, (0, 1)) != draw_tasks(env, 10, (0, 2))

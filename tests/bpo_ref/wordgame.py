@@ -1,0 +1,70 @@
+"""A text game that an untrained policy wins every other time: whole training runs in seconds, every seed learning."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import gymnasium as gym
+
+from sandboxgym import SnapshotEnv, Unicode
+
+ENV_ID = "wordgame:toys/WordGame-v0"  # gym.make imports this module first
+
+
+class WordGame(SnapshotEnv[str, str]):
+    """Four turns; won if all answers together have an even number of characters. Saying nothing ends it, lost."""
+
+    metadata = {"render_modes": []}
+    immutable_state = True
+    num_tasks = 6
+
+    def __init__(self) -> None:
+        self.observation_space = Unicode()
+        self.action_space = Unicode()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.state = ((options or {}).get("task", 0), 0, 0)
+        return self._observation(), self._info(False)
+
+    def step(self, action: str):
+        task, turn, characters = self.state
+        self.state = (task, turn + 1, characters + len(action))
+        over = turn == 3 or not action
+        won = turn == 3 and bool(action) and (characters + len(action)) % 2 == 0
+        return self._observation(), float(won), over, False, self._info(won, valid=bool(action))
+
+    def expert(self, *, rng: random.Random, noise: float) -> Expert:
+        return Expert()
+
+    def _observation(self) -> str:
+        task, turn, _ = self.state
+        return f"task {task} turn {turn} say a word"
+
+    def _info(self, success: bool, *, valid: bool = True) -> dict[str, Any]:
+        task, _, characters = self.state
+        kind = "odd" if task % 2 else "even"
+        return {"success": success, "valid_action": valid, "task_type": kind, "progress_key": characters % 2}
+
+    def _capture(self) -> tuple[int, int, int]:
+        return self.state
+
+    def _apply(self, state: tuple[int, int, int]) -> None:
+        self.state = state
+
+
+class Expert:
+    """Always says a word of four letters."""
+
+    noisy = False
+
+    def reset(self, observation: str) -> None:
+        pass
+
+    def act(self, observation: str) -> str:
+        return "word"
+
+
+if "toys/WordGame-v0" not in gym.registry:
+    gym.register("toys/WordGame-v0", entry_point=WordGame)
