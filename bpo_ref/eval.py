@@ -134,12 +134,15 @@ class Args:
     """System prompt, as in training."""
     seed: int = 0
     """Of the sampling."""
+    threads: int = 1
+    """CPU threads (0: PyTorch's choice)."""
     json: str | None = None
     """File to write the score to."""
 
 
 def main() -> None:
     """Command line."""
+    import torch
     import tyro
 
     from bpo_ref.chat import ChatFormat
@@ -148,6 +151,8 @@ def main() -> None:
     from bpo_ref.train import load_policy
 
     args = tyro.cli(Args, config=(tyro.conf.FlagConversionOff,))
+    if args.threads:
+        torch.set_num_threads(args.threads)
     model, tokenizer = load_policy(args.checkpoint)
     chat = ChatFormat(tokenizer, system=args.system)
     generator = Generator(

@@ -200,7 +200,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bpo-tree": dict(
         schedule="entropy-online", credit="tree", baseline="none", step_weight_power=0.0, root_branch="always"
     ),
-    "bpo": dict(schedule="entropy-online", credit="tree", baseline="key", step_weight_power=0.0, root_branch="always"),
+    "bpo": dict(schedule="entropy-online", credit="tree", baseline="key", step_weight_power=0.75, root_branch="always"),
 }
 
 
@@ -349,7 +349,13 @@ class Online(BackboneForks):
 
 
 class EntropyThreshold:
-    """Running quantile of the backbones' entropies in earlier batches, which spends M branch points in expectation."""
+    """Running quantile of the backbones' entropies in earlier batches, set to spend nearly M branch points a tree.
+
+    High entropies come in clusters, and a tree branches at no more than its M points: so each backbone counts with
+    its M highest only. All of the budget would be spent by no threshold at all, hence ``SPENT`` of it.
+    """
+
+    SPENT = 0.9
 
     def __init__(self, args: Args, history: Iterable[Sequence[float]] = ()) -> None:
         self._first = 0 if args.root_branch == "free" else 1  # depth from which on the schedule may choose
@@ -362,11 +368,11 @@ class EntropyThreshold:
 
     def value(self) -> float | None:
         """The threshold; None before the first batch."""
-        steps = [entropy for backbone in self.history for entropy in backbone]
-        if not steps:
+        highest = [h for backbone in self.history for h in sorted(backbone)[-math.ceil(self._points) :]]
+        if not highest or not self._points:
             return None
-        share = self._points * len(self.history) / len(steps)  # of all steps that should branch
-        return float(np.quantile(steps, max(0.0, 1.0 - share)))
+        share = self.SPENT * self._points * len(self.history) / len(highest)
+        return float(np.quantile(highest, max(0.0, 1.0 - share)))
 
 
 def make_schedule(args: Args, seed: Sequence[int], threshold: float | None) -> Schedule:
@@ -651,7 +657,7 @@ def policy_loss(
     change = (logps - batch.old_logps).masked_fill(~mask, 0.0)
     if args.ratio == "token":
         ratio, share = change.exp(), mask.to(change)
-    else:  # each action, or each row, counts once: its term is spread evenly over its tokens
+    else:  # an action counts once, its term spread evenly over its tokens; a row's ratio is that of every token in it
         rows = torch.arange(len(change), device=change.device)[:, None].expand_as(change)
         group = (batch.step if args.ratio == "step" else rows)[mask]
         sums = change.new_zeros(int(group.max()) + 1).index_add(0, group, change[mask])
@@ -1133,7 +1139,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     Raises:
         ConfigError: a file that cannot be read, or a field in it that does not exist; the message names both.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    argv = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     values: dict[str, Any] = {}
     if "--config" in argv:
         at = argv.index("--config")

@@ -169,7 +169,10 @@ class Schedule:
         self.roots = roots
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """Siblings to start at ``node``, decided before ``action`` is executed: a causal rule."""
+        """Siblings to start at ``node``, decided before ``action`` is executed: a causal rule.
+
+        A sibling asks again at the node it starts from (``path.edges`` is empty then).
+        """
         return 0
 
     def watches(self, path: Path) -> bool:

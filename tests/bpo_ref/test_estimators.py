@@ -76,7 +76,7 @@ CASES: dict[str, tuple[MDP, Callable[[int], Schedule], float, dict[str, Args]]] 
     "online, three roots": (SPARSE, scheduled(THREE_ROOTS), 1.0, {"tree": THREE_ROOTS}),
     "forks off forks": (
         SPARSE,
-        lambda batch: ForkAnywhere(roots=2),
+        lambda batch: ForkAnywhere(roots=1),
         1.0,
         {"tree": settings("bpo-tree"), "tree, turn": settings("bpo-tree", baseline="turn")},
     ),
@@ -110,7 +110,7 @@ def test_estimator_is_unbiased(case: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), EVERY)
-def test_estimator_is_unbiased_to_two_percent(case: str, name: str) -> None:
+def test_estimator_is_unbiased_over_20000_trees(case: str, name: str) -> None:
     mdp, _, gamma, _ = CASES[case]
     found = compare(estimates(case, SLOW)[name], mdp.gradient(gamma))
     print(f"{case} / {name}: max|z| {found.z:.2f} of {found.critical:.2f}, relative error {found.bias:.3f}")

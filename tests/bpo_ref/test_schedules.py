@@ -109,9 +109,9 @@ def test_extra_roots_come_on_top() -> None:
 @pytest.mark.parametrize("root_branch", ["always", "free"])
 def test_a_fraction_of_a_point_is_drawn_per_tree(schedule: str, root_branch: str) -> None:
     args = settings(schedule, points=1.7, width=2, root_branch=root_branch)
-    counts = [len(tree.branch_nodes) for tree in grown(args, [0.5] * 3, threshold=0.0, trees=400)]
+    counts = [len(tree.branch_nodes) for tree in grown(args, [0.5] * 3, threshold=0.0, trees=200)]
     assert set(counts) == {1, 2}
-    assert np.mean(counts) == pytest.approx(1.7, abs=4 * np.sqrt(0.7 * 0.3 / 400))
+    assert np.mean(counts) == pytest.approx(1.7, abs=4 * np.sqrt(0.7 * 0.3 / 200))
 
 
 def test_the_drawn_budget_does_not_depend_on_the_process() -> None:
@@ -157,7 +157,7 @@ def test_the_first_batch_is_forked_at_even_distances(root_branch: str, depths: l
 
 
 @pytest.mark.parametrize(("root_branch", "expected"), [("free", 2.0), ("never", 2.0), ("always", 1.0)])
-def test_the_threshold_lets_m_steps_of_a_backbone_through(root_branch: str, expected: float) -> None:
+def test_the_threshold_spends_nine_tenths_of_the_budget(root_branch: str, expected: float) -> None:
     args = settings("entropy-online", root_branch=root_branch, prompts=50)
     rng = np.random.default_rng(0)
     backbones = [[5.0, *rng.random(rng.integers(4, 12))] for _ in range(400)]  # the root's entropy is the highest
@@ -167,7 +167,8 @@ def test_the_threshold_lets_m_steps_of_a_backbone_through(root_branch: str, expe
     value = threshold.value()
     assert value is not None
     choosable = [b if root_branch == "free" else b[1:] for b in backbones]
-    assert np.mean([sum(e > value for e in b) for b in choosable]) == pytest.approx(expected, abs=0.01)
+    spent = np.mean([min(expected, sum(e > value for e in b)) for b in choosable])
+    assert spent == pytest.approx(0.9 * expected, abs=0.01)
 
 
 def test_the_threshold_forgets_old_batches_and_survives_a_checkpoint() -> None:

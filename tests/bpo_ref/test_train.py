@@ -285,7 +285,7 @@ def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Weights agree to a tenth of one step of size ``lr``: where a gradient is about 0, AdamW magnifies its rounding."""
+    """Weights agree to a tenth of a step of size ``lr``: AdamW magnifies rounding where a gradient is about 0."""
     options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05}
     for processes in (1, 2):
         out = tmp_path / str(processes)
