@@ -733,6 +733,11 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self.envs = Envs(lambda: make_env(args.env_id, args.env_kwargs, args.max_turns))
         self.eval_envs = Envs(lambda: make_env(args.env_id, args.eval_kwargs, args.max_turns))
+        for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
+            try:
+                envs.give(envs.take())
+            except (OSError, ValueError, TypeError, gym.error.Error) as error:
+                raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.threshold = EntropyThreshold(args)
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
         self.scores: dict[str, Score] = {}

@@ -409,6 +409,14 @@ def test_an_unreadable_model_is_a_config_error(tmp_path: Path, content: str | No
         train.load_policy(folder)
 
 
+@pytest.mark.parametrize("name", ["env_kwargs", "eval_kwargs"])
+@pytest.mark.parametrize("words", ["games=/nowhere", "games", "colour=red"])
+def test_an_environment_that_cannot_be_made_is_a_config_error(tmp_path: Path, name: str, words: str) -> None:
+    settings = {"out": str(tmp_path), "env_kwargs": (), "eval_kwargs": (), name: (words,)}
+    with pytest.raises(ConfigError, match=f"{name}: cannot make sandboxgym/ALFWorld-v0"):
+        Trainer(resolved(Args(**settings)))
+
+
 def test_an_unknown_tiny_size_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: expected tiny: with one of 0.2M, .*found tiny:7B"):
         Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "model": "tiny:7B"})))
