@@ -162,6 +162,8 @@ class Args:
     """λ of Eq. 8, in agent steps."""
     gamma: float = 1.0
     """Discount a turn."""
+    invalid_penalty: float = 0.0
+    """Taken off the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
     group_std: bool = True
     """Divide ``group`` advantages by the group's standard deviation."""
 
@@ -867,6 +869,9 @@ class Trainer:
         schedule = make_schedule(args, seed, threshold)
         policy = ChatPolicy(self._generator(args.temperature), self.chat)
         trees = rollout([tasks[i] for i in indices], policy, schedule, self.envs, seed=seed, indices=indices)
+        for tree in trees:
+            for edge in tree.edges():
+                edge.reward -= args.invalid_penalty * (not edge.valid)
         backbones = [(t.index, [e.action.entropy for e in t.paths[0].edges]) for t in trees]
         self.threshold.observe(entropies for _, entropies in sorted(self._gather(backbones)))
         return trees

@@ -11,8 +11,8 @@ export OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 mkdir -p "$out"
 
 for seed in $seeds; do
-    echo "--algo sft --seed $seed --out $out/start$seed"
-done | xargs -P 2 -I{} sh -c "$python bpo_ref/train.py --config $config {} >>$out/log.txt 2>&1"
+    echo "--algo sft --seed $seed --max-turns 20 --out $out/start$seed"
+done | if [ -z "${KEEP_STARTS:-}" ]; then xargs -P 2 -I{} sh -c "$python bpo_ref/train.py --config $config {} >>$out/log.txt 2>&1"; fi
 
 for seed in $seeds; do
     for algo in $algos; do
