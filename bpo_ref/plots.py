@@ -15,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import EngFormatter
 
 
 def read_scores(run: Path) -> list[dict[str, Any]]:
@@ -48,6 +49,7 @@ def learning_curve(runs: Sequence[Path], path: Path) -> None:
     axes[0].set_xlabel("update")
     axes[0].set_ylabel("success on the held-out panel")
     axes[1].set_xlabel("generated tokens")
+    axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes:
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
