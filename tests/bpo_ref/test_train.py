@@ -285,7 +285,9 @@ def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Weights agree to a tenth of a step of size ``lr``: AdamW magnifies rounding where a gradient is about 0."""
+    """Weights agree to a tenth of a step of size ``lr``, and to a thousandth on average: AdamW turns rounding into
+    steps where a gradient is about 0. A part of the batch left out of the reduction would change them by whole steps.
+    """
     options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05}
     for processes in (1, 2):
         out = tmp_path / str(processes)
@@ -302,7 +304,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert one["counters"][name] == two["counters"][name]
     for name, value in weights(tmp_path / "1").items():
         apart = (weights(tmp_path / "2")[name] - value).abs()
-        assert apart.max() < TINY["lr"] / 10 and apart.mean() < 1e-6, name
+        assert apart.max() < TINY["lr"] / 10 and apart.mean() < TINY["lr"] / 1000, name
     for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
