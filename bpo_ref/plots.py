@@ -53,7 +53,7 @@ def learning_curve(runs: Sequence[Path], path: Path) -> None:
     for axis in axes:
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
-    axes[0].legend(loc="lower right", frameon=False)
+    axes[0].legend(loc="upper left", frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
