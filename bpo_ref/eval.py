@@ -79,7 +79,7 @@ def evaluate(
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]
     outcomes = []
-    for tree in rollout(tasks, policy, Schedule(roots=1), envs, seed=seed, indices=mine):
+    for tree in rollout(envs, policy, Schedule(roots=1), tasks=tasks, seed=seed, indices=mine):
         edges = tree.paths[0].edges
         outcomes.append((tree.kind, edges[-1].success, len(edges), tree.tokens, sum(not edge.valid for edge in edges)))
     every = gather(outcomes)

@@ -42,7 +42,7 @@ class ChatPolicy:
         self._session = generator.open()
         self._rows: dict[Any, int] = {}
 
-    def act(self, contexts: Sequence[Context]) -> list[Action | None]:
+    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
         """One action a context, None where the conversation has no room left for one."""
         live = {context.path for context in contexts}
         finished = [path for path in self._rows if path not in live]

@@ -868,7 +868,7 @@ class Trainer:
         threshold = self.threshold.value() if args.schedule == "entropy-online" else None
         schedule = make_schedule(args, seed, threshold)
         policy = ChatPolicy(self._generator(args.temperature), self.chat)
-        trees = rollout([tasks[i] for i in indices], policy, schedule, self.envs, seed=seed, indices=indices)
+        trees = rollout(self.envs, policy, schedule, tasks=[tasks[i] for i in indices], seed=seed, indices=indices)
         for tree in trees:
             for edge in tree.edges():
                 edge.reward -= args.invalid_penalty * (not edge.valid)

@@ -1,5 +1,15 @@
 """Rollout trees for any policy: fork the environment where a schedule says so, and keep what credit needs.
 
+>>> import gymnasium as gym
+>>> import sandboxgym
+>>> envs = Envs(lambda: gym.make("sandboxgym/ALFWorld-v0"))
+>>> def policy(contexts):
+...     return [Action(context.rng.choice(context.info["admissible_commands"])) for context in contexts]
+>>> (tree,) = rollout(envs, policy, ForkAt([2, 5], width=3), tasks=[7])
+>>> len(tree.paths), [node.depth for node in tree.branch_nodes]
+(5, [2, 5])
+>>> envs.close()
+
 A *node* is a state at which the policy acts, an *edge* one action with its reward, a *leaf* a finished episode; a
 node with several edges is a *branch node*. A *path* is the run of edges sampled in one go, from where it was started
 (the root, or a fork at a branch node) to its end. Independent rollouts are paths that all start at the root; a
@@ -13,13 +23,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
 
 import gymnasium as gym
 import numpy as np
 
 from sandboxgym.wrappers import restore, snapshot
+
+T = TypeVar("T")
 
 PathKey = tuple[int, ...]
 """(depth, sibling) pairs of the forks that lead to a path; root paths are (0, 0), (0, 1), …"""
@@ -33,6 +47,8 @@ class Action:
     """What ``env.step`` is given."""
     entropy: float = math.nan
     """Entropy (nats) of the distribution that the decision began with: what entropy schedules branch by."""
+    logp: float = math.nan
+    """Log-probability (nats) of the decision, summed over its tokens."""
     position: int = 0
     """Tokens of context before the decision."""
     tokens: int = 0
@@ -154,9 +170,9 @@ class Context:
 
 
 class Policy(Protocol):
-    """Decides for all live paths at once."""
+    """Decides for all live paths at once: any function of the contexts."""
 
-    def act(self, contexts: Sequence[Context]) -> Sequence[Action | None]:
+    def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
         """One action a context; None ends that path as truncated (no room left to act)."""
 
 
@@ -184,13 +200,68 @@ class Schedule:
         return ()
 
 
-class Envs:
-    """Live environments for rollouts, made on demand and used again."""
+class ForkAt(Schedule):
+    """Fork each tree's first path at given depths: ``width`` edges leave each of these nodes."""
 
-    def __init__(self, make: Callable[[], gym.Env[Any, Any]]) -> None:
+    def __init__(self, depths: Iterable[int], *, width: int, roots: int = 1) -> None:
+        super().__init__(roots)
+        self.depths, self.width = frozenset(depths), width
+
+    def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
+        """``width - 1`` siblings at the depths that were asked for."""
+        return self.width - 1 if path.key == (0, 0) and node.depth in self.depths else 0
+
+
+class TopEntropy(Schedule):
+    """Fork each tree's first path, once it has ended, at its ``points`` steps of highest `Action.entropy`.
+
+    The rule of the BPO paper (Algorithm 1). It looks at the path's future, so that siblings and the path itself are
+    not exchangeable (docs/theory.md); `bpo_ref` has a causal rule too.
+    """
+
+    def __init__(self, points: int, *, width: int, roots: int = 1) -> None:
+        super().__init__(roots)
+        self.points, self.width = points, width
+
+    def watches(self, path: Path) -> bool:
+        """The first path."""
+        return path.key == (0, 0)
+
+    def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
+        """Its nodes of highest entropy; ties go to the earlier one."""
+        ranked = sorted(path.edges, key=lambda edge: (-edge.action.entropy, edge.parent.depth))
+        return [(edge.parent, self.width - 1) for edge in ranked[: self.points]]
+
+
+class EnvSource(Protocol):
+    """Where `rollout` gets live environments from: `Envs`, or a pool of workers (`sandboxgym.pool`)."""
+
+    def take(self) -> gym.Env[Any, Any]:
+        """An environment in any state: reset or restore it."""
+
+    def give(self, env: gym.Env[Any, Any], /) -> None:
+        """Back for the next path."""
+
+    def call(self, jobs: Sequence[Callable[[], T]], /) -> list[T]:
+        """Run jobs, each on an environment of its own, and return their results in order."""
+
+
+class Envs:
+    """Live environments for rollouts, made on demand and used again.
+
+    Args:
+        make: makes one.
+        threads: how many environments work at the same time. More than 1 pays for those that wait: sandboxes,
+            browsers, remote ones; pure Python ones (ALFWorld) are faster one by one.
+    """
+
+    def __init__(self, make: Callable[[], gym.Env[Any, Any]], *, threads: int = 1) -> None:
+        if threads < 1:
+            raise ValueError(f"expected at least one thread, found threads={threads}")
         self._make = make
         self._made: list[gym.Env[Any, Any]] = []
         self._idle: list[gym.Env[Any, Any]] = []
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="sandboxgym-envs") if threads > 1 else None
 
     def take(self) -> gym.Env[Any, Any]:
         """An environment in any state: reset or restore it."""
@@ -203,11 +274,30 @@ class Envs:
         """Back for the next path."""
         self._idle.append(env)
 
+    def call(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run jobs, each on an environment of its own, and return their results in order.
+
+        All have ended when this returns or raises the first job's error.
+        """
+        if self._executor is None or len(jobs) == 1:
+            return [job() for job in jobs]
+        futures = [self._executor.submit(job) for job in jobs]
+        wait(futures)
+        return [future.result() for future in futures]
+
     def close(self) -> None:
         """Close all that were made."""
+        if self._executor is not None:
+            self._executor.shutdown()
         for env in self._made:
             env.close()
         self._made, self._idle = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(slots=True)
@@ -233,113 +323,164 @@ class _Live:
 
 
 def rollout(
-    tasks: Sequence[Any],
+    envs: EnvSource,
     policy: Policy,
     schedule: Schedule,
-    envs: Envs,
     *,
+    tasks: Sequence[Any] = (None,),
     seed: Sequence[int] = (0,),
     indices: Sequence[int] | None = None,
     max_live: int = 1024,
 ) -> list[RolloutTree]:
     """Roll out one tree a task.
 
-    Paths advance in lockstep, one `Policy.act` for all that are live; paths that start while others run are rolled
-    out in the next wave.
+    Paths advance in lockstep, one call of the policy for all that are live; paths that start while others run are
+    rolled out in the next wave.
 
     Args:
-        tasks: given to ``env.reset(options={"task": task})``; None resets without options.
+        envs: where live environments come from; all are given back at the end, also after an error.
         policy: see `Policy`.
         schedule: where to fork.
-        envs: where live environments come from; they are given back at the end.
+        tasks: given to ``env.reset(options={"task": task})``; None resets without options.
         seed: key of all random streams (a trainer's seed and update number, say).
         indices: the tasks' numbers in a larger batch, of which these are a part (default 0, 1, …).
         max_live: most environments live at once.
+
+    Raises:
+        ValueError: the policy returned None at the first step of a path.
     """
-    trees: list[RolloutTree] = []
-    waiting: list[tuple[RolloutTree, _Point]] = []
-    for index, task in zip(indices if indices is not None else range(len(tasks)), tasks):
-        env = envs.take()
-        options = None if task is None else {"task": task}
-        observation, info = env.reset(seed=_seed(seed, index, ()), options=options)
-        root = Node(0, observation, info.get("progress_key"), owner=())
-        tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
-        point = _Point(root, snapshot(env), memory=None, pending=schedule.roots)
-        waiting += [(tree, point)] * schedule.roots
-        trees.append(tree)
-        envs.give(env)
-    while waiting:
-        wave, waiting = waiting[:max_live], waiting[max_live:]
-        live = [_start(tree, point, envs, seed) for tree, point in wave]
-        while live:
-            live = _advance(live, policy, schedule, envs, waiting)
-    return trees
+    return _Rollout(envs, policy, schedule, seed).run(
+        tasks, indices if indices is not None else range(len(tasks)), max_live
+    )
 
 
-def _start(tree: RolloutTree, point: _Point, envs: Envs, seed: Sequence[int]) -> _Live:
-    node = point.node
-    key = (*node.owner, node.depth, node.width)
-    node.width += 1
-    path = Path(key, node)
-    tree.paths.append(path)
-    env = envs.take()
-    observation, info = restore(env, point.snap, seed=_seed(seed, tree.index, key))
-    point.pending -= 1
-    if not point.pending:
-        point.snap.release()
-    rng = np.random.Generator(np.random.PCG64(_sequence(seed, tree.index, key, purpose=1)))
-    context = Context((tree.index, key), observation, info, node.depth, point.memory, rng)
-    return _Live(tree, path, env, node, context)
+class _Rollout:
+    """One call of `rollout`: which paths are live, and which wait at captured nodes."""
 
+    def __init__(self, envs: EnvSource, policy: Policy, schedule: Schedule, seed: Sequence[int]) -> None:
+        self.envs, self.policy, self.schedule, self.seed = envs, policy, schedule, seed
+        self.waiting: list[tuple[RolloutTree, _Point]] = []
+        self.live: list[_Live] = []
+        self.taken: dict[int, gym.Env[Any, Any]] = {}
 
-def _advance(
-    live: list[_Live],
-    policy: Policy,
-    schedule: Schedule,
-    envs: Envs,
-    waiting: list[tuple[RolloutTree, _Point]],
-) -> list[_Live]:
-    going: list[_Live] = []
-    for run, action in zip(live, policy.act([run.context for run in live]), strict=True):
-        if action is not None and _step(run, action, schedule, waiting):
-            going.append(run)
-            continue
-        if action is None:
-            if not run.path.edges:
-                raise ValueError(f"the policy cannot act at the start of path {run.context.path}")
-            run.path.edges[-1].truncated = True
+    def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
+        trees: list[RolloutTree] = []
+        try:
+            for at in range(0, len(tasks), max_live):
+                trees += self.plant(tasks[at : at + max_live], indices[at : at + max_live])
+            while self.waiting:
+                wave, self.waiting = self.waiting[:max_live], self.waiting[max_live:]
+                self.start(wave)
+                while self.live:
+                    self.advance()
+        finally:  # nothing is left over after an error; otherwise all of this is empty
+            for env in list(self.taken.values()):
+                self.give(env)
+            for point in [*(point for _, point in self.waiting), *(p for run in self.live for p in run.points)]:
+                point.snap.release()
+        return trees
+
+    def take(self) -> gym.Env[Any, Any]:
+        env = self.envs.take()
+        self.taken[id(env)] = env
+        return env
+
+    def give(self, env: gym.Env[Any, Any]) -> None:
+        del self.taken[id(env)]
+        self.envs.give(env)
+
+    def plant(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
+        """Reset to each task and capture the root, where the root paths then wait."""
+
+        def reset(env: gym.Env[Any, Any], task: Any, index: int) -> tuple[Any, dict[str, Any], Any]:
+            options = None if task is None else {"task": task}
+            return *env.reset(seed=_seed(self.seed, index, ()), options=options), snapshot(env)
+
+        envs = [self.take() for _ in tasks]
+        jobs = [partial(reset, env, task, index) for env, task, index in zip(envs, tasks, indices, strict=True)]
+        trees = []
+        for env, task, index, (observation, info, snap) in zip(envs, tasks, indices, self.envs.call(jobs)):
+            root = Node(0, observation, info.get("progress_key"), owner=())
+            tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
+            self.waiting += [(tree, _Point(root, snap, memory=None, pending=self.schedule.roots))] * self.schedule.roots
+            trees.append(tree)
+            self.give(env)
+        return trees
+
+    def start(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> None:
+        """Restore an environment for each of these paths."""
+        begun = []
+        for tree, point in wave:
+            key = (*point.node.owner, point.node.depth, point.node.width)
+            point.node.width += 1
+            begun.append((tree, point, Path(key, point.node), self.take()))
+            tree.paths.append(begun[-1][2])
+        jobs = [
+            partial(restore, env, point.snap, seed=_seed(self.seed, tree.index, path.key))
+            for tree, point, path, env in begun
+        ]
+        for (tree, point, path, env), (observation, info) in zip(begun, self.envs.call(jobs), strict=True):
+            point.pending -= 1
+            if not point.pending:
+                point.snap.release()
+            rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
+            context = Context((tree.index, path.key), observation, info, path.start.depth, point.memory, rng)
+            self.live.append(_Live(tree, path, env, path.start, context))
+
+    def advance(self) -> None:
+        """One step of every live path."""
+        decided = list(zip(self.live, self.policy([run.context for run in self.live]), strict=True))
+        acting = [(run, action) for run, action in decided if action is not None]
+        self.branch(acting)
+        results = self.envs.call([partial(run.env.step, action.text) for run, action in acting])
+        going = []
+        for (run, action), (observation, reward, terminated, truncated, info) in zip(acting, results, strict=True):
+            edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
+            edge.valid, edge.success = bool(info.get("valid_action", True)), bool(info.get("success", False))
+            depth, key = run.node.depth + 1, info.get("progress_key")
+            edge.child = Node(depth, observation, key, owner=run.path.key, parent=edge)
+            run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
+            run.node.children.append(edge)
+            run.path.edges.append(edge)
+            run.node = edge.child
+            run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
+            if not (terminated or truncated):
+                going.append(run)
+        stays = set(map(id, going))
+        ended = [run for run in self.live if id(run) not in stays]
+        for run in ended:
+            self.end(run)
+        self.live = going
+
+    def branch(self, acting: Sequence[tuple[_Live, Action]]) -> None:
+        """Capture the states in which these actions were decided wherever siblings start, or may yet."""
+        counts = [self.schedule.now(run.tree, run.path, run.node, action) for run, action in acting]
+        forking = [(run, count) for (run, _), count in zip(acting, counts) if count or self.schedule.watches(run.path)]
+        snaps = self.envs.call([partial(snapshot, run.env) for run, _ in forking])
+        for (run, count), snap in zip(forking, snaps, strict=True):
+            point = _Point(run.node, snap, run.context.memory, pending=count)
+            run.tree.snapshots += 1
+            if count:
+                run.node.width = max(run.node.width, 1)
+                self.waiting += [(run.tree, point)] * count
+            else:
+                run.points.append(point)
+
+    def end(self, run: _Live) -> None:
+        """The path has ended: ask where to fork it afterwards, and give its environment back."""
+        if not run.path.edges:
+            raise ValueError(f"the policy cannot act at the start of path {run.context.path}")
+        last = run.path.edges[-1]
+        last.truncated = last.truncated or not last.terminated  # also where the policy had no room left
         if run.points:
-            siblings = {id(node): count for node, count in schedule.after(run.tree, run.path)}
+            siblings = {id(node): count for node, count in self.schedule.after(run.tree, run.path)}
             for point in run.points:
                 point.pending = siblings.get(id(point.node), 0)
-                waiting += [(run.tree, point)] * point.pending
+                self.waiting += [(run.tree, point)] * point.pending
                 if not point.pending:
                     point.snap.release()
-        envs.give(run.env)
-    return going
-
-
-def _step(run: _Live, action: Action, schedule: Schedule, waiting: list[tuple[RolloutTree, _Point]]) -> bool:
-    """Take one action; whether the path goes on."""
-    tree, path, node = run.tree, run.path, run.node
-    count = schedule.now(tree, path, node, action)
-    if count or schedule.watches(path):
-        point = _Point(node, snapshot(run.env), run.context.memory, pending=count)
-        tree.snapshots += 1
-        if count:
-            waiting += [(tree, point)] * count
-        else:
-            run.points.append(point)
-    node.width = max(node.width, 1)  # the path that reached the node is its sibling 0
-    observation, reward, terminated, truncated, info = run.env.step(action.text)
-    edge = Edge(path.key, node, action, float(reward), bool(terminated), bool(truncated))
-    edge.valid, edge.success = bool(info.get("valid_action", True)), bool(info.get("success", False))
-    edge.child = Node(node.depth + 1, observation, info.get("progress_key"), owner=path.key, parent=edge)
-    node.children.append(edge)
-    path.edges.append(edge)
-    run.node = edge.child
-    run.context = Context(run.context.path, observation, info, edge.child.depth, action.memory, run.context.rng)
-    return not (terminated or truncated)
+            run.points = []
+        self.give(run.env)
 
 
 def _sequence(seed: Sequence[int], index: int, key: PathKey, *, purpose: int) -> np.random.SeedSequence:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -8,13 +11,13 @@ import pytest
 
 import sandboxgym.tree as tree_module
 from sandboxgym import Snapshot, register_wrapper, snapshot
-from sandboxgym.tree import Action, Context, Envs, Node, Path, RolloutTree, Schedule, rollout
+from sandboxgym.tree import Action, Context, Envs, ForkAt, Node, Path, RolloutTree, Schedule, TopEntropy, rollout
 
 
 class Wanderer:
     """Draws an action in {0, 1} from the path's stream; its memory is the list of actions so far."""
 
-    def act(self, contexts: Sequence[Context]) -> list[Action | None]:
+    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
         return [self._act(context) for context in contexts]
 
     def _act(self, context: Context) -> Action:
@@ -73,7 +76,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
 
 
 def test_roots_are_independent_rollouts(envs: Envs) -> None:
-    (tree,) = rollout([None], Wanderer(), Schedule(roots=5), envs)
+    (tree,) = rollout(envs, Wanderer(), Schedule(roots=5))
     assert [path.key for path in tree.paths] == [(0, i) for i in range(5)]
     assert len({tuple(e.child.observation for e in path.edges) for path in tree.paths}) == 5
     assert tree.branch_nodes == [tree.root]
@@ -82,7 +85,7 @@ def test_roots_are_independent_rollouts(envs: Envs) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_forks_share_the_prefix_and_nothing_after(envs: Envs, late: bool) -> None:
-    (tree,) = rollout([None], Wanderer(), Forks(1, 2, 4, late=late), envs)
+    (tree,) = rollout(envs, Wanderer(), Forks(1, 2, 4, late=late))
     assert sorted(path.key for path in tree.paths) == [(0, 0), *((0, 0, d, k) for d in (2, 4) for k in (1, 2))]
     backbone = tree.paths[0]
     for path in tree.paths[1:]:
@@ -97,20 +100,20 @@ def test_forks_share_the_prefix_and_nothing_after(envs: Envs, late: bool) -> Non
 
 
 def test_forks_chosen_now_and_afterwards_are_the_same_rollouts(envs: Envs) -> None:
-    causal = rollout([None] * 3, Wanderer(), Forks(2, 0, 3), envs)
-    late = rollout([None] * 3, Wanderer(), Forks(2, 0, 3, late=True), envs)
+    causal = rollout(envs, Wanderer(), Forks(2, 0, 3), tasks=[None] * 3)
+    late = rollout(envs, Wanderer(), Forks(2, 0, 3, late=True), tasks=[None] * 3)
     assert sampled(causal) == sampled(late)
 
 
 def test_root_forks_are_numbered_after_the_roots(envs: Envs) -> None:
-    (tree,) = rollout([None], Wanderer(), Forks(3, 0), envs)
+    (tree,) = rollout(envs, Wanderer(), Forks(3, 0))
     assert [path.key for path in tree.paths] == [(0, i) for i in range(5)]
-    (independent,) = rollout([None], Wanderer(), Schedule(5), envs)
+    (independent,) = rollout(envs, Wanderer(), Schedule(5))
     assert sampled([tree]) == sampled([independent])
 
 
 def test_forks_of_forks_nest(envs: Envs) -> None:
-    (tree,) = rollout([None], Wanderer(), ForkEveryPath(1), envs)
+    (tree,) = rollout(envs, Wanderer(), ForkEveryPath(1))
     assert {(0, 0), (0, 0, 2, 1), (0, 0, 2, 1, 4, 1)} <= {path.key for path in tree.paths}
     for path in tree.paths:
         if path.start is not tree.root:
@@ -123,40 +126,42 @@ def test_siblings_draw_their_own_environment_noise(envs: Envs) -> None:
         def _act(self, context: Context) -> Action:
             return Action(0)
 
-    (tree,) = rollout([None], Stubborn(), Forks(1, 1), envs)
+    (tree,) = rollout(envs, Stubborn(), Forks(1, 1))
     assert len({tuple(e.child.observation for e in path.from_root()[1:]) for path in tree.paths}) == 3
 
 
 @pytest.mark.parametrize("schedule", [Forks(3, 1, 3), Forks(3, 1, 3, late=True), ForkEveryPath(2)])
 @pytest.mark.parametrize("max_live", [1, 3])
 def test_number_of_live_environments_changes_nothing(envs: Envs, schedule: Schedule, max_live: int) -> None:
-    whole = rollout([None] * 3, Wanderer(), schedule, envs, seed=(7,))
-    chunked = rollout([None] * 3, Wanderer(), schedule, envs, seed=(7,), max_live=max_live)
+    whole = rollout(envs, Wanderer(), schedule, tasks=[None] * 3, seed=(7,))
+    chunked = rollout(envs, Wanderer(), schedule, tasks=[None] * 3, seed=(7,), max_live=max_live)
     assert sampled(whole) == sampled(chunked)
 
 
 def test_at_most_max_live_environments_are_made() -> None:
     made: list[gym.Env[Any, Any]] = []
     envs = Envs(lambda: made.append(gym.make("toys/Dice-v0")) or made[-1])
-    rollout([None] * 4, Wanderer(), Forks(2, 1), envs, max_live=3)
+    rollout(envs, Wanderer(), Forks(2, 1), tasks=[None] * 4, max_live=3)
     assert len(made) <= 3
     envs.close()
 
 
 def test_parts_of_a_batch_are_the_batch(envs: Envs) -> None:
-    whole = rollout([None] * 4, Wanderer(), Forks(2, 2), envs, seed=(1, 5))
-    parts = [rollout([None] * 2, Wanderer(), Forks(2, 2), envs, seed=(1, 5), indices=range(r, 4, 2)) for r in (0, 1)]
+    whole = rollout(envs, Wanderer(), Forks(2, 2), tasks=[None] * 4, seed=(1, 5))
+    parts = [
+        rollout(envs, Wanderer(), Forks(2, 2), tasks=[None] * 2, seed=(1, 5), indices=range(r, 4, 2)) for r in (0, 1)
+    ]
     assert sampled(whole) == sampled(parts[0]) | sampled(parts[1])
 
 
 def test_a_path_does_not_depend_on_other_paths(envs: Envs) -> None:
-    forked = sampled(rollout([None] * 2, Wanderer(), Forks(4, 1, 2), envs))
-    alone = sampled(rollout([None], Wanderer(), Schedule(1), envs))
+    forked = sampled(rollout(envs, Wanderer(), Forks(4, 1, 2), tasks=[None] * 2))
+    alone = sampled(rollout(envs, Wanderer(), Schedule(1)))
     assert alone[0, (0, 0)] == forked[0, (0, 0)]
 
 
 def test_seed_changes_everything(envs: Envs) -> None:
-    one, other = (rollout([None], Wanderer(), Schedule(1), envs, seed=(s,)) for s in (0, 1))
+    one, other = (rollout(envs, Wanderer(), Schedule(1), seed=(s,)) for s in (0, 1))
     assert sampled(one) != sampled(other)
 
 
@@ -168,18 +173,18 @@ def test_seed_changes_everything(envs: Envs) -> None:
 def test_every_snapshot_is_released(
     envs: Envs, held: list[Snapshot], schedule: Schedule, taken: int | None, max_live: int
 ) -> None:
-    (tree,) = rollout([None], Wanderer(), schedule, envs, max_live=max_live)
+    (tree,) = rollout(envs, Wanderer(), schedule, max_live=max_live)
     assert len(held) == tree.snapshots == (taken or tree.snapshots)
     assert all(snap.released for snap in held)
 
 
 def test_only_watched_paths_are_captured_at_every_step(envs: Envs) -> None:
-    (tree,) = rollout([None], Wanderer(), Forks(3, 1, late=True), envs)
+    (tree,) = rollout(envs, Wanderer(), Forks(3, 1, late=True))
     assert tree.snapshots == 1 + len(tree.paths[0].edges)
 
 
 def test_counts_are_of_actions_taken_once(envs: Envs) -> None:
-    (tree,) = rollout([None], Wanderer(), Forks(2, 2), envs)
+    (tree,) = rollout(envs, Wanderer(), Forks(2, 2))
     assert tree.env_steps == len(list(tree.edges())) == sum(len(path.edges) for path in tree.paths)
     assert tree.tokens == 3 * tree.env_steps
     assert tree.env_steps < sum(len(path.from_root()) for path in tree.paths)
@@ -192,7 +197,7 @@ def test_total_reward_includes_the_prefix() -> None:
         def _act(self, context: Context) -> Action:
             return Action(1)
 
-    (tree,) = rollout([None], Right(), Forks(1, 3), envs)
+    (tree,) = rollout(envs, Right(), Forks(1, 3))
     assert [path.total_reward for path in tree.paths] == [1.0, 1.0, 1.0]
     assert all(path.edges[-1].terminated and not path.edges[-1].truncated for path in tree.paths)
     envs.close()
@@ -205,7 +210,7 @@ def test_time_limit_counts_the_prefix() -> None:
         def _act(self, context: Context) -> Action:
             return Action(0)
 
-    (tree,) = rollout([None], Left(), Forks(1, 5), envs)
+    (tree,) = rollout(envs, Left(), Forks(1, 5))
     assert [len(path.from_root()) for path in tree.paths] == [12, 12, 12]
     assert all(path.edges[-1].truncated for path in tree.paths)
     envs.close()
@@ -221,7 +226,7 @@ def test_task_is_an_option_of_reset() -> None:
 
     register_wrapper(Tasks)
     envs = Envs(lambda: Tasks(gym.make("toys/Corridor-v0")))
-    rollout(["kitchen", None], Wanderer(), Schedule(1), envs)
+    rollout(envs, Wanderer(), Schedule(1), tasks=["kitchen", None])
     assert seen == [{"task": "kitchen"}, None]
     envs.close()
 
@@ -238,7 +243,7 @@ class Tired(Wanderer):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_policy_without_room_truncates_the_path(envs: Envs, held: list[Snapshot], late: bool) -> None:
-    (tree,) = rollout([None], Tired(3), Forks(2, 1, late=late), envs)
+    (tree,) = rollout(envs, Tired(3), Forks(2, 1, late=late))
     assert len(tree.paths) == 4
     assert all(len(path.from_root()) == 3 and path.edges[-1].truncated for path in tree.paths)
     assert all(snap.released for snap in held)
@@ -246,7 +251,80 @@ def test_a_policy_without_room_truncates_the_path(envs: Envs, held: list[Snapsho
 
 def test_a_policy_that_cannot_act_at_the_root_is_an_error(envs: Envs) -> None:
     with pytest.raises(ValueError, match=r"cannot act at the start of path \(0, \(0, 0\)\)"):
-        rollout([None], Tired(0), Schedule(1), envs)
+        rollout(envs, Tired(0), Schedule(1))
+
+
+def test_any_function_is_a_policy(envs: Envs) -> None:
+    (tree,) = rollout(envs, lambda contexts: [Action(context.depth % 2) for context in contexts], Schedule(1))
+    assert [edge.action.text for edge in tree.edges()][:4] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("failing", ["policy", "step"])
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_left_over_after_an_error(held: list[Snapshot], failing: str, late: bool) -> None:
+    class Breaking(gym.Wrapper):
+        def step(self, action: Any):
+            if action == "break":
+                raise RuntimeError("broken")
+            return super().step(action)
+
+    class Failing(Wanderer):
+        def _act(self, context: Context) -> Action:
+            if context.depth == 4:
+                if failing == "policy":
+                    raise RuntimeError("broken")
+                return Action("break")
+            return super()._act(context)
+
+    register_wrapper(Breaking)
+    made: list[gym.Env[Any, Any]] = []
+    envs = Envs(lambda: made.append(Breaking(gym.make("toys/Dice-v0"))) or made[-1])
+    with pytest.raises(RuntimeError, match="broken"):
+        rollout(envs, Failing(), Forks(2, 1, 2, late=late), tasks=[None] * 2)
+    assert held and all(snap.released for snap in held)
+    assert {id(envs.take()) for _ in made} == set(map(id, made))  # all were given back
+    envs.close()
+
+
+@pytest.mark.parametrize("schedule", [Forks(3, 1, 3), Forks(3, 1, 3, late=True), ForkEveryPath(2)])
+def test_threads_change_nothing(envs: Envs, schedule: Schedule) -> None:
+    with Envs(lambda: gym.make("toys/Dice-v0"), threads=4) as threaded:
+        parallel = rollout(threaded, Wanderer(), schedule, tasks=[None] * 3)
+    assert sampled(parallel) == sampled(rollout(envs, Wanderer(), schedule, tasks=[None] * 3))
+
+
+def test_threads_work_at_the_same_time_and_all_end_before_an_error_is_raised() -> None:
+    barrier, ended = threading.Barrier(3), []
+
+    def job(index: int) -> None:
+        barrier.wait(timeout=30)  # broken unless three run at once
+        if index == 0:
+            raise RuntimeError("first")
+        time.sleep(0.05)
+        ended.append(index)
+
+    with Envs(lambda: gym.make("toys/Dice-v0"), threads=3) as envs, pytest.raises(RuntimeError, match="first"):
+        envs.call([partial(job, i) for i in range(3)])
+    assert sorted(ended) == [1, 2]
+
+
+def test_fork_at_depths(envs: Envs) -> None:
+    (tree,) = rollout(envs, Wanderer(), ForkAt([1, 3], width=3, roots=2))
+    assert sorted(path.key for path in tree.paths) == [
+        (0, 0),
+        *((0, 0, d, k) for d in (1, 3) for k in (1, 2)),
+        (0, 1),
+    ]
+
+
+def test_top_entropy_forks_the_first_path_at_its_highest_entropies(envs: Envs) -> None:
+    entropies = [0.1, 0.9, 0.3, 0.9, 0.5, 0.2]
+
+    def policy(contexts: Sequence[Context]) -> list[Action]:
+        return [Action(0, entropy=entropies[min(context.depth, 5)]) for context in contexts]
+
+    (tree,) = rollout(envs, policy, TopEntropy(points=3, width=2))
+    assert sorted(path.key for path in tree.paths) == [(0, 0), (0, 0, 1, 1), (0, 0, 3, 1), (0, 0, 4, 1)]
 
 
 def test_a_schedule_needs_a_root() -> None:

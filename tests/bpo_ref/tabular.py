@@ -113,7 +113,7 @@ class TabularPolicy:
         self._cumulative = mdp.policy.cumsum(axis=1)
         self._entropies = mdp.entropies.tolist()
 
-    def act(self, contexts: Sequence[Context]) -> list[Action]:
+    def __call__(self, contexts: Sequence[Context]) -> list[Action]:
         return [self._act(context) for context in contexts]
 
     def _act(self, context: Context) -> Action:
@@ -168,7 +168,7 @@ def batches_of(
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
     tasks = [i % len(mdp.starts) for i in range(prompts)]
     for batch in range(batches):
-        yield rollout(tasks, policy, schedule(batch), envs, seed=(batch,))
+        yield rollout(envs, policy, schedule(batch), tasks=tasks, seed=(batch,))
     envs.close()
 
 

@@ -52,7 +52,7 @@ class Player:
             context_limit=args.context,
         )
         schedule, policy = make_schedule(args, (3,), None), ChatPolicy(generator, self.chat)
-        trees = rollout(list(range(tasks)), policy, schedule, self.envs, seed=(seed,), max_live=max_live)
+        trees = rollout(self.envs, policy, schedule, tasks=list(range(tasks)), seed=(seed,), max_live=max_live)
         for path in (path for tree in trees for path in tree.paths):
             path.edges[-1].reward = float(sum(edge.action.tokens for edge in path.from_root()) % 2)
         assign_credit(trees, args)

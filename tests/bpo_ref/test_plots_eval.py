@@ -27,7 +27,7 @@ def test_interval_is_wilsons(successes: int, n: int) -> None:
 class Talker:
     """Says one or two letters, or rarely nothing."""
 
-    def act(self, contexts: Sequence[Context]) -> list[Action]:
+    def __call__(self, contexts: Sequence[Context]) -> list[Action]:
         return [Action("ab"[: int(c.rng.choice(3, p=(0.05, 0.6, 0.35)))], tokens=2) for c in contexts]
 
 

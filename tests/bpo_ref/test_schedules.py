@@ -19,7 +19,7 @@ class Scripted:
     def __init__(self, entropies: Sequence[float], stride: int) -> None:
         self.entropies, self.stride = entropies, stride
 
-    def act(self, contexts: Sequence[Context]) -> list[Action]:
+    def __call__(self, contexts: Sequence[Context]) -> list[Action]:
         return [
             Action(1, entropy=self.entropies[c.depth], position=self.stride * c.depth, tokens=1, memory=c.depth)
             for c in contexts
@@ -36,7 +36,7 @@ def grown(
 ) -> list[RolloutTree]:
     envs = Envs(lambda: Corridor(length=len(entropies) + 1))
     schedule = make_schedule(args, (5,), threshold)
-    return rollout([None] * trees, Scripted(entropies, stride), schedule, envs)
+    return rollout(envs, Scripted(entropies, stride), schedule, tasks=[None] * trees)
 
 
 def forked(args: Args, entropies: Sequence[float], **options: Any) -> list[int]:
@@ -119,7 +119,7 @@ def test_the_drawn_budget_does_not_depend_on_the_process() -> None:
     envs, policy = Envs(lambda: Corridor(length=7)), Scripted([0.5] * 6, 1)
 
     def depths(indices: Sequence[int]) -> dict[int, list[int]]:
-        trees = rollout([None] * len(indices), policy, make_schedule(args, (5,), None), envs, indices=indices)
+        trees = rollout(envs, policy, make_schedule(args, (5,), None), tasks=[None] * len(indices), indices=indices)
         return {tree.index: sorted(node.depth for node in tree.branch_nodes) for tree in trees}
 
     whole = depths(range(8))
