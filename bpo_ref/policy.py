@@ -57,6 +57,7 @@ class ChatPolicy:
             actions[i] = Action(
                 text=self._chat.action(generation.ids),
                 entropy=generation.entropies[0],
+                logp=sum(generation.logps),
                 position=positions[i],
                 tokens=len(generation.ids),
                 memory=Turn(contexts[i].memory, prompts[i], generation.ids, generation.truncated),

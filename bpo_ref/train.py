@@ -45,6 +45,8 @@ from bpo_ref.runlog import RunLog, batch_metrics, batch_totals
 from bpo_ref.tiny import TINY_SIZES, tiny_model, tiny_tokenizer, words_of
 from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, Schedule, rollout
 from sandboxgym.tree import Path as TreePath
+from sandboxgym.tree_file import save_trees
+from sandboxgym.tree_page import write_page
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
 Item = TypeVar("Item")
@@ -946,13 +948,16 @@ class Trainer:
         results = {"args": asdict(args), "processes": processes, "counters": self.counters, "scores": scores}
         (self.out / "results.json").write_text(json.dumps(results, indent=1))
         learning_curve([self.out], self.out / "learning_curve.png")
-        print(f"\n{text}\n\nIn {self.out}: learning_curve.png, results.md, samples.txt, checkpoint/, tensorboard/")
+        made = "learning_curve.png, results.md, samples.txt, trees.html, checkpoint/, tensorboard/"
+        print(f"\n{text}\n\nIn {self.out}: {made}")
 
     def _write_samples(self, trees: Sequence[RolloutTree]) -> None:
         if self.accelerator.is_main_process:
             picked = [path for tree in trees[:4] for path in tree.paths[:1]]
             text = "\n\n".join(episode_text(path) for path in picked)
             (self.out / "samples.txt").write_text(f"Episodes sampled at update {self.step}\n\n{text}\n")
+            save_trees(trees[:8], self.out / "trees.json")
+            write_page(trees[:8], self.out / "trees.html", title=f"{self.args.algo}, update {self.step}")
 
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""

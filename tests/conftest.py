@@ -12,17 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import toy_envs
+from components import missing as missing  # for test modules too
 
 toy_envs.register()
-
-REQUIRED = {name for name in os.environ.get("SANDBOXGYM_REQUIRE", "").split(",") if name}
-
-
-def missing(component: str, reason: str) -> None:
-    """Skip, saying why; fail if ``SANDBOXGYM_REQUIRE`` lists the component."""
-    if component in REQUIRED:
-        pytest.fail(f"SANDBOXGYM_REQUIRE lists {component!r}, but {reason}")
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

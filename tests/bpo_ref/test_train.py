@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from bpo_ref import train
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.train import PRESETS, Args, ConfigError, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+from sandboxgym.tree_file import load_trees
 
 TINY: dict[str, Any] = {
     "env_id": wordgame.ENV_ID,
@@ -94,6 +95,9 @@ def test_a_run_leaves_its_results(finished: Path) -> None:
     assert (finished / "learning_curve.png").stat().st_size > 1000
     assert "after bpo" in (finished / "results.md").read_text()
     assert "> " in (finished / "samples.txt").read_text()
+    trees = load_trees(finished / "trees.json")
+    assert trees and all(e.action.logp <= 0 <= e.action.entropy for t in trees for e in t.edges())
+    assert "bpo, update" in (finished / "trees.html").read_text()
     assert [line["step"] for line in metrics(finished) if "update/loss" in line] == [4, 5, 6, 7, 8]
 
 

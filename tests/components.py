@@ -1,0 +1,17 @@
+"""What a machine may lack, and what then becomes of a test that needs it."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import pytest
+
+REQUIRED = {name for name in os.environ.get("SANDBOXGYM_REQUIRE", "").split(",") if name}
+
+
+def missing(component: str, reason: str) -> NoReturn:
+    """Skip, saying why; fail if ``SANDBOXGYM_REQUIRE`` lists the component."""
+    if component in REQUIRED:
+        pytest.fail(f"SANDBOXGYM_REQUIRE lists {component!r}, but {reason}")
+    pytest.skip(reason)
