@@ -1,0 +1,94 @@
+"""The command line ``sandboxgym COMMAND …``: one module a command, imported only when it is asked for.
+
+Exit statuses: 0 done; 1 it could not be done, or something required is missing (the reason is on standard error);
+2 the command line is wrong; 130 interrupted. ``conformance`` has its own, see its ``--help``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+COMMANDS = {
+    "list": ("sandboxgym.cli.environments:list_main", "the environments, what their snapshots keep, their data"),
+    "info": ("sandboxgym.cli.environments:info_main", "one environment: spaces, wrappers, arguments, snapshots, data"),
+    "play": ("sandboxgym.cli.play:main", "play an environment in the terminal, with undo and branches"),
+    "download": ("sandboxgym.cli.download:main", "fetch a data set, or take it from a file"),
+    "tree": ("sandboxgym.tree_page:main", "a page that shows a rollout tree"),
+    "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),
+    "bench": ("sandboxgym.cli.passing:bench_main", "measure what snapshots cost"),
+    "doctor": ("sandboxgym.cli.doctor:main", "what this machine can run, and what to install for the rest"),
+    "gc": ("sandboxgym.cli.gc:main", "remove what killed processes left behind"),
+}
+
+
+class CommandError(Exception):
+    """A command that cannot go on; the message is for the user, the status for the shell."""
+
+    def __init__(self, message: str, *, status: int = FAILED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return OK if arguments else USAGE
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-V", "--version"):
+        from sandboxgym import __version__
+
+        print(f"sandboxgym {__version__}")
+        return OK
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"sandboxgym: no command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
+        return USAGE
+    return _run(name, rest)
+
+
+def usage() -> str:
+    """The text of ``sandboxgym --help``."""
+    lines = [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: sandboxgym COMMAND [options]",
+            "",
+            "Gymnasium environments that can be snapshotted, restored and forked at any step.",
+            "",
+            *lines,
+            "",
+            "sandboxgym COMMAND --help says more. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.",
+        )
+    )
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    module, _, function = COMMANDS[name][0].partition(":")
+    try:
+        command = getattr(importlib.import_module(module), function)
+        status: int | None = command(arguments)
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"sandboxgym {name}: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"\nsandboxgym {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `sandboxgym list | head`: point stdout elsewhere, or the interpreter complains at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        print(f"sandboxgym {name}: this version does not have {module}", file=sys.stderr)
+        return FAILED
+    return OK if status is None else status

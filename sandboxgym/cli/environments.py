@@ -1,0 +1,302 @@
+"""``sandboxgym list`` and ``sandboxgym info``; what the other commands share about naming and making environments."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec, load_env_creator
+
+import sandboxgym
+from sandboxgym import data
+from sandboxgym.cli import OK, USAGE, CommandError
+from sandboxgym.cli.screen import Screen
+from sandboxgym.core import SnapshotSpec
+
+SENTENCES: dict[str, dict[Any, str]] = {
+    "kind": {
+        "memory": "the state is plain values in memory",
+        "filesystem": "the files of the sandbox are captured, not its processes",
+        "full": "files and running processes are captured",
+        "logical": "the state is captured in another system's terms (a page, a query)",
+        "replay": "a restore takes the recorded actions again from the start",
+    },
+    "cost": {
+        "constant": "a snapshot costs the same at any step",
+        "written": "a snapshot costs more the more was written since the start",
+        "steps": "a snapshot or its restore costs more the longer the episode is",
+    },
+    "rng": {
+        True: "random streams are captured: a restore repeats the same draws",
+        False: "random streams are not captured: what follows a restore may differ",
+    },
+    "processes": {
+        True: "running processes of the sandbox are captured",
+        False: "no running processes are captured",
+    },
+    "clock": {
+        True: "time as seen inside goes on from the captured moment",
+        False: "time as seen inside goes on with the world's",
+    },
+    "cross_process": {
+        True: "a saved snapshot restores in another process",
+        False: "a snapshot lives and dies with its process",
+    },
+    "cross_host": {
+        True: "a saved snapshot restores on another machine",
+        False: "a saved snapshot is bound to its machine",
+    },
+}
+assert SENTENCES.keys() == {field.name for field in fields(SnapshotSpec)}
+
+
+def add_kwargs(parser: argparse.ArgumentParser) -> None:
+    """The option with which every command takes an environment's arguments."""
+    parser.add_argument(
+        "--kwargs",
+        "--env-kwargs",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="arguments of the environment; values are JSON where they parse as such, else text (games=train limit=5)",
+    )
+
+
+def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
+    """``["games=train", "limit=5"]`` as ``{"games": "train", "limit": 5}``."""
+    kwargs: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"expected NAME=VALUE, found {pair!r}", status=USAGE)
+        try:
+            kwargs[name] = json.loads(value)
+        except ValueError:
+            kwargs[name] = value
+    return kwargs
+
+
+def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[Any, Any]:
+    """``gym.make``, with errors that a user can act on.
+
+    Args:
+        env_id: also ``package.module:Name-v0``, which imports the module first, and ``Name`` for one of ours.
+        kwargs: of the environment.
+        ansi: render as text where the environment can.
+    """
+    spec = find_spec(env_id)
+    if ansi and "render_mode" not in kwargs and "ansi" in _metadata(spec).get("render_modes", ()):
+        kwargs = {**kwargs, "render_mode": "ansi"}
+    try:
+        return gym.make(spec, **kwargs)
+    except (TypeError, ValueError, LookupError, OSError, gym.error.Error, ImportError) as error:
+        raise CommandError(f"{spec.id} could not be made: {error}") from error
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """The registered environment; one of ours may be named without its namespace."""
+    known = gym.registry
+    short = f"sandboxgym/{env_id}"
+    try:
+        return gym.spec(short if env_id not in known and short in known else env_id)
+    except (gym.error.Error, ImportError) as error:
+        ours = [name for name in known if name.startswith("sandboxgym/")]
+        lower = {name.lower(): name for name in [*known, *(name.partition("/")[2] for name in ours)]}
+        near = difflib.get_close_matches(env_id.lower(), lower, n=1) or [
+            name for name in lower if name.rpartition("-")[0] == env_id.lower()
+        ]
+        hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
+        elsewhere = "sandboxgym list shows them; another package's is PACKAGE.MODULE:ID"
+        raise CommandError(f"no environment {env_id!r}{hint} ({elsewhere}): {error}", status=USAGE) from error
+
+
+def snapshot_kind(spec: EnvSpec) -> str:
+    """The kind of an environment's snapshots; one is made only if its class does not say."""
+    declared = getattr(_creator(spec), "snapshot_spec", None)
+    if isinstance(declared, SnapshotSpec):
+        return declared.kind
+    try:
+        env = gym.make(spec)
+        try:
+            return f"{env.unwrapped.snapshot_spec.kind} by default"  # type: ignore[attr-defined]
+        finally:
+            env.close()
+    except Exception:  # an extra may be missing, or an argument required; the others must still be listed
+        return "unknown"
+
+
+def list_main(argv: Sequence[str]) -> int:
+    """``sandboxgym list``."""
+    parser = argparse.ArgumentParser(prog="sandboxgym list", description="The environments of this package.")
+    parser.add_argument("--all", action="store_true", help="other packages' too, if they are made with SnapshotWrapper")
+    parser.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules that register environments"
+    )
+    options = parser.parse_args(argv)
+    import_modules(options.modules)
+    specs = [spec for name, spec in gym.registry.items() if name.startswith("sandboxgym/")]
+    if options.all or options.modules:
+        specs += [s for s in gym.registry.values() if s not in specs and _is_wrapped(s)]
+    rows = [(spec.id, snapshot_kind(spec), _data_line(spec.id)) for spec in specs]
+    head = ("environment", "snapshots", "data")
+    wide = [max(len(row[column]) for row in [head, *rows]) for column in range(2)]
+    screen = Screen(sys.stdout)
+    for row in [head, *rows]:
+        line = f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}"
+        screen.line(screen.style(line, "bold") if row is head else line)
+    return OK
+
+
+def info_main(argv: Sequence[str]) -> int:
+    """``sandboxgym info``."""
+    parser = argparse.ArgumentParser(prog="sandboxgym info", description="One environment in full.")
+    parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
+    add_kwargs(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(argv)
+    about = describe(options.env_id, parse_kwargs(options.kwargs))
+    if options.json:
+        print(json.dumps(about, indent=2, default=str))
+    else:
+        _print_info(about, Screen(sys.stdout))
+    return OK
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that register environments."""
+    import importlib
+
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise CommandError(f"cannot import {name}: {error}", status=USAGE) from error
+
+
+def describe(env_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Everything ``info`` says, as JSON values."""
+    env = make(env_id, kwargs)
+    try:
+        base, spec = env.unwrapped, env.spec
+        kind = type(base)
+        snapshots = getattr(base, "snapshot_spec", None)
+        wrappers = []
+        layer: gym.Env[Any, Any] = env
+        while isinstance(layer, gym.Wrapper):
+            wrappers.append(type(layer).__name__)
+            layer = layer.env
+        env_name = env_id if spec is None else spec.id
+        return {
+            "id": env_name,
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "about": (inspect.getdoc(kind) or "").partition("\n")[0],
+            "observation_space": str(env.observation_space),
+            "action_space": str(env.action_space),
+            "max_episode_steps": None if spec is None else spec.max_episode_steps,
+            "wrappers": wrappers,
+            "arguments": _arguments(kind),
+            "snapshots": asdict(snapshots) if isinstance(snapshots, SnapshotSpec) else None,
+            "data": [_data_facts(dataset) for dataset in data.DATASETS.values() if dataset.env_id == env_name],
+        }
+    finally:
+        env.close()
+
+
+def _print_info(about: dict[str, Any], screen: Screen) -> None:
+    def head(text: str) -> None:
+        screen.line()
+        screen.line(screen.style(text, "bold"))
+
+    screen.line(screen.style(about["id"], "bold") + f"  {about['class']}")
+    screen.text(about["about"])
+    head("Spaces")
+    screen.text(f"observations  {about['observation_space']}", indent="  ", hanging=" " * 16)
+    screen.text(f"actions       {about['action_space']}", indent="  ", hanging=" " * 16)
+    screen.line(f"  step limit    {about['max_episode_steps'] or 'none'}")
+    screen.text(f"wrappers      {' > '.join(about['wrappers']) or 'none'}", indent="  ", hanging=" " * 16)
+    head("Arguments")
+    for argument in about["arguments"]:
+        default = "" if argument["required"] else f" = {argument['default']}"
+        screen.line(f"  {argument['name']}{default}")
+        if argument["about"]:
+            screen.text(argument["about"].replace("``", ""), "dim", indent="      ")
+    head("Snapshots")
+    if about["snapshots"] is None:
+        screen.line("  none: it has no snapshot_spec")
+    for name, value in (about["snapshots"] or {}).items():
+        screen.text(f"{name:<14}{value!s:<10} {SENTENCES[name][value]}", indent="  ", hanging=" " * 27)
+    for dataset in about["data"]:
+        head(f"Data: {dataset['name']}")
+        screen.text(dataset["about"], indent="  ")
+        screen.text(f"looked for in {dataset['directory']}", indent="  ", hanging="    ")
+        found = ", ".join(dataset["found"])
+        screen.text(f"found: {found}" if found else f"not there: {dataset['command']}", indent="  ", hanging="    ")
+
+
+def _arguments(kind: type[Any]) -> list[dict[str, Any]]:
+    described = _described_arguments(inspect.getdoc(kind) or "")
+    return [
+        {
+            "name": name,
+            "required": parameter.default is parameter.empty,
+            "default": None if parameter.default is parameter.empty else repr(parameter.default),
+            "about": described.get(name, ""),
+        }
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _described_arguments(docstring: str) -> dict[str, str]:
+    """The list under "## Arguments": ``- ``name``: text`` entries, as in Gymnasium's own environments."""
+    section = docstring.partition("## Arguments")[2].partition("\n## ")[0]
+    described: dict[str, str] = {}
+    for entry in textwrap.dedent(section).split("\n- ")[1:]:
+        names, _, text = entry.partition(":")
+        for name in names.replace("`", "").split(","):
+            described[name.strip()] = " ".join(text.split())
+    return described
+
+
+def _data_facts(dataset: data.DataSet) -> dict[str, Any]:
+    return {
+        "name": dataset.name,
+        "about": dataset.about,
+        "directory": str(data.directory(dataset.name)),
+        "found": data.parts_found(dataset.name),
+        "command": f"sandboxgym download {dataset.name}",
+    }
+
+
+def _data_line(env_id: str) -> str:
+    for dataset in data.DATASETS.values():
+        if dataset.env_id == env_id:
+            found = data.parts_found(dataset.name)
+            state = f"found ({', '.join(found)})" if found else f"not here: sandboxgym download {dataset.name}"
+            return f"embedded; {dataset.name} {state}"
+    return ""
+
+
+def _is_wrapped(spec: EnvSpec) -> bool:
+    return any(wrapper.name == sandboxgym.SnapshotWrapper.__name__ for wrapper in spec.additional_wrappers)
+
+
+def _creator(spec: EnvSpec) -> Any:
+    try:
+        return load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    except ImportError:
+        return None
+
+
+def _metadata(spec: EnvSpec) -> dict[str, Any]:
+    metadata: dict[str, Any] = getattr(_creator(spec), "metadata", None) or {}
+    return metadata

@@ -1,0 +1,103 @@
+"""``sandboxgym gc``: removes what killed processes left behind, and nothing that a living one uses.
+
+1. Run directories whose owner is gone (`leftovers.reap`).
+2. Partial downloads and half-unpacked archives that nobody has touched for a day and nobody holds.
+3. Temporary files of interrupted atomic writes, older than a day, in the directories of this package.
+4. With ``--all``, the caches: what is there can be made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sandboxgym import data, leftovers
+from sandboxgym.cli import FAILED, OK
+from sandboxgym.cli.download import LOCK, SCRATCH
+from sandboxgym.cli.screen import nbytes_text
+from sandboxgym.leftovers import Leftover
+
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
+"""Names that `format.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
+_HIDDEN = re.compile(r"\..+")
+
+
+def main(argv: Sequence[str]) -> int:
+    """``sandboxgym gc``."""
+    parser = argparse.ArgumentParser(
+        prog="sandboxgym gc", description="Remove what killed processes left behind. What living ones use stays."
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--all", action="store_true", help="the caches too (compiled games, indices)")
+    options = parser.parse_args(argv)
+    found = leftovers.reap(dry_run=options.dry_run)
+    for path, what in [*stale_files(), *(caches() if options.all else ())]:
+        found.append(_remove(path, what, options.dry_run))
+    for item in found:
+        verb = "removed" if item.removed else "would remove" if options.dry_run and not item.note else "kept"
+        note = f": {item.note}" if item.note else ""
+        print(f"{verb} {item.what} {item.path} ({nbytes_text(item.nbytes)}){note}")
+    gone = [item for item in found if item.removed or (options.dry_run and not item.note)]
+    print(
+        f"{'would remove' if options.dry_run else 'removed'} {len(gone)}, "
+        f"{nbytes_text(sum(item.nbytes for item in gone))}"
+    )
+    return FAILED if any(item.note for item in found) else OK
+
+
+def stale_files() -> Iterator[tuple[Path, str]]:
+    """What interrupted downloads and writes left, older than a day and not in use."""
+    roots = {data.directory(name) for name in data.DATASETS}
+    for root in sorted(roots):
+        scratch = root / SCRATCH
+        if not scratch.is_dir() or _in_use(scratch):
+            continue
+        yield from ((path, "interrupted download") for path in sorted(scratch.iterdir()) if _is_stale(path))
+    for root in sorted({*roots, data.data_dir(), data.cache_dir(), leftovers.runtime_dir(create=False)}):
+        yield from ((path, "temporary file") for path in _temporaries(root, _TEMPORARY))
+    for cache, _ in caches():
+        for folder, _, _ in os.walk(cache):  # all ours, so every hidden file there is one not yet in place
+            yield from ((path, "temporary file") for path in _temporaries(Path(folder), _HIDDEN))
+
+
+def caches() -> Iterator[tuple[Path, str]]:
+    """The caches that exist."""
+    for name, holds in data.CACHES.items():
+        path = data.cache_dir() / name
+        if path.is_dir() and not path.is_symlink():
+            yield path, f"cache ({holds})"
+
+
+def _temporaries(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if pattern.fullmatch(path.name) and path.is_file() and not path.is_symlink() and _is_stale(path):
+            yield path
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return leftovers.older_than(path, leftovers.STALE_SECONDS)
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(scratch: Path) -> bool:
+    """Whether a process is downloading there."""
+    try:
+        with open(scratch / LOCK, "rb") as file:
+            return not leftovers.try_lock(file)
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path, what: str, dry_run: bool) -> Leftover:
+    try:
+        nbytes = leftovers.tree_nbytes(path)
+        if not dry_run:
+            leftovers.remove_tree(path)
+        return Leftover(path, what, nbytes, removed=not dry_run)
+    except OSError as error:
+        return Leftover(path, what, 0, removed=False, note=str(error))

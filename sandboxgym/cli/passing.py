@@ -1,0 +1,61 @@
+"""Commands that hand their arguments on, unparsed, to another module's command line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+
+from sandboxgym.cli import OK, USAGE
+
+BENCHMARKS = {
+    "snapshots": ("sandboxgym.bench", "snapshot, restore and fork against replaying the prefix"),
+    "alfworld": ("sandboxgym.bench_alfworld", "ALFWorld against the original engine"),
+    "pool": ("sandboxgym.bench_pool", "a pool of workers stepping many environments"),
+}
+
+
+def bench_main(argv: Sequence[str]) -> int:
+    """Run one benchmark; without a name, the first."""
+    arguments = list(argv)
+    name = next(iter(BENCHMARKS))
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments.pop(0)
+    elif "-h" in arguments or "--help" in arguments:
+        print("usage: sandboxgym bench [NAME] [options]\n")
+        for known, (_, about) in BENCHMARKS.items():
+            print(f"  {known:<10} {about}")
+        print(f"\nWithout a name: {name}. sandboxgym bench NAME --help lists a benchmark's options.")
+        return OK
+    if name not in BENCHMARKS:
+        print(f"sandboxgym bench: no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return USAGE
+    module = importlib.import_module(BENCHMARKS[name][0])
+    with _argv(f"sandboxgym bench {name}", *arguments):
+        status: int | None = module.main()
+    return OK if status is None else status
+
+
+def conformance_main(argv: Sequence[str]) -> int:
+    """``python -m sandboxgym.conformance`` with these arguments."""
+    with _argv("sandboxgym conformance", *argv):
+        try:
+            runpy.run_module("sandboxgym.conformance", run_name="__main__", alter_sys=False)
+        except SystemExit as leave:
+            if isinstance(leave.code, str):
+                print(leave.code, file=sys.stderr)
+                return 1
+            return leave.code or OK
+    return OK
+
+
+@contextlib.contextmanager
+def _argv(*arguments: str) -> Iterator[None]:
+    """The process's command line meanwhile: argparse takes the program's name from it."""
+    before, sys.argv = sys.argv, list(arguments)
+    try:
+        yield
+    finally:
+        sys.argv = before

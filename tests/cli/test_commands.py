@@ -1,0 +1,174 @@
+"""The front door: what is listed, described and suggested, at what price, with which exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from sandboxgym import cli, data
+from sandboxgym.cli import doctor, passing, probes
+
+ROOT = Path(__file__).parents[2]
+STATUSES = {"ok", "limited", "missing"}
+
+
+def test_help_is_cheap_and_names_every_command(tmp_path):
+    code = (
+        "import sys; from sandboxgym.cli import main; status = main(['--help']); "
+        "print(status, sorted({'torch', 'transformers', 'tqdm', 'rich', 'pooch', 'docker'} & set(sys.modules)), "
+        "[name for name in sys.modules if name.startswith(('sandboxgym.cli.', 'sandboxgym.envs.'))])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 [] []", done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
+
+
+def test_the_module_is_the_command_and_a_closed_pipe_is_no_error(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f"{sys.executable} -m sandboxgym list | head -c 5"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("envir", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ((), 2, ""),
+        (("lst",), 2, "did you mean 'list'"),
+        (("info",), 2, "ENV_ID"),
+        (("info", "alfworld-v0"), 2, "did you mean 'ALFWorld-v0'"),
+        (("play", "sandboxgym/AlfWorld-v0"), 2, "did you mean 'sandboxgym/ALFWorld-v0'"),
+        (("info", "ALFWorld-v0", "--kwargs", "games"), 2, "NAME=VALUE"),
+        (("info", "ALFWorld-v0", "--kwargs", "gmes=train"), 1, "gmes"),
+        (("info", "ALFWorld-v0", "--kwargs", "games=valid_seen"), 1, "ALFWORLD_DATA"),
+        (("play", "no.such.module:X-v0"), 2, "no.such"),
+        (("list", "--import", "no.such.module"), 2, "no.such"),
+        (("bench", "nothing"), 2, "there are: snapshots, alfworld, pool"),
+        (("doctor", "--require", "nothing"), 2, "no component 'nothing'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_status(run, arguments, status, message):
+    found, _, err = run(*arguments)
+    assert found == status and message in err
+
+
+def test_list_shows_ours_and_others_on_demand(run):
+    _, out, _ = run("list")
+    assert "sandboxgym/ALFWorld-v0  memory" in out and "sandboxgym download alfworld" in out
+    assert "toys/" not in out and "CartPole" not in out
+    _, out, _ = run("list", "--all")
+    assert "toys/Corridor-v0" in out and "CartPole" not in out
+
+
+def test_info_describes_arguments_snapshots_and_data(run, tmp_path):
+    status, out, _ = run("info", "ALFWorld-v0", "--kwargs", "limit=3", "--json")
+    about = json.loads(out)
+    assert status == 0 and about["id"] == "sandboxgym/ALFWorld-v0" and about["max_episode_steps"] == 50
+    assert about["wrappers"][0] == "SnapshotWrapper" and about["snapshots"]["kind"] == "memory"
+    arguments = {argument["name"]: argument for argument in about["arguments"]}
+    assert arguments["limit"]["default"] == "None" and "so many games" in arguments["limit"]["about"]
+    assert about["data"][0]["directory"] == str(tmp_path / "data" / "alfworld") and about["data"][0]["found"] == []
+    game = data.directory("alfworld") / "json_2.1.1/valid_seen/task/trial/game.tw-pddl"
+    game.parent.mkdir(parents=True)
+    game.write_text("{}")
+    _, out, _ = run("info", "ALFWorld-v0")
+    assert "found: games" in out and "a saved snapshot restores in another process" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_benchmarks_and_conformance_get_the_rest_of_the_line(run, monkeypatch):
+    got = []
+    for module, _ in passing.BENCHMARKS.values():
+        stub = types.ModuleType(module)
+        stub.main = lambda module=module: got.append((module, *sys.argv))
+        monkeypatch.setitem(sys.modules, module, stub)
+    assert run("bench", "--repeats", "3")[0] == 0
+    assert run("bench", "pool", "--workers", "2", "--help")[0] == 0
+    assert got == [
+        ("sandboxgym.bench", "sandboxgym bench snapshots", "--repeats", "3"),
+        ("sandboxgym.bench_pool", "sandboxgym bench pool", "--workers", "2", "--help"),
+    ]
+    monkeypatch.setattr(passing.runpy, "run_module", lambda *args, **kwargs: sys.exit(len(sys.argv)))
+    assert run("conformance", "an-id", "--json", "x")[0] == 4
+
+
+def test_doctor_finds_something_about_everything_and_leaves_nothing(run, tmp_path):
+    status, out, err = run("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert (status, err) == (0, "")
+    assert {"docker", "overlay", "browser", "textworld", "swebench", "data"} <= findings.keys()
+    assert all(f["status"] in STATUSES and f["detail"] for f in findings.values())
+    assert all(f["fix"] for f in findings.values() if f["status"] == "missing")
+    assert not any("the trial failed" in f["detail"] for f in findings.values())
+    assert findings["data"]["status"] == "missing"
+    runtime = tmp_path / "runtime"
+    assert [path.name for path in runtime.iterdir() if path.name != ".lock"] == []
+    mounts = Path("/proc/self/mounts")
+    assert not mounts.exists() or str(runtime) not in mounts.read_text()
+
+
+@pytest.fixture
+def found(monkeypatch):
+    ok = probes.Finding("docker", "ok", "27.0", "containers")
+    limited = probes.Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
+    monkeypatch.setattr(doctor, "PROBES", (lambda: ok, lambda: iter([limited])))
+
+
+def test_what_is_required_decides_about_the_status(run, found):
+    assert run("doctor")[0] == 0
+    assert run("doctor", "--require", "docker")[0] == 0
+    status, out, err = run("doctor", "--require", "docker,criu")
+    assert status == 1 and "required, but limited: criu" in err and "-> a newer one" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_a_trial_that_breaks_does_not_hide_the_others(run, monkeypatch):
+    def broken():
+        raise RuntimeError("unheard of")
+
+    monkeypatch.setattr(doctor, "PROBES", (broken, probes.cores))
+    status, out, _ = run("doctor")
+    assert status == 0 and "RuntimeError: unheard of" in out and "cores" in out
+
+
+def test_docker_is_asked_over_its_socket(monkeypatch, tmp_path):
+    import socketserver
+    import threading
+
+    class Daemon(socketserver.StreamRequestHandler):
+        def handle(self):
+            while self.rfile.readline().strip():
+                pass
+            body = b'{"Version": "27.3.1"}'
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    with socketserver.UnixStreamServer(str(tmp_path / "d.sock"), Daemon) as daemon:
+        thread = threading.Thread(target=daemon.handle_request)
+        thread.start()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
+        finding = probes.docker()
+        thread.join()
+    assert finding.status == "ok" and "27.3.1" in finding.detail
+    finding = probes.docker()
+    assert finding.status == "missing" and finding.fix
+
+
+def test_a_trial_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(probes, "SECONDS", 0.2)
+    assert probes._run(["sleep", "30"]) is None
+    assert probes._why(probes._unshare(script="sleep 30")) == "no answer within 0.2 s"
+
+
+def test_overlay_says_why_it_does_not_work(monkeypatch):
+    monkeypatch.setattr(probes, "_OVERLAY", "echo 'mount: unknown filesystem type' >&2; exit 32")
+    finding = probes.overlay()
+    assert finding.status == "missing" and finding.fix
+    monkeypatch.setattr(probes.shutil, "which", lambda name: None)
+    assert probes.overlay().detail == "no `unshare` command"

@@ -1,0 +1,112 @@
+"""What only a terminal has: completion by the tab key, Ctrl-C, colour, progress bars."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sandboxgym.cli.progress import BarProgress, PlainProgress, progress
+
+ROOT = Path(__file__).parents[2]
+
+
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, *command: str) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        env.pop("NO_COLOR", None)
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            try:
+                os.execve(command[0], command, env)
+            finally:
+                os._exit(127)
+        self.seen = ""
+
+    def expect(self, text: str, *, seconds: float = 30.0) -> str:
+        """Read until the text appears; returns what came up to it, without colours."""
+        deadline = time.monotonic() + seconds
+        while text not in (plain := re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.seen)):
+            assert select.select([self.fd], [], [], max(0, deadline - time.monotonic()))[0], f"no {text!r} in {plain!r}"
+            self.seen += os.read(self.fd, 65536).decode(errors="replace")
+        self.seen = plain.partition(text)[2]
+        return plain.partition(text)[0]
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def status(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None:
+        os.close(self.fd)
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+@pytest.fixture
+def game():
+    terminal = Terminal(sys.executable, "-m", "sandboxgym", "play", "ALFWorld-v0", "--task", "0", "--no-list")
+    yield terminal
+    terminal.close()
+
+
+def test_the_tab_key_completes_whole_commands_and_the_end_of_input_leaves(game):
+    pytest.importorskip("readline")
+    game.expect("#0]")
+    game.expect("> ")
+    game.type("GO TO DE\t\n")
+    game.expect("#1]")
+    game.type(":und\t\n")
+    game.expect("#0]")
+    game.expect("> ")
+    game.type("\x04")
+    assert game.status() == 0
+
+
+def test_one_interrupt_drops_the_line_and_two_leave(game):
+    game.expect("> ")
+    game.type("look\x03")
+    game.expect("once more to leave")
+    game.expect("> ")
+    game.type("look\n")
+    game.expect("#1]")
+    game.expect("> ")
+    for expected in ("once more to leave", ""):
+        game.type("\x03")
+        if expected:
+            game.expect(expected)
+            game.expect("> ")
+    assert game.status() == 130
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
+    class Out(io.StringIO):
+        def isatty(self):
+            return True
+
+    assert isinstance(progress(Out()), BarProgress)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert isinstance(progress(Out()), PlainProgress)
+    lines = io.StringIO()
+    plain = progress(lines)
+    plain.start("games.zip", 1_000_000, 4_000_000)
+    plain.advance(3_000_000)
+    plain.finish()
+    plain.finish()
+    assert lines.getvalue() == "  games.zip: 1.0 MB of 4.0 MB (25%)\n  games.zip: 4.0 MB of 4.0 MB (100%)\n"
+    plain.start("unknown", 0, None)
+    assert lines.getvalue().endswith("  unknown: 0 B\n")
