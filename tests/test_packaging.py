@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -46,21 +45,6 @@ def test_every_public_name_exists():
 
     assert sorted(set(sandboxgym.__all__)) == list(sandboxgym.__all__)
     assert all(hasattr(sandboxgym, name) for name in sandboxgym.__all__)
-
-
-def readme_examples() -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-
-
-def test_the_readme_has_an_example():
-    assert readme_examples()
-
-
-@pytest.mark.parametrize("example", readme_examples(), ids=lambda code: f"{len(code.splitlines())} lines")
-def test_the_readmes_examples_run(example, tmp_path):
-    fresh_interpreter(example, cwd=tmp_path)
 
 
 def test_the_conformance_command_says_what_is_to_come(tmp_path):

@@ -1,0 +1,86 @@
+"""A chat endpoint on a real socket: /v1/chat/completions, answered by a function."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[str, list[float], list[float]]
+"""Content, log-probabilities of its tokens, those of the alternatives of the first one."""
+
+
+@dataclass
+class ChatStub:
+    """What came in and how much of it at a time."""
+
+    answer: Callable[[dict[str, Any]], Answer | tuple[int, dict[str, Any]]]
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def completion(content: str, logprobs: list[float], top: list[float]) -> dict[str, Any]:
+    def token(logprob: float) -> dict[str, Any]:
+        return {"token": "t", "logprob": logprob, "bytes": None}
+
+    tokens = [{**token(logprob), "top_logprobs": [token(x) for x in top]} for logprob in logprobs]
+    return {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "stub",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": content},
+                "logprobs": {"content": tokens} if tokens else None,
+            }
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": len(tokens), "total_tokens": 7 + len(tokens)},
+    }
+
+
+@contextmanager
+def chat_stub(answer: Callable[[dict[str, Any]], Any]) -> Iterator[ChatStub]:
+    stub = ChatStub(answer)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with stub.lock:
+                stub.requests.append(request)
+            reply = stub.answer(request)
+            status, body = reply if isinstance(reply[0], int) else (200, completion(*reply))
+            data = json.dumps(body).encode()
+            self.send_response(status if self.path == "/v1/chat/completions" else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    stub.url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def commands(request: dict[str, Any]) -> list[str]:
+    """The admissible commands in the last message of a request."""
+    return request["messages"][-1]["content"].partition("You can:\n")[2].splitlines()
