@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup train test test-all lint bench clean
+.PHONY: setup setup-reference train test test-all lint docs bench clean
 
 setup: $(STAMP)
 
@@ -17,6 +17,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+# The original ALFWorld engine, an oracle in the tests: compiles Fast Downward, so it wants cmake and a C++ compiler.
+setup-reference: setup
+	$(BIN)/python -c "import textworld, fast_downward" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[alfworld-reference]'
 
 # SFT, then BPO on embedded games: about 10 minutes on two cores. ARGS="--seed 1 --algo rloo" changes anything.
 train: setup
@@ -36,8 +41,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: setup
 	$(BIN)/python -m sandboxgym.bench
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
