@@ -9,6 +9,7 @@
 >>> children = env.fork(4, seed=0)
 """
 
+from sandboxgym.codecs import Adapter, WrapperCodec, register_wrapper
 from sandboxgym.core import (
     Layer,
     Snapshot,
@@ -28,11 +29,12 @@ from sandboxgym.errors import (
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.registration import register_envs
 from sandboxgym.spaces import Unicode
-from sandboxgym.wrappers import SnapshotWrapper, WrapperCodec, fork, register_wrapper, restore, snapshot
+from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "Layer",
     "ResetNeeded",
     "Snapshot",

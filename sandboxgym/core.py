@@ -20,11 +20,12 @@ no code with this package qualifies through the `SupportsSnapshot` protocol.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import hashlib
 import inspect
 import json
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, Snaps
 
 ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
+
+Through = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""From the (observation, info) of an environment to that of the wrappers around it."""
 
 Kind = Literal["memory", "filesystem", "full", "logical", "replay"]
 
@@ -133,7 +137,7 @@ class Snapshot:
         id: str | None = None,
         parent: str | None = None,
     ) -> None:
-        self.id = id or uuid.uuid4().hex
+        self.id = id or os.urandom(16).hex()
         self.parent = parent
         self.header = header
         self.layers = layers
@@ -289,7 +293,9 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     - `_transition`, if the last transition can be recomputed from the state (it is not stored then);
     - `_encode`/`_decode`, if the state is not plain data (None, bool, int, float, str, bytes, list, tuple, dict,
       set, NumPy arrays and scalars);
-    - `_config`, what else must be equal for a snapshot to fit (default: the constructor's arguments);
+    - `_config`, what else must be equal for a snapshot to fit (default: the constructor's arguments, as `comparable`
+      sees them: of an object that is neither data, an array, a path, a class, a function nor a dataclass, only the
+      type is compared);
     - `_blank`, to build a fork more cheaply than by the constructor;
     - `_reseed`, for randomness kept outside ``self.np_random``.
     """
@@ -334,7 +340,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         if self._recomputes():
             return self._transition()
         assert self._last is not None
-        return copy.deepcopy(self._last)
+        return _copied_transition(self._last)
 
     def snapshot(self) -> Snapshot:
         """Capture this environment (without its wrappers; `sandboxgym.snapshot` takes those too).
@@ -360,6 +366,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         Raises:
             SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: and the environment is as it was.
         """
+        return self._restore(snap, seed, lambda observation, info: (observation, info))
+
+    def _restore(self, snap: Snapshot, seed: int | None, through: Through) -> tuple[ObsT, dict[str, Any]]:
+        """`restore`, its result taken through the wrappers around; what fails there is rolled back too."""
         if not isinstance(snap, Snapshot):
             raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
         if snap.layers:
@@ -375,6 +385,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         try:
             self._put(body, seed)
             transition = self.last
+            observation, info = through(transition.observation, transition.info)
         except BaseException as error:
             if undo is not None:
                 self._put(undo, None)
@@ -384,7 +395,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
                 raise
             raise SnapshotCorrupt(f"{snap!r} cannot be applied: {error!r}") from error
         self._lineage = snap.id
-        return transition.observation, transition.info
+        return observation, info
 
     def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
         """``k`` new environments at this state; this one goes on untouched.
@@ -414,7 +425,12 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return children
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.fork(1)[0] if self._was_reset else self._blank()
+        if self._was_reset:
+            return self.fork(1)[0]
+        twin = self._blank()
+        self._unshare_spaces(twin)
+        twin._put_streams(self._streams())
+        return twin
 
     def __copy__(self) -> Self:
         raise TypeError(f"a shallow copy of {type(self).__name__} would share its state: use fork(), or copy.deepcopy")
@@ -445,7 +461,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         args, kwargs = self._arguments
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
-        return {name: value for name, value in bound.arguments.items() if name != "render_mode" and _is_json(value)}
+        return {name: comparable(value) for name, value in bound.arguments.items() if name != "render_mode"}
 
     def _blank(self) -> Self:
         args, kwargs = self._arguments
@@ -485,8 +501,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         state = self._capture()
         if not self.immutable_state:
             state = copy.deepcopy(state)
-        _ = self.np_random  # made now if reset was not seeded and nothing drawn: else every restore would make its own
-        return _Body(state, self._streams(), None if self._recomputes() else copy.deepcopy(self._last))
+        # Streams that nothing was drawn from yet are made now: else every restore would make its own.
+        _ = self.np_random
+        randomness.materialise(self.action_space, self.observation_space)
+        return _Body(state, self._streams(), None if self._recomputes() else self._last)
 
     def _streams(self) -> dict[str, Any]:
         return {
@@ -504,7 +522,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     def _put(self, body: _Body, seed: int | None) -> None:
         self._apply(body.state if self.immutable_state else copy.deepcopy(body.state))
-        self._last = copy.deepcopy(body.transition)
+        self._last = body.transition  # private and never mutated, like the one in the snapshot
         self._was_reset = True
         if seed is None:
             self._put_streams(body.rng)
@@ -535,7 +553,7 @@ def _recording_reset(reset: Callable[..., Any]) -> Callable[..., Any]:
         observation, info = reset(self, *args, **kwargs)
         self._was_reset = True
         if not self._recomputes():  # a copy, for callers and wrappers write into what they are given
-            self._last = copy.deepcopy(Transition(observation, 0.0, False, False, info))
+            self._last = _copied_transition(Transition(observation, 0.0, False, False, info))
         return observation, info
 
     return recorded
@@ -546,7 +564,7 @@ def _recording_step(step: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(self: SnapshotEnv[Any, Any], *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
         if not self._recomputes():
-            self._last = copy.deepcopy(Transition(*result))
+            self._last = _copied_transition(Transition(*result))
         return result
 
     return recorded
@@ -570,9 +588,61 @@ def _as_dict(header: Header) -> dict[str, Any]:
     return {name: getattr(header, name) for name in Header.__slots__}
 
 
-def _is_json(value: Any) -> bool:
+def copied(value: Any) -> Any:
+    """A deep copy of what an environment returned; quick on plain data.
+
+    Unlike ``copy.deepcopy`` it does not preserve that two places hold the same object.
+    """
     try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+        return _copied(value)
+    except RecursionError:  # it holds itself
+        return copy.deepcopy(value)
+
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types of values that a copy would not differ from."""
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if kind is list:
+        return [_copied(item) for item in value]
+    if kind is tuple:
+        return tuple([_copied(item) for item in value])
+    if kind is np.ndarray and value.dtype.kind != "O":
+        return value.copy(order="K")
+    return copy.deepcopy(value)
+
+
+def _copied_transition(transition: Transition) -> Transition:
+    return Transition(*copied(tuple(transition)))
+
+
+def comparable(value: Any) -> Any:
+    """A JSON value that is equal for equal settings; of objects that are not data only the type is told."""
+    if isinstance(value, float):
+        return value if value == value else "nan"  # which is not equal to itself
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [comparable(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): comparable(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((comparable(item) for item in value), key=json.dumps)
+    if isinstance(value, np.generic):
+        return comparable(value.item())
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: comparable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -183,15 +182,18 @@ def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write so that a reader, or a crash at any moment, finds the old file or the new one, never a part."""
+    """Write so that a reader, or a crash at any moment, finds the old file or the new one, never a part.
+
+    The file's permissions are those of any file the user creates (the umask's).
+    """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -5,7 +5,7 @@ A stream is a NumPy `Generator`; its state includes the seed sequence, so that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -15,8 +15,14 @@ from gymnasium.utils import seeding
 from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
 
 _BIT_GENERATORS = {name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")}
+_NAMES = {kind: name for name, kind in _BIT_GENERATORS.items()}
+
+_LEAVES = frozenset(
+    {gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Text}
+)  # without spaces inside
 
 State = dict[str, Any]
+Space = gym.Space[Any]
 
 
 def sibling_seed(seed: int, index: int) -> int:
@@ -29,8 +35,8 @@ def capture(generator: np.random.Generator | None) -> State | None:
     if generator is None:
         return None
     bits = generator.bit_generator
-    name = type(bits).__name__
-    if _BIT_GENERATORS.get(name) is not type(bits):
+    name = _NAMES.get(type(bits))
+    if name is None:
         raise SnapshotNotSupported(f"expected a NumPy bit generator ({', '.join(_BIT_GENERATORS)}), found {type(bits)}")
     return {"bit_generator": name, "state": bits.state, "seed_sequence": _sequence(bits)}
 
@@ -42,6 +48,7 @@ def restored(state: State | None, current: np.random.Generator | None) -> np.ran
     try:
         kind, sequence = _BIT_GENERATORS[state["bit_generator"]], state["seed_sequence"]
         _check_position(state["state"])
+        _check_pool(sequence)
         bits = None if current is None else current.bit_generator
         if current is None or type(bits) is not kind or _sequence(bits) != sequence:
             seeds = np.random.SeedSequence(**{**sequence, "spawn_key": tuple(sequence["spawn_key"])}) if sequence else 0
@@ -50,6 +57,12 @@ def restored(state: State | None, current: np.random.Generator | None) -> np.ran
     except Exception as error:  # NumPy raises many types on content that lies
         raise SnapshotCorrupt(f"not the state of a random stream: {error!r}") from error
     return current
+
+
+def _check_pool(sequence: State | None) -> None:
+    """A seed sequence mixes every word of its pool with every other: a large one takes forever."""
+    if sequence is not None and not 4 <= sequence["pool_size"] <= 256:
+        raise ValueError(f"expected a pool of 4 to 256 words, found {sequence['pool_size']}")
 
 
 def _check_position(state: State) -> None:
@@ -74,33 +87,44 @@ def _sequence(bits: Any) -> dict[str, Any] | None:
     return state
 
 
-def capture_spaces(*spaces: gym.Space[Any] | None) -> list[State | None]:
-    """The streams of some spaces and of all spaces inside them, in a fixed order."""
-    return [capture(space._np_random) for root in spaces for space in _walk(root)]
+def spaces_in(*spaces: Space | None, but: Collection[int] = ()) -> Iterator[Space]:
+    """Some spaces and all spaces inside them, in a fixed order; ``but`` has the ids of those to leave out."""
+    for space in spaces:
+        if space is None or id(space) in but:
+            continue
+        yield space
+        if type(space) in _LEAVES:
+            continue
+        for value in vars(space).values():
+            if isinstance(value, dict):
+                value = list(value.values())
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(inner, gym.Space):
+                    yield from spaces_in(inner, but=but)
 
 
-def restore_spaces(states: list[State | None], *spaces: gym.Space[Any] | None) -> None:
+def materialise(*spaces: Space | None, but: Collection[int] = ()) -> None:
+    """Make the streams that Gymnasium would make, from fresh entropy, when first drawn from."""
+    for space in spaces_in(*spaces, but=but):
+        if space._np_random is None:
+            space._np_random = seeding.np_random()[0]  # not the property: it seeds the spaces inside anew
+
+
+def capture_spaces(*spaces: Space | None, but: Collection[int] = ()) -> list[State | None]:
+    """The streams of the spaces that `spaces_in` finds."""
+    return [capture(space._np_random) for space in spaces_in(*spaces, but=but)]
+
+
+def restore_spaces(states: list[State | None], *spaces: Space | None, but: Collection[int] = ()) -> None:
     """Give the spaces the streams of `capture_spaces`."""
-    found = [space for root in spaces for space in _walk(root)]
+    found = list(spaces_in(*spaces, but=but))
     if not isinstance(states, list) or len(found) != len(states):
         raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {states!r:.100}")
     for space, state in zip(found, states, strict=True):
         space._np_random = restored(state, space._np_random)  # type: ignore[assignment]  # None until first used
 
 
-def reseed_spaces(seed: int, *spaces: gym.Space[Any] | None) -> None:
+def reseed_spaces(seed: int, *spaces: Space | None, but: Collection[int] = ()) -> None:
     """Give every space its own stream drawn from ``seed``."""
-    for index, space in enumerate(space for root in spaces for space in _walk(root)):
+    for index, space in enumerate(spaces_in(*spaces, but=but)):
         space._np_random = seeding.np_random(sibling_seed(seed, index + 1))[0]
-
-
-def _walk(space: gym.Space[Any] | None) -> Iterator[gym.Space[Any]]:
-    if space is None:
-        return
-    yield space
-    for value in vars(space).values():
-        if isinstance(value, dict):
-            value = list(value.values())
-        for inner in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(inner, gym.Space):
-                yield from _walk(inner)

@@ -11,6 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.wrappers.utils import create_zero_array
 
 
 class Unicode(gym.Space[str]):
@@ -55,3 +56,9 @@ class Unicode(gym.Space[str]):
 
     def __repr__(self) -> str:
         return "Unicode()"
+
+
+@create_zero_array.register(Unicode)
+def _no_text(space: Unicode) -> str:
+    """What Gymnasium's `FrameStackObservation` and `DelayObservation` fill up with."""
+    return ""

@@ -3,76 +3,62 @@
 A wrapper that can change a later observation, reward or flag is part of the environment's state: restoring the base
 alone would give a `TimeLimit` the wrong deadline. `snapshot`, `restore` and `fork` walk the whole stack, whatever is
 around the environment; `SnapshotWrapper`, which ``gym.make`` puts outermost around every environment of this
-package, offers them as methods. A stateful wrapper without a codec is refused by name, never skipped.
+package, offers them as methods. What each class of wrappers needs is in `codecs` and `gymnasium_codecs`; a stateful
+wrapper without a codec is refused by name, never skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
+import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 import gymnasium as gym
-from gymnasium.wrappers.common import OrderEnforcing, PassiveEnvChecker, TimeLimit
+import numpy as np
 
-from sandboxgym import randomness
-from sandboxgym.core import Layer, Snapshot, SnapshotEnv, SnapshotSpec, SupportsSnapshot
-from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
+from sandboxgym import format as durable
+from sandboxgym import gymnasium_codecs, randomness
+from sandboxgym.codecs import (
+    OUTPUT,
+    AnyWrapper,
+    WrapperCodec,
+    attributes,
+    codec_of,
+    name_of,
+    output,
+    register_wrapper,
+    walk,
+)
+from sandboxgym.core import (
+    ATOMS,
+    Layer,
+    Snapshot,
+    SnapshotEnv,
+    SnapshotSpec,
+    SupportsSnapshot,
+    comparable,
+)
+from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, SnapshotNotSupported
+
+__all__ = [
+    "SnapshotWrapper",
+    "StackSnapshot",
+    "WrapperCodec",
+    "fork",
+    "register_wrapper",
+    "restore",
+    "snapshot",
+]
+
+gymnasium_codecs.register()
 
 AnyEnv = gym.Env[Any, Any]
-AnyWrapper = gym.Wrapper[Any, Any, Any, Any]
 Env = TypeVar("Env", bound=AnyEnv)
-
-
-@dataclass(frozen=True, slots=True)
-class WrapperCodec:
-    """Which attributes of a wrapper are state, and which must be equal for a snapshot to fit.
-
-    Attributes:
-        state: names of attributes that are captured and restored.
-        config: names of attributes compared on restore.
-        types: of those state attributes that are checked before they are restored.
-        after: called with the wrapper and the restored ``(observation, info)`` once its state is in place.
-    """
-
-    state: tuple[str, ...] = ()
-    config: tuple[str, ...] = ()
-    types: Mapping[str, Any] = field(default_factory=dict)
-    after: Callable[[Any, tuple[Any, dict[str, Any]]], None] | None = None
-
-
-def _compare_with_restored(checker: Any, transition: tuple[Any, dict[str, Any]]) -> None:
-    """`PassiveEnvChecker` compares its next transition with the one before, which it only has after its own reset."""
-    checker._previous_data = None if checker.checked_data_reuse else copy.deepcopy(transition)
-
-
-_CHECKED = ("checked_reset", "checked_step", "checked_render", "checked_data_reuse")
-_CODECS: dict[type[Any], WrapperCodec] = {
-    TimeLimit: WrapperCodec(
-        state=("_elapsed_steps",), config=("_max_episode_steps",), types={"_elapsed_steps": int | None}
-    ),
-    OrderEnforcing: WrapperCodec(
-        state=("_has_reset",), config=("_disable_render_order_enforcing",), types={"_has_reset": bool}
-    ),
-    PassiveEnvChecker: WrapperCodec(
-        state=_CHECKED,
-        types=dict.fromkeys(_CHECKED, bool),
-        after=_compare_with_restored,
-    ),
-}
-
-
-def register_wrapper(wrapper: type[AnyWrapper], codec: WrapperCodec = WrapperCodec()) -> None:
-    """Teach the stack walk a wrapper class; without a codec it is declared stateless.
-
-    Example:
-        >>> class Counter(gym.Wrapper):
-        ...     count = 0
-        >>> register_wrapper(Counter, WrapperCodec(state=("count",)))
-    """
-    _CODECS[wrapper] = codec
+Output = tuple[Any, dict[str, Any]]
 
 
 def snapshot(env: AnyEnv) -> Any:
@@ -86,50 +72,91 @@ def snapshot(env: AnyEnv) -> Any:
         ResetNeeded: before the first ``reset``.
     """
     wrappers, base = _stack(env)
-    layers = tuple(_capture(wrapper) for wrapper in wrappers)
+    layers = tuple([_capture(wrapper, codec) for wrapper, codec in wrappers])
+    for (wrapper, codec), layer in zip(wrappers, layers):
+        if codec.remember and layer.state[2] is None:
+            raise ResetNeeded(f"{name_of(wrapper)} has returned nothing yet: call reset() through it before a snapshot")
     handle = base.snapshot()
     if not layers:
         return handle
-    return handle.layered(layers) if isinstance(handle, Snapshot) else StackSnapshot(base, handle, layers)
+    if not isinstance(handle, Snapshot):
+        return StackSnapshot(base, handle, layers)
+    return handle.layered(layers + handle.layers if _captures_stack(base) else layers)
 
 
-def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
     """Go to the captured state, in place, wrappers included; see `SnapshotEnv.restore`.
+
+    Returns:
+        The (observation, info) that ``env``, its outermost wrapper included, had last returned when captured.
 
     Raises:
         SnapshotMismatch: the stack of wrappers differs from the captured one, or the base does.
         TypeError: ``snap`` is not a snapshot.
     """
     wrappers, base = _stack(env)
-    if isinstance(base, SnapshotEnv) and not isinstance(snap, Snapshot):
+    whole = _captures_stack(base)
+    if (isinstance(base, SnapshotEnv) or whole) and not isinstance(snap, Snapshot):
         raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
     layers: tuple[Layer, ...] = snap.layers if isinstance(snap, (Snapshot, StackSnapshot)) else ()
-    _check_layers(wrappers, layers)
-    before = tuple(_capture(wrapper) for wrapper in wrappers)
-    try:  # the base last: it is all or nothing by itself
+    layers, inner = (layers[: len(wrappers)], layers[len(wrappers) :]) if whole else (layers, ())
+    _check_layers(wrappers, layers, trusted=not isinstance(snap, Snapshot) or snap._body is not None)
+    before = [_held(wrapper, codec) for wrapper, codec in wrappers]
+    outputs: list[Output] = []  # of each wrapper, innermost first
+
+    def through(observation: Any, info: dict[str, Any]) -> Output:
+        for wrapper, codec in reversed(wrappers):
+            try:
+                observation, info = output(wrapper, codec, observation, info)
+            except Exception as error:
+                if isinstance(error, SnapshotError) or not isinstance(snap, Snapshot) or snap._body is not None:
+                    raise
+                raise SnapshotCorrupt(f"{name_of(wrapper)} cannot take over its state: {error!r}") from error
+            outputs.append((observation, info))
+        return observation, info
+
+    try:
         _apply(wrappers, layers, seed)
+        handle: Any = snap
         if isinstance(snap, Snapshot):
-            transition = base.restore(snap.layered(()) if layers else snap, seed=seed)
+            handle = snap.layered(inner) if layers else snap
+        elif isinstance(snap, StackSnapshot):
+            handle = snap.handle
+        if isinstance(base, SnapshotEnv) and type(base).restore is SnapshotEnv.restore:
+            result = base._restore(handle, seed, through)
         else:
-            transition = base.restore(snap.handle if isinstance(snap, StackSnapshot) else snap, seed=seed)
+            result = _restore_foreign(base, handle, seed, through, undoable=any(c.observe for _, c in wrappers))
     except BaseException:
-        _apply(wrappers, before, None)
+        for (wrapper, _), held in zip(wrappers, before, strict=True):
+            _put_back(wrapper, held)
         raise
-    _notify(wrappers, transition)
-    return transition  # type: ignore[no-any-return]
+    for (wrapper, codec), transition in zip(reversed(wrappers), outputs, strict=True):
+        if codec.after is not None:
+            codec.after(wrapper, transition)
+    return result
 
 
 def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
-    """``k`` new environments at this state, each in the same stack of wrappers; see `SnapshotEnv.fork`."""
+    """``k`` new environments at this state, each in the same stack of wrappers; see `SnapshotEnv.fork`.
+
+    Raises:
+        SnapshotNotSupported: naming the wrapper that cannot be captured, or copied.
+        ResetNeeded: before the first ``reset``.
+    """
     wrappers, base = _stack(env)
-    layers = tuple(_capture(wrapper) for wrapper in wrappers)
+    for wrapper, _ in wrappers:
+        _materialise(wrapper)
     bases: Sequence[AnyEnv] = base.fork(k, seed=seed)
     try:
-        return [_rewrap(env, child, layers, seed, index) for index, child in enumerate(bases)]  # type: ignore[misc]
+        children = [_rewrap(env, child) for child in bases]
+        if seed is not None:
+            for index, child in enumerate(children):
+                _reseed(_stack(child)[0], randomness.sibling_seed(seed, index))
     except BaseException:
         for child in bases:
             child.close()
         raise
+    return children  # type: ignore[return-value]
 
 
 class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
@@ -145,14 +172,14 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
     @property
     def snapshot_spec(self) -> SnapshotSpec:
         """What snapshots of the base environment cover."""
-        spec: SnapshotSpec = _stack(self)[1].snapshot_spec
+        spec: SnapshotSpec = _base(self).snapshot_spec
         return spec
 
     def snapshot(self) -> Any:
         """See `sandboxgym.snapshot`."""
         return snapshot(self)
 
-    def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
         """See `sandboxgym.restore`."""
         return restore(self, snap, seed=seed)
 
@@ -161,20 +188,45 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
         return fork(self, k, seed=seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SnapshotWrapper:
-        return self.fork(1)[0]
+        try:
+            return self.fork(1)[0]
+        except ResetNeeded:
+            return _rewrap(self, copy.deepcopy(_base(self), memo))  # type: ignore[return-value]
 
     def __copy__(self) -> SnapshotWrapper:
         raise TypeError("a shallow copy of an environment would share its state: use fork(), or copy.deepcopy")
 
 
 class StackSnapshot:
-    """A third party's snapshot handle together with the wrappers' states; lives in memory only."""
+    """A third party's snapshot handle together with the wrappers' states; lives in memory only.
+
+    It has the attributes of `Snapshot`; ``digest`` and ``nbytes`` only where the handle has them.
+    """
 
     def __init__(self, base: AnyEnv, handle: Any, layers: tuple[Layer, ...]) -> None:
-        self.id = getattr(handle, "id", uuid.uuid4().hex)
-        self.env_id = base.spec.id if base.spec else type(base).__qualname__
+        self.id: str = getattr(handle, "id", None) or uuid.uuid4().hex
+        self.parent: str | None = getattr(handle, "parent", None)
+        self.env_id: str = base.spec.id if base.spec else type(base).__qualname__
+        self.kind: str = base.snapshot_spec.kind  # type: ignore[attr-defined]
         self.handle = handle
         self.layers = layers
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the handle's digest and the wrappers' states."""
+        digest: str = self.handle.digest
+        return hashlib.sha256(digest.encode() + _packed(self.layers)).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of what the handle and the wrappers hold."""
+        nbytes: int = self.handle.nbytes
+        return nbytes + len(_packed(self.layers))
+
+    @property
+    def released(self) -> bool:
+        """Whether the handle was released, where it can be."""
+        return bool(getattr(self.handle, "released", False))
 
     def save(self, path: Any) -> None:
         """Refused: only the environment knows its handle's durable form."""
@@ -183,107 +235,263 @@ class StackSnapshot:
             "together with wrappers: save env.unwrapped.snapshot(), or derive the environment from SnapshotEnv"
         )
 
+    def to_bytes(self) -> bytes:
+        """Refused like `save`."""
+        self.save(None)
+        raise AssertionError("unreachable")
+
     def release(self) -> None:
         """Release the handle, where it can be."""
         getattr(self.handle, "release", lambda: None)()
 
+    def __enter__(self) -> Self:
+        return self
 
-def _stack(env: AnyEnv) -> tuple[list[AnyWrapper], Any]:
-    """The wrappers that matter, outermost first, and the base environment."""
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _packed(layers: tuple[Layer, ...]) -> bytes:
+    return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
+
+
+# Walking the stack.
+
+_Coded = tuple[AnyWrapper, WrapperCodec]
+
+
+def _base(env: AnyEnv) -> Any:
+    """The base environment."""
     if not isinstance(env, gym.Env):
         raise TypeError(f"expected a gymnasium.Env, found {type(env).__qualname__}")
-    wrappers: list[AnyWrapper] = []
     while isinstance(env, gym.Wrapper):
-        if not isinstance(env, SnapshotWrapper):
-            wrappers.append(env)
         env = env.env
-    if not isinstance(env, SupportsSnapshot):
+    if not isinstance(env, (SnapshotEnv, SupportsSnapshot)):
         raise SnapshotNotSupported(
             f"{env} has no snapshot(), restore(), fork() and snapshot_spec: derive it from sandboxgym.SnapshotEnv"
         )
-    return wrappers, env
+    return env
 
 
-def _name(wrapper: AnyWrapper) -> str:
-    return f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+def _stack(env: AnyEnv) -> tuple[list[_Coded], Any]:
+    """The wrappers that matter with their codecs, outermost first, and the base environment."""
+    base = _base(env)
+    return [(wrapper, codec_of(wrapper)) for wrapper in walk(env) if not isinstance(wrapper, SnapshotWrapper)], base
 
 
-def _codec(wrapper: AnyWrapper) -> WrapperCodec:
-    codec = _CODECS.get(type(wrapper))
-    if codec is not None:
-        return codec
-    inherited = vars(gym.Wrapper(wrapper.env)).keys() | {"_saved_kwargs"}
-    own = sorted(vars(wrapper).keys() - inherited)
-    if not own:
-        return WrapperCodec()  # nothing of its own to remember
-    raise SnapshotNotSupported(
-        f"the wrapper {_name(wrapper)} may be stateful (it holds {', '.join(own)}) and no codec says how to "
-        "capture it: sandboxgym.register_wrapper(cls, WrapperCodec(state=(…,)))"
-    )
+def _captures_stack(base: Any) -> bool:
+    """Whether the snapshots of ``base`` include wrappers inside it: a proxy of an environment in another process."""
+    return bool(getattr(base, "captures_stack", False))
 
 
-def _capture(wrapper: AnyWrapper) -> Layer:
-    codec = _codec(wrapper)
-    values = {name: copy.deepcopy(getattr(wrapper, name)) for name in codec.state}
-    spaces = randomness.capture_spaces(wrapper._action_space, wrapper._observation_space)
-    return Layer(_name(wrapper), {name: getattr(wrapper, name) for name in codec.config}, [values, spaces])
-
-
-def _apply(wrappers: Sequence[AnyWrapper], layers: Sequence[Layer], seed: int | None) -> None:
-    for index, (wrapper, layer) in enumerate(zip(wrappers, layers, strict=True)):
-        values, spaces = layer.state
-        for name, value in values.items():
-            setattr(wrapper, name, copy.deepcopy(value))
-        own = (wrapper._action_space, wrapper._observation_space)
-        if seed is None:
-            randomness.restore_spaces(spaces, *own)
+def _capture(wrapper: AnyWrapper, codec: WrapperCodec) -> Layer:
+    adapters = codec.adapters
+    values = {}
+    for name in codec.state:
+        value = getattr(wrapper, name)
+        if name in adapters:
+            values[name] = adapters[name].read(value)
         else:
-            randomness.reseed_spaces(randomness.sibling_seed(seed, index), *own)
+            values[name] = value if type(value) in ATOMS else copy.deepcopy(value)
+    _materialise(wrapper)
+    streams = [] if _adds_no_space(wrapper) else randomness.capture_spaces(*_spaces_of(wrapper), but=_inside(wrapper))
+    # What is remembered is a private copy that nobody changes.
+    state = [values, streams, vars(wrapper).get(OUTPUT)] if codec.remember else [values, streams]
+    return Layer(name_of(wrapper), _config(wrapper, codec), state)
 
 
-def _notify(wrappers: Sequence[AnyWrapper], transition: tuple[Any, dict[str, Any]]) -> None:
-    for wrapper in wrappers:
-        after = _codec(wrapper).after
-        if after is not None:
-            after(wrapper, transition)
+def _config(wrapper: AnyWrapper, codec: WrapperCodec) -> dict[str, Any]:
+    return {name: comparable(getattr(wrapper, name)) for name in codec.config}
 
 
-def _check_layers(wrappers: Sequence[AnyWrapper], layers: Sequence[Layer]) -> None:
-    mine, theirs = [_name(w) for w in wrappers], [layer.name for layer in layers]
-    if mine != theirs:
+def _apply(wrappers: Sequence[_Coded], layers: Sequence[Layer], seed: int | None) -> None:
+    for (wrapper, codec), layer in zip(wrappers, layers, strict=True):
+        values, streams, *remembered = layer.state
+        for name, value in values.items():
+            if name in codec.adapters:
+                value = codec.adapters[name].write(getattr(wrapper, name), value)
+            elif type(value) not in ATOMS:
+                value = copy.deepcopy(value)
+            setattr(wrapper, name, value)
+        for last in remembered:
+            vars(wrapper)[OUTPUT] = tuple(last)
+        if seed is None and (streams != [] or not _adds_no_space(wrapper)):
+            randomness.restore_spaces(streams, *_spaces_of(wrapper), but=_inside(wrapper))
+    if seed is not None:
+        _reseed(wrappers, seed)
+
+
+_Held = tuple[dict[str, Any], Any, list[Any]]
+
+
+def _held(wrapper: AnyWrapper, codec: WrapperCodec) -> _Held:
+    """What `_apply` replaces, to put it back: the attributes themselves, for it changes none of them in place."""
+    streams = [] if _adds_no_space(wrapper) else randomness.capture_spaces(*_spaces_of(wrapper), but=_inside(wrapper))
+    return {name: getattr(wrapper, name) for name in codec.state}, vars(wrapper).get(OUTPUT), streams
+
+
+def _put_back(wrapper: AnyWrapper, held: _Held) -> None:
+    values, last, streams = held
+    for name, value in values.items():
+        setattr(wrapper, name, value)
+    vars(wrapper).pop(OUTPUT, None)
+    if last is not None:
+        vars(wrapper)[OUTPUT] = last
+    randomness.restore_spaces(streams, *_spaces_of(wrapper), but=_inside(wrapper))
+
+
+def _spaces_of(wrapper: AnyWrapper) -> tuple[gym.Space[Any] | None, gym.Space[Any] | None]:
+    """The spaces that a wrapper shows instead of those of what is inside it."""
+    return wrapper._action_space, wrapper._observation_space
+
+
+def _adds_no_space(wrapper: AnyWrapper) -> bool:
+    return wrapper._action_space is None and wrapper._observation_space is None
+
+
+def _inside(wrapper: AnyWrapper) -> set[int]:
+    """The spaces of what is inside the wrapper, by id; they may be parts of its own."""
+    if _adds_no_space(wrapper):
+        return set()
+    return {id(space) for space in randomness.spaces_in(wrapper.env.action_space, wrapper.env.observation_space)}
+
+
+def _materialise(wrapper: AnyWrapper) -> None:
+    """Streams that nothing was drawn from yet are made now: else every restore would make its own."""
+    if not _adds_no_space(wrapper):
+        randomness.materialise(*_spaces_of(wrapper), but=_inside(wrapper))
+
+
+def _reseed(wrappers: Sequence[_Coded], seed: int) -> None:
+    for index, (wrapper, _) in enumerate(wrappers):
+        if not _adds_no_space(wrapper):
+            sibling = randomness.sibling_seed(seed, index)
+            randomness.reseed_spaces(sibling, *_spaces_of(wrapper), but=_inside(wrapper))
+
+
+def _restore_foreign(
+    base: Any, handle: Any, seed: int | None, through: Callable[[Any, dict[str, Any]], Output], *, undoable: bool
+) -> Output:
+    """Restore a base whose ``restore`` knows nothing of the wrappers; put it back if what they make of it fails."""
+    undo = None
+    if undoable:
+        with contextlib.suppress(ResetNeeded):
+            undo = base.snapshot()
+    try:
+        observation, info = base.restore(handle, seed=seed)
+        try:
+            return through(observation, info)
+        except BaseException:
+            if undo is not None:
+                base.restore(undo)
+            raise
+    finally:
+        getattr(undo, "release", lambda: None)()
+
+
+def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, trusted: bool) -> None:
+    """That the layers fit, and if they come from a file that they hold what `_capture` returns."""
+    if len(wrappers) != len(layers) or any(name_of(w) != layer.name for (w, _), layer in zip(wrappers, layers)):
+        mine, theirs = [name_of(wrapper) for wrapper, _ in wrappers], [layer.name for layer in layers]
         raise SnapshotMismatch(f"this environment is wrapped in {mine}, the snapshot was taken through {theirs}")
-    for wrapper, layer in zip(wrappers, layers, strict=True):
-        codec = _codec(wrapper)
-        config = {name: getattr(wrapper, name) for name in codec.config}
-        if config != layer.config:
+    for (wrapper, codec), layer in zip(wrappers, layers, strict=True):
+        config = _config(wrapper, codec)
+        if not _is_same(config, layer.config):
             raise SnapshotMismatch(f"{layer.name} has {config}, in the snapshot {layer.config}")
-        if not _is_state(layer.state, codec):
+        if not trusted and not _is_state(wrapper, codec, layer.state):
             raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {layer.state!r:.200}")
 
 
-def _is_state(content: Any, codec: WrapperCodec) -> bool:
-    if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], dict):
+def _is_same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    try:
+        return mine == theirs
+    except ValueError:  # theirs holds an array, which `comparable` never gives
         return False
-    values = content[0]
-    if values.keys() != set(codec.state):
-        return False
-    return all(isinstance(values[name], kind) for name, kind in codec.types.items())
 
 
-def _rewrap(env: AnyEnv, base: AnyEnv, layers: tuple[Layer, ...], seed: int | None, index: int) -> AnyEnv:
-    """The stack around ``env`` rebuilt around ``base``: the same wrappers' settings, nothing mutable shared."""
-    chain: list[AnyWrapper] = []
-    while isinstance(env, gym.Wrapper):
-        chain.append(env)
-        env = env.env
-    child = base
-    twins: dict[int, Any] = {id(env): base}  # deepcopy's memo: a reference to an original becomes one to its twin
-    for wrapper in reversed(chain):
-        child = twins[id(wrapper)] = type(wrapper).__new__(type(wrapper))
-        twins[id(wrapper._cached_spec)] = wrapper._cached_spec
-        child.__dict__.update(copy.deepcopy(vars(wrapper), twins))
-    wrappers, _ = _stack(child)
-    _apply(wrappers, layers, None if seed is None else randomness.sibling_seed(seed, index))
-    last = base.last if isinstance(base, SnapshotEnv) else None
-    _notify(wrappers, (last.observation, last.info) if last is not None else (None, {}))
-    return child
+def _is_state(wrapper: AnyWrapper, codec: WrapperCodec, content: Any) -> bool:
+    if not isinstance(content, list) or len(content) != 2 + bool(codec.remember) or not isinstance(content[0], dict):
+        return False
+    values, streams = content[:2]
+    if values.keys() != set(codec.state) or not isinstance(streams, list):
+        return False
+    for name, kind in codec.types.items():
+        if not isinstance(values[name], kind):
+            return False
+    for name, adapter in codec.adapters.items():
+        if not adapter.fits(getattr(wrapper, name), values[name]):
+            return False
+    last = content[2] if codec.remember else (None, {})
+    return isinstance(last, (list, tuple)) and len(last) == 2 and isinstance(last[1], dict)
+
+
+# Twins of wrappers around forks.
+
+
+def _rewrap(env: AnyEnv, base: AnyEnv) -> AnyEnv:
+    """The stack around ``env`` rebuilt around ``base``, in the same state, nothing mutable shared.
+
+    What refers to an environment, wrapper or space of the original refers to its twin then, also from within
+    functions: those that wrappers make of themselves would otherwise show the original to its forks.
+    """
+    originals = list(walk(env))
+    original = originals[-1].env if originals else env
+    memo: dict[int, Any] = {id(original): base}  # deepcopy's
+    for space, twin in zip(_spaces(original), _spaces(base)):
+        memo[id(space)] = twin
+    twins: list[AnyWrapper] = [type(wrapper).__new__(type(wrapper)) for wrapper in originals]
+    for wrapper, twin_ in zip(originals, twins):
+        memo[id(wrapper)] = twin_
+    for wrapper, twin_ in zip(reversed(originals), reversed(twins)):
+        for name, value in attributes(wrapper).items():
+            # what describes the wrapper is never changed, and so is its private copy of what it returned
+            shared = type(value) in ATOMS or name in ("_saved_kwargs", "_cached_spec", OUTPUT)
+            try:
+                object.__setattr__(twin_, name, value if shared else _twin(value, memo))
+            except TypeError as error:  # a lock, a socket, a generator
+                raise SnapshotNotSupported(
+                    f"forks need a copy of what {name_of(wrapper)} holds, but its {name} cannot be copied: {error}"
+                ) from error
+    return twins[0] if twins else base
+
+
+def _spaces(env: AnyEnv) -> Iterator[gym.Space[Any]]:
+    return randomness.spaces_in(getattr(env, "action_space", None), getattr(env, "observation_space", None))
+
+
+def _twin(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.FunctionType):
+        return _rebound(value, memo)
+    if isinstance(value, (types.ModuleType, np.dtype)):
+        return value
+    return copy.deepcopy(value, memo)
+
+
+def _rebound(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """The function with twins for the originals that it closes over."""
+    memo[id(function)] = function  # it may close over itself
+    cells = [_rebound_cell(cell, memo) for cell in function.__closure__ or ()]
+    if all(new is old for new, old in zip(cells, function.__closure__ or ())):
+        return function
+    code, name, defaults = function.__code__, function.__name__, function.__defaults__
+    twin = types.FunctionType(code, function.__globals__, name, defaults, tuple(cells))
+    twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
+    memo[id(function)] = twin
+    return twin
+
+
+def _rebound_cell(cell: types.CellType, memo: dict[int, Any]) -> types.CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell
+    twin = content
+    if id(content) in memo:
+        twin = memo[id(content)]
+    elif isinstance(content, types.FunctionType):
+        twin = _rebound(content, memo)
+    elif isinstance(content, types.MethodType) and id(content.__self__) in memo:
+        twin = types.MethodType(content.__func__, memo[id(content.__self__)])
+    return cell if twin is content else types.CellType(twin)

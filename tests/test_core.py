@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -253,6 +254,36 @@ class TestIsolation:
         parent.fork(1, seed=4)
         assert parent.action_space.sample() == first[0]
 
+    def test_deepcopy_before_reset_is_a_fresh_environment_with_the_same_streams(self):
+        class Shared(Dice):
+            action_space = gym.spaces.Discrete(1000)
+            observation_space = gym.spaces.Discrete(64)
+
+            def __init__(self):
+                pass
+
+        env = Shared()
+        env.action_space.seed(3)
+        env.np_random = np.random.default_rng(4)
+        twin = copy.deepcopy(env)
+        with pytest.raises(ResetNeeded):
+            twin.snapshot()
+        draws = [(one.action_space.sample(), one.np_random.random()) for one in (env, twin)]
+        assert draws[0] == draws[1]
+
+    def test_returned_values_that_hold_themselves_are_recorded(self):
+        class Circular(Dice):
+            def step(self, action):
+                *rest, info = super().step(action)
+                info["self"] = info
+                return *rest, info
+
+        env = Circular()
+        env.reset(seed=1)
+        env.step(0)
+        info = env.last.info
+        assert info["self"] is info
+
     @every_toy
     def test_deepcopy_is_a_fork_and_copy_is_refused(self, env_id):
         env = started(env_id, steps=3).unwrapped
@@ -299,6 +330,27 @@ class TestRandomness:
         runs = [trace(one, ACTIONS["toys/Dice-v0"]) for one in (env, *children)]
         env.restore(snap)
         assert trace(env, ACTIONS["toys/Dice-v0"]) == runs[0] == runs[1] == runs[2]
+
+    @pytest.mark.parametrize("how", ["restore", "fork"])
+    def test_spaces_that_were_never_seeded_draw_exactly_too(self, how):
+        class Nested(Dice):
+            def __init__(self):
+                super().__init__()
+                self.action_space = gym.spaces.Dict(a=gym.spaces.Discrete(1000), b=gym.spaces.Discrete(1000))
+                self.action_space["a"].seed(3)
+
+        env = Nested()
+        env.reset(seed=1)
+        seeded = Nested().action_space["a"].sample()
+        snap, (child,) = env.snapshot(), env.fork(1)
+        draws = [plain(env.action_space.sample()) for _ in range(3)]
+        assert draws[0]["a"] == plain(seeded)  # a stream that was seeded is not made anew
+        for _ in range(2):
+            env.restore(snap)
+            one = env if how == "restore" else child
+            assert [plain(one.action_space.sample()) for _ in range(3)] == draws
+            if how == "fork":
+                break
 
     @pytest.mark.parametrize("spawned", [0, 2])
     def test_spawning_goes_on_exactly(self, spawned):
@@ -415,6 +467,15 @@ class TestDurability:
         assert Snapshot.load(path).id == snap.id
         assert list(tmp_path.iterdir()) == [path]
 
+    @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+    def test_saved_files_have_the_permissions_of_any_file(self, tmp_path, umask, mode):
+        before = os.umask(umask)
+        try:
+            started("toys/Dice-v0").snapshot().save(tmp_path / "state.snap")
+        finally:
+            os.umask(before)
+        assert (tmp_path / "state.snap").stat().st_mode & 0o777 == mode
+
     def test_load_names_the_file_that_is_corrupt(self, tmp_path):
         path = tmp_path / "not a snapshot"
         path.write_bytes(b"something else entirely, and long enough to hold a whole prefix")
@@ -461,6 +522,15 @@ LIES = {
     "reward that is no number": {"transition": [1, "much", False, False, {}]},
     "streams that are no dict": {"rng": 3},
     "streams without names": {"rng": {}},
+    "a pool that would take forever to mix": {
+        "rng": streams_with(
+            np_random={
+                "bit_generator": "PCG64",
+                "state": np.random.PCG64(1).state,
+                "seed_sequence": {"entropy": 1, "spawn_key": (), "pool_size": 2**20, "n_children_spawned": 0},
+            }
+        )
+    },
     "unknown generator": {"rng": streams_with(np_random={"bit_generator": "os", "state": {}, "seed_sequence": None})},
     "stream that is no stream": {"rng": streams_with(np_random="a stream")},
     "seed that is no seed": {"rng": streams_with(np_random_seed="7")},
@@ -527,6 +597,61 @@ class TestErrors:
     def test_a_default_spelled_out_is_the_same_configuration(self):
         snap = started("toys/Corridor-v0", length=5).snapshot()
         started("toys/Corridor-v0").restore(snap)
+
+    @pytest.mark.parametrize(
+        ("mine", "theirs"),
+        [
+            (np.arange(3), np.arange(4)),
+            (np.float32(1), np.float32(2)),
+            (max, min),
+            (Corridor, Dice),
+            (Path("here"), Path("there")),
+            ({1, 2}, {1, 3}),
+            (b"a", b"b"),
+            ([np.arange(2)], [np.arange(3)]),
+            ({"a": {"b": max}}, {"a": {"b": min}}),
+            (Transition, Transition(0, 0.0, False, False, {})),
+            (sandboxgym.SnapshotSpec(), sandboxgym.SnapshotSpec(rng=False)),
+            (1.0, float("nan")),
+        ],
+        ids=repr,
+    )
+    def test_arguments_that_are_not_json_are_compared_too(self, mine, theirs):
+        class Configured(Dice):
+            def __init__(self, setting):
+                super().__init__()
+
+        env, equal, other = (Configured(copy.deepcopy(setting)) for setting in (mine, mine, theirs))
+        for one in (env, equal, other):
+            one.reset(seed=0)
+        for snap in (equal.snapshot(), Snapshot.from_bytes(equal.snapshot().to_bytes())):
+            env.restore(snap)
+        with pytest.raises(SnapshotMismatch, match="config"):
+            env.restore(other.snapshot())
+
+    def test_of_other_arguments_the_type_is_compared(self):
+        class Engine:
+            pass
+
+        class Configured(Dice):
+            def __init__(self, engine):
+                super().__init__()
+
+        env, other, none = Configured(Engine()), Configured(Engine()), Configured(None)
+        for one in (env, other, none):
+            one.reset(seed=0)
+        env.restore(other.snapshot())
+        with pytest.raises(SnapshotMismatch, match="Engine"):
+            env.restore(none.snapshot())
+
+    def test_not_a_number_is_a_setting_like_any_other(self):
+        class Configured(Dice):
+            def __init__(self, limit=float("nan")):
+                super().__init__()
+
+        env = Configured()
+        env.reset(seed=0)
+        env.restore(Snapshot.from_bytes(env.snapshot().to_bytes()))
 
     def test_another_render_mode_fits(self):
         started("toys/Corridor-v0", render_mode="ansi").restore(started("toys/Corridor-v0").snapshot())

@@ -77,3 +77,9 @@ def test_batches_of_text_are_tuples():
     space = gym.vector.utils.batch_space(Unicode(EXAMPLES), 3)
     assert ("a", "", "b\n") in space
     assert len(space.sample()) == 3
+
+
+def test_frame_stacks_of_text_are_padded_with_empty_text():
+    env = gym.wrappers.FrameStackObservation(gym.make("sandboxgym/ALFWorld-v0"), 3, padding_type="zero")
+    observation, _ = env.reset(seed=0)
+    assert observation[:2] == ("", "") and observation[2].startswith("You are in")

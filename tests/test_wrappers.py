@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import tracemalloc
+import types
 import warnings
 from typing import NamedTuple
 
@@ -11,9 +14,9 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
-from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, PassiveEnvChecker, TimeLimit, TransformReward
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from toy_envs import Corridor, Dice
-from traces import ACTIONS, IDS, TOYS, future, plain, started, trace
+from traces import ACTIONS, IDS, LIMIT, TOYS, future, plain, started, trace
 
 import sandboxgym
 from sandboxgym import (
@@ -28,19 +31,20 @@ from sandboxgym import (
     register_wrapper,
 )
 from sandboxgym import format as durable
-from sandboxgym.wrappers import _CODECS
+from sandboxgym.codecs import CODECS
+from sandboxgym.wrappers import StackSnapshot
 
 every_env = pytest.mark.parametrize("env_id", IDS)
 
 
 @pytest.fixture(autouse=True)
 def _no_warnings_and_no_codecs_left():
-    known = dict(_CODECS)
+    known = dict(CODECS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-    _CODECS.clear()
-    _CODECS.update(known)
+    CODECS.clear()
+    CODECS.update(known)
 
 
 @every_env
@@ -102,6 +106,39 @@ class TestMadeByGymnasium:
         for one in (children[1], env):
             assert future(one, env_id, 2) == future(started(env_id, steps=2), env_id, 2)
 
+    def test_the_passive_checker_compares_with_what_it_returned_itself(self):
+        class Same(gym.ObservationWrapper):
+            """Returns one and the same array, which a checker around it must find."""
+
+            array = np.zeros(2, np.int64)
+
+            def observation(self, observation):
+                self.array[:] = observation
+                return self.array
+
+        make = lambda: PassiveEnvChecker(Same(Corridor()))  # noqa: E731
+        env = make()
+        env.reset(seed=1)
+        snap, fresh = sandboxgym.snapshot(env), make()
+        observation, _ = sandboxgym.restore(fresh, snap)
+        assert plain(observation) == plain(fresh._previous_data[0])
+        assert fresh._previous_data[0] is not observation
+        with pytest.warns(UserWarning, match="share"):
+            fresh.step(0)
+            fresh.step(0)
+
+    def test_ten_thousand_forks_fit_anywhere(self):
+        env = started("sandboxgym/ALFWorld-v0", steps=3)
+        env.fork(1)
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            children = env.fork(200)
+            each = (tracemalloc.get_traced_memory()[0] - before) / len(children)
+        finally:
+            tracemalloc.stop()
+        assert each < 10_000
+
     def test_the_spec_rebuilds_the_stack(self):
         env = gym.make("toys/Dice-v0")
         spec = gym.envs.registration.EnvSpec.from_json(gym.make("sandboxgym/ALFWorld-v0").spec.to_json())
@@ -116,6 +153,22 @@ class TestMadeByGymnasium:
         assert future(twin, env_id, 3) == future(started(env_id, steps=3), env_id, 3)
         with pytest.raises(TypeError, match="fork"):
             copy.copy(env)
+
+
+@every_env
+def test_deepcopy_before_reset_is_a_fresh_environment_in_the_same_stack(env_id):
+    env = gym.make(env_id, max_episode_steps=LIMIT)
+    twin = copy.deepcopy(env)
+    assert str(twin) == str(env)
+    for ask in (twin.snapshot, lambda: twin.step(ACTIONS[env_id][0])):
+        with pytest.raises(ResetNeeded):
+            ask()
+    env.reset(seed=9)
+    for one in (twin, gym.make(env_id, max_episode_steps=LIMIT)):
+        one.action_space.seed(3)
+        one.observation_space.seed(3)
+        one.reset(seed=3, options={"game": 0})
+    assert future(twin, env_id) == future(started(env_id), env_id)
 
 
 class Counting(gym.Wrapper):
@@ -135,6 +188,16 @@ class Counting(gym.Wrapper):
         return self.count, *rest
 
 
+class Slotted(gym.Wrapper):
+    """Keeps its state where ``vars`` does not see it."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.hidden = 0
+
+
 class Loud(gym.Wrapper):
     """Has nothing of its own."""
 
@@ -148,15 +211,119 @@ def counting(env):
     return Counting(env)
 
 
+def counted(*, steps=0):
+    """Wrapped, then some steps into the episode of `ACTIONS`."""
+    env = counting(started("toys/Dice-v0"))
+    env.reset(seed=3)
+    trace(env, ACTIONS["toys/Dice-v0"][:steps])
+    return env
+
+
+class Summing(gym.Wrapper):
+    """Observes the sum of the observations so far; its codec says how to tell the last one from the state."""
+
+    total = 0
+
+    def reset(self, **arguments):
+        observation, info = self.env.reset(**arguments)
+        self.total = int(observation)
+        return self.total, info
+
+    def step(self, action):
+        observation, *rest = self.env.step(action)
+        self.total += int(observation)
+        return self.total, *rest
+
+
+class Shifted(gym.ObservationWrapper):
+    """Stateless, and its output can be computed anew."""
+
+    shift = 100
+
+    def observation(self, observation):
+        return observation + self.shift
+
+
+PACKAGE = """
+import gymnasium as gym
+import sandboxgym
+
+class Echo(gym.Wrapper):
+    def __init__(self, env, times):
+        super().__init__(env)
+        self.times = times
+        self.heard = []
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.heard = [*self.heard, observation][-self.times:]
+        return observation, reward, terminated, truncated, {**info, "heard": list(self.heard)}
+
+sandboxgym.register_wrapper(Echo, sandboxgym.WrapperCodec(state=("heard",), config=("times",), types={"heard": list}))
+"""
+
+
+class TestFreshness:
+    """`restore` returns what the outermost wrapper returned last."""
+
+    @staticmethod
+    def check(env, steps=4):
+        last = plain(env.reset(seed=1))
+        for step in range(steps):
+            snap = sandboxgym.snapshot(env)
+            env.step(2)
+            for one in (env, sandboxgym.fork(env, 1)[0]):
+                for form in (snap, Snapshot.from_bytes(snap.to_bytes())):
+                    assert plain(sandboxgym.restore(one, form)) == last, step
+            transition = plain(env.step(0))
+            last = [transition[0], transition[-1]]
+
+    def test_of_a_wrapper_with_a_step_of_its_own(self):
+        self.check(counting(started("toys/Dice-v0")))
+
+    def test_of_a_wrapper_that_says_how_to_compute_it(self):
+        observe = lambda wrapper, observation, info: (wrapper.total, info)  # noqa: E731
+        register_wrapper(Summing, WrapperCodec(state=("total",), observe=observe))
+        self.check(Summing(started("toys/Dice-v0")))
+        assert not hasattr(Summing.step, "remembers")
+
+    def test_of_a_stateless_observation_wrapper_nobody_registered(self):
+        self.check(Shifted(counting(Shifted(started("toys/Dice-v0")))))
+
+    def test_of_a_registered_subclass_of_one_that_remembers(self):
+        class Twice(gym.wrappers.DelayObservation):
+            def step(self, action):
+                observation, *rest = super().step(action)
+                return 2 * observation, *rest
+
+        inherited = CODECS[gym.wrappers.DelayObservation]
+        register_wrapper(Twice, inherited)
+        self.check(Twice(started("toys/Dice-v0"), 1))
+
+    def test_of_a_wrapper_in_a_package_of_its_own(self, tmp_path, monkeypatch):
+        (tmp_path / "echoes").mkdir()
+        (tmp_path / "echoes" / "__init__.py").write_text(PACKAGE)
+        monkeypatch.syspath_prepend(tmp_path)
+        echoes = importlib.import_module("echoes")
+        self.check(echoes.Echo(started("toys/Dice-v0"), 2))
+        snap = sandboxgym.snapshot(self.begun(echoes.Echo(started("toys/Dice-v0"), 2)))
+        with pytest.raises(SnapshotMismatch, match=r"echoes\.Echo has .*3.*2"):
+            sandboxgym.restore(self.begun(echoes.Echo(started("toys/Dice-v0"), 3)), snap)
+
+    @staticmethod
+    def begun(env):
+        env.reset(seed=1)
+        return env
+
+
 class TestUsersWrappers:
     @pytest.mark.parametrize(
         ("wrap", "name"),
         [
             (Counting, "Counting may be stateful .*count"),
-            (lambda env: FrameStackObservation(env, 2), "FrameStackObservation"),
-            (lambda env: TransformReward(env, abs), "TransformReward"),
+            (Slotted, "Slotted may be stateful .*hidden"),
         ],
-        ids=["user", "frame stack", "transform"],
+        ids=["attributes", "slots"],
     )
     def test_a_stateful_wrapper_nobody_taught_us_is_refused_by_name(self, wrap, name):
         env = wrap(started("toys/Corridor-v0"))
@@ -212,7 +379,7 @@ class TestUsersWrappers:
         assert [[child.action_space.sample() for _ in range(9)] for child in again] == draws
 
     def test_a_seeded_child_is_a_restore_with_the_siblings_seed(self):
-        env = counting(started("toys/Dice-v0", steps=2))
+        env = counted(steps=2)
         snap, children = sandboxgym.snapshot(env), sandboxgym.fork(env, 2, seed=8)
         for index, child in enumerate(children):
             sandboxgym.restore(env, snap, seed=sandboxgym.sibling_seed(8, index))
@@ -223,7 +390,7 @@ class TestUsersWrappers:
         monkeypatch.setattr(Dice, "close", lambda self: closed.append(self), raising=False)
         env = counting(started("toys/Dice-v0", steps=2))
         env.generator = (i for i in range(3))
-        with pytest.raises(TypeError):
+        with pytest.raises(SnapshotNotSupported, match=r"Counting holds, but its generator cannot be copied"):
             sandboxgym.fork(env, 3)
         assert len(closed) == 3
         assert env.unwrapped not in closed
@@ -260,6 +427,8 @@ LIES = {
     "steps that are text": lambda layers: layers[0][2][0].__setitem__("_elapsed_steps", "five"),
     "a flag that is a number": lambda layers: layers[2][2][0].__setitem__("checked_step", 1),
     "streams that are none": lambda layers: layers[1][2].__setitem__(1, 3),
+    "settings that are an array": lambda layers: layers[0][1].__setitem__("_max_episode_steps", np.zeros(2)),
+    "streams that are an array": lambda layers: layers[1][2].__setitem__(1, np.array(["a", "b"])),
     "a stream too many": lambda layers: layers[1][2].__setitem__(1, [STREAM]),
 }
 
@@ -275,7 +444,7 @@ class TestErrors:
     @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
     def test_wrappers_states_that_lie(self, env, lie):
         snap = rebuilt(started("toys/Dice-v0", steps=5).snapshot(), lie)
-        with pytest.raises(SnapshotCorrupt):
+        with pytest.raises((SnapshotCorrupt, SnapshotMismatch)):
             env.restore(snap)
 
     def test_a_bad_base_rolls_the_wrappers_back(self, env):
@@ -368,6 +537,65 @@ class ForeignPole(CartPoleEnv):
         return np.array(self.state, dtype=np.float32)
 
 
+class Proxy(Dice):
+    """Stands for an environment with a wrapper in another process: its snapshots include the wrapper inside."""
+
+    captures_stack = True
+
+    def __init__(self):
+        super().__init__()
+        self.far = TimeLimit(Dice(), 12)
+
+    def reset(self, *, seed=None, options=None):
+        return self.far.reset(seed=seed, options=options)
+
+    def step(self, action):
+        return self.far.step(action)
+
+    def snapshot(self):
+        return sandboxgym.snapshot(self.far)
+
+    def restore(self, snap, *, seed=None):
+        return sandboxgym.restore(self.far, snap, seed=seed)
+
+    def fork(self, k, *, seed=None):
+        children = [Proxy() for _ in range(k)]
+        for child, far in zip(children, sandboxgym.fork(self.far, k, seed=seed), strict=True):
+            child.far = far
+        return children
+
+
+class TestProxies:
+    """Their snapshots are those of the whole stack, whichever part of it is on this side."""
+
+    @pytest.fixture
+    def env(self):
+        env = counting(Proxy())
+        env.reset(seed=3)
+        trace(env, [0, 1, 0])
+        return env
+
+    def test_the_layers_of_both_sides_are_captured_and_restored(self, env):
+        snap, (child,) = sandboxgym.snapshot(env), sandboxgym.fork(env, 1)
+        assert [layer.name.rpartition(".")[2] for layer in snap.layers] == ["Counting", "TimeLimit"]
+        expected = trace(env, [0] * 12)
+        local = counting(TimeLimit(Dice(), 12))  # all on one side
+        fresh = counting(Proxy())
+        for one in (env, fresh, local):
+            assert plain(sandboxgym.restore(one, Snapshot.from_bytes(snap.to_bytes())))[0] == 3
+            assert trace(one, [0] * 12) == expected
+        assert trace(child, [0] * 12) == expected
+
+    def test_a_snapshot_without_this_sides_layers_does_not_fit(self, env):
+        before = env.count
+        for other in (env.unwrapped.snapshot(), sandboxgym.snapshot(env.env)):
+            with pytest.raises(SnapshotMismatch, match=r"wrapped in .*Counting.*TimeLimit"):
+                sandboxgym.restore(env, other)
+        with pytest.raises(TypeError, match="expected a Snapshot, found str"):
+            sandboxgym.restore(env, "snapshot")
+        assert env.count == before
+
+
 class TestThirdParties:
     @pytest.fixture
     def env(self):
@@ -397,6 +625,38 @@ class TestThirdParties:
         handle = sandboxgym.snapshot(env.unwrapped)
         assert isinstance(handle, Handle)
         assert plain(sandboxgym.restore(env.unwrapped, handle)[1]) == {}
+
+    def test_its_snapshot_has_the_attributes_of_ours(self, env):
+        with env.snapshot() as snap:
+            assert (snap.kind, snap.parent, snap.env_id) == ("memory", None, "toys/ForeignPole-v0")
+            assert isinstance(snap.id, str)
+            assert not hasattr(snap, "digest")  # its handle has none
+        handle = types.SimpleNamespace(digest="d", nbytes=5, parent="p", id="i")
+        other = StackSnapshot(env.unwrapped, handle, snap.layers)
+        assert (other.id, other.parent, len(other.digest)) == ("i", "p", 64)
+        assert other.nbytes > 5
+        with pytest.raises(SnapshotNotSupported, match="SnapshotEnv"):
+            other.to_bytes()
+
+    def test_a_wrapper_that_fails_on_what_it_restores_leaves_no_trace(self, env):
+        def brittle(observation):
+            if fail:
+                raise ZeroDivisionError("brittle")
+            return observation
+
+        fail = False
+        outer = gym.wrappers.TransformObservation(env, brittle, None)
+        snap = sandboxgym.snapshot(outer)
+        expected = trace(sandboxgym.fork(outer, 1)[0], [1, 0])
+        outer.step(0)
+        before = trace(sandboxgym.fork(outer, 1)[0], [1, 0])
+        fail = True
+        with pytest.raises(ZeroDivisionError):
+            sandboxgym.restore(outer, snap)
+        fail = False
+        assert trace(sandboxgym.fork(outer, 1)[0], [1, 0]) == before
+        sandboxgym.restore(outer, snap)
+        assert trace(outer, [1, 0]) == expected
 
     def test_saving_is_refused_with_advice(self, env, tmp_path):
         with pytest.raises(SnapshotNotSupported, match="SnapshotEnv"):

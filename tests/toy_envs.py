@@ -1,4 +1,4 @@
-"""Two small environments used throughout the tests: one deterministic with mutable state, one stochastic."""
+"""Small environments used throughout the tests: one deterministic with mutable state, two stochastic."""
 
 from __future__ import annotations
 
@@ -76,10 +76,61 @@ class Dice(SnapshotEnv[int, int]):
         self.total = state
 
 
+class Drift(SnapshotEnv[Any, Any]):
+    """A point pushed about in noise; leaving the square ends the episode. For wrappers of arrays and frames.
+
+    Args:
+        observe: ``"vector"``, ``"dict"`` or ``"image"``.
+        boxed: a push as a vector instead of one of four directions.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
+
+    def __init__(self, observe: str = "vector", boxed: bool = False, render_mode: str | None = None) -> None:
+        self.observe = observe
+        self.render_mode = render_mode
+        vector = spaces.Box(-9, 9, (2,), np.float32)
+        self.observation_space = {
+            "vector": vector,
+            "dict": spaces.Dict(point=vector, steps=spaces.Discrete(99)),
+            "image": spaces.Box(0, 255, (4, 6, 3), np.uint8),
+        }[observe]
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32) if boxed else spaces.Discrete(4)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.point, self.steps = self.np_random.normal(size=2), 0
+        return self._observation(), {"start": self.point.tolist()}
+
+    def step(self, action: Any):
+        push = [(1, 0), (0, 1), (-1, 0), (0, -1)][int(action)] if np.ndim(action) == 0 else action
+        self.point = np.clip(self.point + push + self.np_random.normal(0, 0.3, 2), -8, 8)
+        self.steps += 1
+        distance = float(np.abs(self.point).max())
+        return self._observation(), 1.0 - distance, distance > 3, False, {"steps": [self.steps]}
+
+    def render(self) -> np.ndarray:
+        frame = np.zeros((4, 6, 3), np.uint8)
+        frame[int(abs(self.point[0])) % 4, int(abs(self.point[1])) % 6] = 200 + self.steps % 50
+        return frame
+
+    def _observation(self) -> Any:
+        if self.observe == "image":
+            return self.render()
+        vector = self.point.astype(np.float32)
+        return vector if self.observe == "vector" else {"point": vector, "steps": self.steps}
+
+    def _capture(self) -> list[Any]:
+        return [self.point, self.steps]
+
+    def _apply(self, state: list[Any]) -> None:
+        self.point, self.steps = state
+
+
 def register() -> None:
     from sandboxgym import SnapshotWrapper
 
-    for name, env in (("Corridor", Corridor), ("Dice", Dice)):
+    for name, env in (("Corridor", Corridor), ("Dice", Dice), ("Drift", Drift)):
         if f"toys/{name}-v0" not in gym.registry:
             gym.register(
                 f"toys/{name}-v0",
