@@ -46,6 +46,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m sandboxgym.bench
+	$(BIN)/python -m sandboxgym.bench_pool
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

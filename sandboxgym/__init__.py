@@ -9,6 +9,9 @@
 >>> children = env.fork(4, seed=0)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from sandboxgym.codecs import Adapter, WrapperCodec, register_wrapper
 from sandboxgym.core import (
     Layer,
@@ -31,11 +34,19 @@ from sandboxgym.registration import register_envs
 from sandboxgym.spaces import Unicode
 from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot
 
+if TYPE_CHECKING:
+    from sandboxgym.pool import EnvPool, PooledEnvs
+    from sandboxgym.remote import RemoteEnv
+    from sandboxgym.vector import SnapshotVectorEnv
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "EnvPool",
     "Layer",
+    "PooledEnvs",
+    "RemoteEnv",
     "ResetNeeded",
     "Snapshot",
     "SnapshotCorrupt",
@@ -45,6 +56,7 @@ __all__ = [
     "SnapshotNotSupported",
     "SnapshotReleased",
     "SnapshotSpec",
+    "SnapshotVectorEnv",
     "SnapshotWrapper",
     "SupportsSnapshot",
     "Transition",
@@ -56,5 +68,15 @@ __all__ = [
     "sibling_seed",
     "snapshot",
 ]
+
+_ON_DEMAND = {"EnvPool": "pool", "PooledEnvs": "pool", "RemoteEnv": "remote", "SnapshotVectorEnv": "vector"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what works on many environments when it is first asked for: it takes longer than all the rest."""
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+
 
 register_envs()
