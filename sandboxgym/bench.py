@@ -1,6 +1,7 @@
-"""What snapshots cost, against replaying the prefix: ratios of one run.
+"""What snapshots cost, against replaying the prefix; and ALFWorld against the original. Ratios of one run.
 
 python -m sandboxgym.bench [--games embedded] [--repeats 200]
+python -m sandboxgym.bench alfworld [--games valid_seen] [--number 12]
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -64,12 +66,24 @@ def measure(games: str, *, repeats: int, steps: int = 25) -> list[tuple[str, flo
     return rows
 
 
-def main() -> None:
-    """Command line: a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: a Markdown table.
+
+    Args:
+        argv: the arguments, by default those of the process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "alfworld":
+        from sandboxgym import bench_alfworld
+
+        bench_alfworld.main(argv[1:])
+        return
+    parser = argparse.ArgumentParser(
+        prog="python -m sandboxgym.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--games", default="embedded", help="as for gym.make")
     parser.add_argument("--repeats", type=int, default=400, help="calls a median is taken of")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     rows = measure(arguments.games, repeats=arguments.repeats)
     snapshot = dict(rows)["snapshot"]
     print(f"games={arguments.games}, {platform.machine()}, Python {platform.python_version()}, medians\n")

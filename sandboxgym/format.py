@@ -1,12 +1,12 @@
-"""The durable snapshot format: a self-describing header and hashed payload sections, all plain data.
+"""The durable snapshot format: a self-describing header and payload sections under one digest, all plain data.
 
 Layout of a file::
 
     magic (8 bytes) | header length (4, big endian) | sha256 of the header (32) | header (JSON) | sections …
 
-The header lists every section with its length and sha256, so truncation and corruption are found before anything
-is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets, NumPy arrays and
-scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code.
+The header lists every section with its length and holds the digest of them all, so truncation and corruption are
+found before anything is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets,
+NumPy arrays and scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def content_digest(sections: Mapping[str, bytes]) -> str:
 
 def dumps(header: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
     """Header fields (JSON values) and sections as one self-describing byte string."""
-    table = [{"name": n, "nbytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in sections.items()]
-    head = json.dumps({**header, "format": FORMAT_VERSION, "sections": table}, sort_keys=True).encode()
+    table = {name: len(content) for name, content in sections.items()}
+    fields = {**header, "format": FORMAT_VERSION, "sections": table, "digest": content_digest(sections)}
+    head = json.dumps(fields, separators=(",", ":")).encode()
     prefix = _PREFIX.pack(MAGIC, len(head), hashlib.sha256(head).digest())
     return b"".join((prefix, head, *sections.values()))
 
@@ -163,21 +164,23 @@ def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
         raise SnapshotCorrupt(f"the header of {length} bytes is truncated or does not match its checksum")
     try:
         header = json.loads(head)
-        version, table = header["format"], [(str(s["name"]), int(s["nbytes"]), s["sha256"]) for s in header["sections"]]
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        if header["format"] != FORMAT_VERSION:  # before anything that another version may have otherwise
+            raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION}, found {header['format']!r:.20}")
+        digest, table = header["digest"], [(name, int(nbytes)) for name, nbytes in header["sections"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotCorrupt(f"the header is not readable: {error!r}") from error
-    if version != FORMAT_VERSION:
-        raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION}, found {version}")
     sections: dict[str, bytes] = {}
     offset = _PREFIX.size + length
-    for name, nbytes, sha256 in table:
+    for name, nbytes in table:
         section = data[offset : offset + nbytes]
-        if len(section) != nbytes or hashlib.sha256(section).hexdigest() != sha256:
-            raise SnapshotCorrupt(f"section {name!r} of {nbytes} bytes is truncated or does not match its checksum")
+        if len(section) != nbytes:
+            raise SnapshotCorrupt(f"section {name!r} of {nbytes} bytes is truncated")
         sections[name] = section
         offset += nbytes
     if offset != len(data):
         raise SnapshotCorrupt(f"expected {offset} bytes, found {len(data)}")
+    if content_digest(sections) != digest:
+        raise SnapshotCorrupt("the sections do not match the digest in the header")
     return header, sections
 
 

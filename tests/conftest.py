@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ import toy_envs
 from components import missing as missing  # for test modules too
 
 toy_envs.register()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled games are kept in a directory of the test session, not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SANDBOXGYM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -233,7 +233,7 @@ def container(header):
     return struct.pack(">8sI32s", durable.MAGIC, len(head), hashlib.sha256(head).digest()) + head
 
 
-EMPTY = hashlib.sha256(b"").hexdigest()
+NOTHING = durable.content_digest({})
 
 
 @pytest.mark.parametrize(
@@ -246,20 +246,27 @@ EMPTY = hashlib.sha256(b"").hexdigest()
         [],
         3,
         {},
-        {"format": 99, "sections": []},
-        {"format": 1, "sections": 3},
-        {"format": 1, "sections": [{"name": "x"}]},
-        {"format": 1, "sections": [{"name": "x", "nbytes": -1, "sha256": EMPTY}]},
-        {"format": 1, "sections": [{"name": "x", "nbytes": "many", "sha256": EMPTY}]},
-        {"format": 1, "sections": [{"name": "x", "nbytes": [], "sha256": EMPTY}]},
-        {"format": 1, "sections": [{"name": "x", "nbytes": float("inf"), "sha256": EMPTY}]},
-        {"format": 1, "sections": [{"name": "x", "nbytes": 10**30, "sha256": EMPTY}]},
+        {"format": 99, "sections": {}, "digest": NOTHING},
+        {"format": 1, "sections": {}},
+        {"format": 1, "sections": {}, "digest": None},
+        {"format": 1, "sections": 3, "digest": NOTHING},
+        {"format": 1, "sections": ["x"], "digest": NOTHING},
+        {"format": 1, "sections": {"x": -1}, "digest": NOTHING},
+        {"format": 1, "sections": {"x": "many"}, "digest": NOTHING},
+        {"format": 1, "sections": {"x": []}, "digest": NOTHING},
+        {"format": 1, "sections": {"x": float("inf")}, "digest": NOTHING},
+        {"format": 1, "sections": {"x": 10**30}, "digest": NOTHING},
     ],
     ids=lambda header: repr(header)[:60],
 )
 def test_a_header_that_lies_is_corrupt(header):
     with pytest.raises(SnapshotCorrupt):
         durable.loads(container(header))
+
+
+def test_another_version_is_named():
+    with pytest.raises(SnapshotCorrupt, match="expected snapshot format 1, found 99"):
+        durable.loads(container({"format": 99}))
 
 
 def test_the_digest_depends_on_names_and_contents_alone():

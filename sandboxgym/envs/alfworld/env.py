@@ -1,23 +1,51 @@
-"""`ALFWorldEnv`: the thin Gymnasium shell around a compiled `Game` and a small immutable state value."""
+"""`ALFWorldEnv`: the thin Gymnasium shell around an `Engine` and a small immutable state value."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
+import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 from sandboxgym import format as durable
 from sandboxgym.core import SnapshotEnv, Transition
+from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
 from sandboxgym.envs.alfworld.game import Game, GameState
 from sandboxgym.envs.alfworld.library import GameLibrary, GameNotFound, GameRef, open_library
+from sandboxgym.envs.alfworld.solver import shortest_plan
+from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.spaces import Unicode
 
 HARMLESS = ("look", "inventory")
 """Commands that any game understands: what the action space samples."""
+_OTHER_VERB = (
+    (re.compile("put (.+) in/on (.+)"), r"move \1 to \2"),
+    (re.compile("move (.+) to (.+)"), r"put \1 in/on \2"),
+)
+
+
+_MAX_STATE = 16 * 2**20
+_USUAL_TEXT = (  # what encoded states have in common, for zlib; changing it needs another `state_version`
+    b"You reach furniture 1. You take the item 1 from the furniture 1. You move the item 1 to the furniture 1. "
+    b"a book 1, a pen 1, a phone 1, a mug 1, a pencil 1, a cellphone 1, a keychain 1, a creditcard 1, a soapbar 1, "
+    b"a spraybottle 1, a toiletpaper 1, a cloth 1, a candle 1, a pan 1, a pot 1, a plate 1, a bowl 1, a cup 1, "
+    b"a butterknife 1, a spatula 1, a dishsponge 1, a saltshaker 1, a peppershaker 1, a lettuce 1, a tomato 1, "
+    b"a potato 1, a bread 1, a apple 1, a egg 1, a knife 1, a fork 1, a spoon 1, and a winebottle 1. "
+    b"coffeemachine toaster garbagecan sinkbasin microwave fridge dresser sidetable coffeetable diningtable armchair "
+    b"sofa bed safe desk shelf stoveburner countertop cabinet drawer In it, you see nothing. "
+    b"You are facing the desk 1. Next to it, you see nothing. There's nothing special about item 1. "
+    b"You turn on the desklamp 1. You heat the apple 1 using the microwave 1. You are carrying: a  "
+    b"You pick up the item 1 from the furniture 1. You open the drawer 1. The drawer 1 is open. It is closed. "
+    b"train/valid_seen/valid_unseen/look_at_obj_in_light-pick_and_place_simple-pick_clean_then_place_in_recep-"
+    b"pick_heat_then_place_in_recep-pick_cool_then_place_in_recep-pick_two_obj_and_place-None-DeskLamp-CounterTop-"
+    b"Drawer-Cabinet-Shelf-30/trial_T20190909_0/game.tw-pddl embedded/train/ Nothing happens. "
+    b"You arrive at cabinet 1. On the countertop 1, you see a "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +54,8 @@ class EpisodeState:
 
     task_id: str
     game_digest: str
-    facts: int
-    """Planner facts as a bit set (`GameState.s`)."""
-    text_facts: int
-    """Facts as the text engine sees them (`GameState.t`)."""
-    moves: int
-    """Valid commands so far."""
+    state: GameState
+    """Where the game is; with the original engine a `TextWorldState`."""
     feedback: str | None
     """What the last command printed; None right after reset (the game's introduction)."""
     valid_action: bool
@@ -43,13 +67,19 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
     ## Description
     Re-implementation of ALFWorld's text environment (Shridhar et al., 2021). The engine runs the PDDL and the grammar
     inside each ``game.tw-pddl``; text, admissible commands, reward and flags are those of the original, to the letter.
+    ``engine="textworld"`` runs the original itself behind the same interface, to compare with, some thousand times
+    slower.
+
+    ``env.unwrapped.solve()`` gives the fewest commands that win from the present state, ``env.unwrapped.expert()`` a
+    rule-based player that sees only what an agent sees.
 
     ## Action Space
     A string: a command such as ``go to shelf 1``, ``open drawer 2``, ``take mug 1 from desk 1``,
     ``move mug 1 to shelf 1`` (games of 2022 and before: ``put mug 1 in/on shelf 1``), ``clean mug 1 with sinkbasin 1``,
     ``heat … with microwave 1``, ``cool … with fridge 1``, ``use desklamp 1``, ``examine …``, ``look``,
     ``inventory``, ``help``. It must be one of ``info["admissible_commands"]`` exactly; anything else prints
-    ``Nothing happens.`` and changes nothing.
+    ``Nothing happens.`` and changes nothing. With ``aliases=True`` a game takes the other verb for placing, too
+    (``put … in/on …`` for ``move … to …`` and the reverse).
 
     ## Observation Space
     A string: what the game prints. The first one describes the room and states the task.
@@ -67,9 +97,17 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
 
     ## Information
     ``admissible_commands`` (sorted list), ``success`` and ``won``, ``task_id``, ``gamefile``, ``task_type``,
-    ``goal_condition`` (share of the goal's literals that hold, over its best grounding; our definition, see
-    `Game.progress`), ``progress_key`` (goal literals met and whether a goal object is held), ``state_hash`` (equal if
-    and only if the game and its state are), ``valid_action``, ``moves`` (valid commands so far).
+    ``progress_key`` (goal literals met and whether a goal object is held), ``state_hash`` (equal if and only if the
+    game and its state are), ``valid_action`` (the command was admissible, or an alias of one that is), ``moves`` (valid
+    commands so far), and two measures of how near the goal is, which the original has for its THOR environment only:
+
+    - ``goal_condition_success_rate``: ALFRED's, met conditions over all. There is 1 condition for placing an object,
+      2 for placing two (in the same receptacle) and for looking at one under a lamp (it is held; the lamp was used), 3
+      for placing a cleaned, heated or cooled one (one is in place; one is treated; one is both). Unlike in THOR, a lamp
+      once used counts for good, as it does for the goal.
+    - ``goal_condition``: ours, the largest share of the goal's literals that hold for one choice of objects. Placing
+      has 1 literal, placing two and treating have 2, looking has 3 (to be at the lamp is one). So a heated apple away
+      from the table and another one on it score 1/2 here and 2/3 above; both are 1 if and only if the game is won.
 
     ## Arguments
     - ``games``: ``"embedded"`` (generated games of this package; ``"embedded:seen"``, ``"embedded:unseen"``), a split
@@ -78,6 +116,15 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
     - ``task_types``: only games of these types.
     - ``limit``: only the first so many games.
     - ``stop_when_won``: end the episode when the goal holds.
+    - ``aliases``: accept the other verb for placing. It prints what the game's own verb prints, ``valid_action`` is
+      true and ``admissible_commands`` do not change. Off by default, as the original refuses it.
+    - ``engine``: ``"native"``, or ``"textworld"`` for the original (``pip install 'sandboxgym[alfworld-reference]'``):
+      the same observations and infos, but 0.5 to 3 s to load a game and some 50 ms a step. Its snapshots are of kind
+      ``replay``: in the process that took them, forks included, they restore at once as long as the game stays loaded
+      (it does while an environment plays it); anywhere else the commands so far are replayed and the facts that result
+      are compared. A snapshot takes 100 to 200 kB of memory and a few bytes a command on disk. All environments of a
+      process that play a game share one copy of the engine, 4 to 16 MB that the process does not get back but uses
+      again for the next game. Snapshots of one engine are refused by the other.
 
     ## Version History
     - v0: first version.
@@ -85,6 +132,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
     immutable_state = True
+    state_version = 2
 
     def __init__(
         self,
@@ -93,14 +141,21 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         task_types: Sequence[str] | None = None,
         limit: int | None = None,
         stop_when_won: bool = True,
+        aliases: bool = False,
+        engine: EngineName = "native",
         render_mode: str | None = None,
     ) -> None:
+        self.snapshot_spec = snapshot_spec(engine)
+        if engine != "native":
+            self.metadata = {**self.metadata, "snapshot": asdict(self.snapshot_spec)}  # type: ignore[misc]
+        self.engine = engine
         self.library: GameLibrary = open_library(games, task_types=task_types, limit=limit)
         self.stop_when_won = stop_when_won
+        self.aliases = aliases
         self.render_mode = render_mode
         self.observation_space = Unicode()
         self.action_space = Unicode(HARMLESS)
-        self._game: Game | None = None
+        self._game: Engine | None = None
         self._ref: GameRef | None = None
         self._state: EpisodeState | None = None
 
@@ -128,10 +183,21 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         """Give the game a command."""
         if not isinstance(action, str):
             raise TypeError(f"expected a command as a string, found {action!r}")
-        game, state = self._playing()
-        following, feedback, valid = game.step(GameState(state.facts, state.text_facts, state.moves), action)
+        game, episode = self._playing()
+        command = self._translate(action) if self.aliases else action
+        following, feedback, valid = game.step(episode.state, command)
         self._state = self._episode(following, feedback=feedback, valid_action=valid)
         return self._transition()
+
+    def _translate(self, action: str) -> str:
+        """``action``, or the same with the other verb for placing if only that is admissible."""
+        game, episode = self._playing()
+        command, admissible = action.strip(), game.admissible(episode.state)
+        if command not in admissible:
+            for pattern, other in _OTHER_VERB:
+                if (match := pattern.fullmatch(command)) and (alias := match.expand(other)) in admissible:
+                    return alias
+        return action
 
     def render(self) -> str | None:  # type: ignore[override]
         """The last observation, in mode ``ansi``."""
@@ -146,34 +212,42 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         """The rule-based player of these games; it sees observations only."""
         return Expert(rng=rng, noise=noise)
 
+    def solve(self, *, max_nodes: int = 1_000_000, max_seconds: float = 60.0) -> tuple[str, ...]:
+        """The fewest commands that win from the present state; see `solver.shortest_plan`.
+
+        Raises:
+            SolverBudgetExceeded: the search took more nodes or time.
+            Unsolvable: no commands win from here.
+        """
+        return shortest_plan(self.game, self.game_state, max_nodes=max_nodes, max_seconds=max_seconds)
+
     @property
     def game(self) -> Game:
-        """The compiled game being played."""
-        return self._playing()[0]
+        """The game being played, as this package compiles it."""
+        return self._playing()[0].compiled
 
     @property
     def game_state(self) -> GameState:
         """The state of the game being played."""
-        state = self._playing()[1]
-        return GameState(state.facts, state.text_facts, state.moves)
+        return self._playing()[1].state
 
     def _episode(self, state: GameState, *, feedback: str | None, valid_action: bool) -> EpisodeState:
         game, ref = self._game, self._ref
         assert game is not None and ref is not None
-        return EpisodeState(ref.task_id, game.digest, state.s, state.t, state.moves, feedback, valid_action)
+        return EpisodeState(ref.task_id, game.digest, state, feedback, valid_action)
 
-    def _playing(self) -> tuple[Game, EpisodeState]:
+    def _playing(self) -> tuple[Engine, EpisodeState]:
         self._check_reset("a step")
         assert self._game is not None and self._state is not None
         return self._game, self._state
 
     def _enter(self, index: int) -> None:
-        self._game, self._ref = self.library.load(index), self.library[index]
+        self._game, self._ref = load(self.engine, self.library, index), self.library[index]
 
     def _transition(self) -> Transition:
         game, episode, ref = self._game, self._state, self._ref
         assert game is not None and episode is not None and ref is not None
-        state = GameState(episode.facts, episode.text_facts, episode.moves)
+        state = episode.state
         won = game.won(state)
         progress = game.progress(state)
         info = {
@@ -184,10 +258,11 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
             "gamefile": ref.gamefile,
             "task_type": ref.task_type,
             "goal_condition": progress.met / progress.total if progress.total else float(won),
+            "goal_condition_success_rate": progress.conditions_met / (progress.conditions or 1),
             "progress_key": f"{progress.met}/{progress.total}{' held' if progress.held else ''}",
             "state_hash": game.state_hash(state),
             "valid_action": episode.valid_action,
-            "moves": episode.moves,
+            "moves": state.moves,
         }
         observation = game.intro() if episode.feedback is None else episode.feedback
         return Transition(observation, float(won), won and self.stop_when_won, False, info)
@@ -196,32 +271,47 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         return self._playing()[1]
 
     def _apply(self, state: EpisodeState) -> None:
-        if self._state is None or (state.task_id, state.game_digest) != (self._state.task_id, self._state.game_digest):
+        game, ref = self._game, self._ref
+        if game is None or ref is None or (state.task_id, state.game_digest) != (ref.task_id, game.digest):
             try:
                 index = self.library.index(state.task_id)
             except GameNotFound as error:
                 raise SnapshotMismatch(f"the snapshot plays a game that is not here: {error}") from error
-            game = self.library.load(index)
+            game, ref = load(self.engine, self.library, index), self.library[index]
             if game.digest != state.game_digest:
                 here, there = game.digest[:16], state.game_digest[:16]
                 raise SnapshotMismatch(f"the game {state.task_id} has digest {here}…, in the snapshot {there}…")
-            self._game, self._ref = game, self.library[index]
-        self._state = state
+        resumed = game.resume(state.state)
+        self._game, self._ref = game, ref
+        self._state = state if resumed is state.state else replace(state, state=resumed)
 
     @classmethod
     def _encode(cls, state: EpisodeState) -> bytes:
-        return durable.pack(list(astuple(state)))
+        game = state.state
+        digest = bytes.fromhex(state.game_digest)
+        values = [state.task_id, digest, game.s, game.t, game.moves, state.feedback, state.valid_action]
+        packed = durable.pack([*values, list(game.commands)] if isinstance(game, TextWorldState) else values)
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_USUAL_TEXT)
+        return deflate.compress(packed) + deflate.flush()
 
     @classmethod
     def _decode(cls, data: bytes) -> EpisodeState:
-        values = durable.unpack(data)
-        kinds: tuple[Any, ...] = (str, str, int, int, int, str | None, bool)
-        if len(values) != len(fields(EpisodeState)) or not all(isinstance(v, k) for v, k in zip(values, kinds)):
+        inflate = zlib.decompressobj(-15, zdict=_USUAL_TEXT)
+        values = durable.unpack(inflate.decompress(data, _MAX_STATE))
+        kinds: tuple[Any, ...] = (str, bytes, int, int, int, str | None, bool, list)
+        if (
+            not isinstance(values, list)
+            or len(values) not in (7, 8)
+            or not all(isinstance(v, k) for v, k in zip(values, kinds))
+        ):
             raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {values!r:.200}")
-        return EpisodeState(*values)
+        task_id, digest, s, t, moves, feedback, valid_action, *commands = values
+        state = TextWorldState(s, t, moves, tuple(map(str, commands[0]))) if commands else GameState(s, t, moves)
+        return EpisodeState(task_id, digest.hex(), state, feedback, valid_action)
 
     def _config(self) -> dict[str, Any]:
-        return {"stop_when_won": self.stop_when_won}  # not the list of games: any that has this game will do
+        # Not the list of games: any that has this game will do.
+        return {"engine": self.engine, "stop_when_won": self.stop_when_won, "aliases": self.aliases}
 
     def _blank(self) -> Self:
         child = type(self).__new__(type(self))

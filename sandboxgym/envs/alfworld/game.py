@@ -27,6 +27,7 @@ from operator import or_
 from pathlib import PurePosixPath
 from typing import TypeAlias, TypeVar
 
+from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.grammar import (
     Binding,
     Entity,
@@ -37,13 +38,14 @@ from sandboxgym.envs.alfworld.grammar import (
     compile_text,
     read_grammar,
 )
-from sandboxgym.envs.alfworld.grounding import Operator, Task
+from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
 
 NOTHING_HAPPENS = "Nothing happens."
 TASK_MARKER = "Your task is to: "
 _INTRO = compile_text("#intro#")
-_CACHED_STATES = 1024
+_CACHED_STATES = 512
+_BYTES_PER_FACT, _BYTES_PER_OPERATOR, _BYTES_PER_STATE = 900, 2300, 1000  # measured on official games
 _ALWAYS = -1
 
 Row: TypeAlias = tuple[str, ...]
@@ -71,11 +73,19 @@ class Progress:
     number of facts in the largest alternative and ``total - met`` the number still wrong in the nearest one. So
     "put a clean mug on the desk" has a total of 2, as has "put two mugs on the desk". ``held`` says whether the agent
     holds an object that some alternative speaks of.
+
+    ``conditions_met`` of ``conditions`` is the count of ALFRED's goal conditions (``goal_conditions_met`` of alfworld's
+    THOR environment), which its text environment lacks: 1 for placing, 2 for placing two or looking under a lamp, 3 for
+    placing what was cleaned, heated or cooled. Each kind of fact counts by itself, whichever object it is true of, and
+    one condition more is met when all of them are true of the same choice of objects. Where the agent stands does not
+    count.
     """
 
     met: int
     total: int
     held: bool
+    conditions_met: int
+    conditions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,15 @@ class Game:
     """
 
     def __init__(
-        self, domain: str, grammar: str, problem: str, *, name: str, task_type: str, walkthrough: Row | None = None
+        self,
+        domain: str,
+        grammar: str,
+        problem: str,
+        *,
+        name: str,
+        task_type: str,
+        walkthrough: Row | None = None,
+        cache: GroundingCache | None = None,
     ) -> None:
         self.name = name
         self.task_type = task_type
@@ -110,34 +128,42 @@ class Game:
             self._grammar = read_grammar(grammar)
             _check_grammar(self._grammar, self._domain)
             part = "pddl_problem"
-            parsed = read_problem(problem, self._domain)
-            self._planner = Task(self._domain, parsed)
+            grounding = cache.get(self.digest, self._domain) if cache is not None else None
+            if grounding is None:
+                grounding = ground(self._domain, read_problem(problem, self._domain))
+                if cache is not None:
+                    cache.put(self.digest, grounding)
+            self._planner = Task(self._domain, grounding)
         except (PddlError, GrammarError) as error:
             raise GameError(f"{name}: {part}, {error}") from None
-        names = _names({arg for fact in parsed.facts for arg in fact.args})
+        names = _names(grounding.mentioned)
         self._entities = {
             thing: Entity(thing, names.get(thing, thing), self._domain.lineage(kind))
-            for thing, kind in parsed.objects.items()
+            for thing, kind in grounding.objects.items()
         }
         self._parameters = {action.name: action.parameters for action in self._domain.actions}
         self._text_facts = _TextFacts(self._domain, self._planner)
         self._command_of: dict[tuple[str, Row], str] = {}
         self._choices_of: dict[int, _Choices] = {}
         self._progress_of: dict[int, Progress] = {}
-        self._goal_size = max((pos | neg).bit_count() for pos, neg in self._planner.goal)
-        self._goal_bits = reduce(or_, (pos | neg for pos, neg in self._planner.goal))
-        goal_objects = {arg for number in _numbers(self._goal_bits) for arg in self._planner.facts[number].args}
-        holds = self._planner.bits.get("holds", {})
-        self._held_bits = sum(bit for args, bit in holds.items() if args[-1] in goal_objects)
+        self._goal = _Goal(self._planner)
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, name: str = "<game>", task_type: str | None = None) -> Game:
+    def from_json(
+        cls,
+        text: str | bytes,
+        *,
+        name: str = "<game>",
+        task_type: str | None = None,
+        cache: GroundingCache | None = None,
+    ) -> Game:
         """Compile the content of a ``game.tw-pddl``.
 
         Args:
             text: the content.
             name: the path of the file; the directories of official games begin with their task type.
             task_type: the task type, if known otherwise.
+            cache: where to look for what was worked out before, and to leave it.
 
         Raises:
             GameError: the file is malformed, unsolvable, or uses something unsupported.
@@ -167,7 +193,18 @@ class Game:
             name=name,
             task_type=task_type or _task_type(name),
             walkthrough=None if walkthrough is None else tuple(walkthrough),
+            cache=cache,
         )
+
+    @property
+    def compiled(self) -> Game:
+        """The game itself: it is its own engine."""
+        return self
+
+    @property
+    def planner(self) -> Task:
+        """The ground planning problem that states ``s`` are of."""
+        return self._planner
 
     @cached_property
     def task(self) -> str:
@@ -214,11 +251,10 @@ class Game:
 
     def progress(self, state: GameState) -> Progress:
         """How near the goal is."""
-        relevant = state.s & (self._goal_bits | self._held_bits)
+        relevant = state.s & self._goal.relevant
         progress = self._progress_of.get(relevant)
         if progress is None:
-            wrong = min(((state.s & (pos | neg)) ^ pos).bit_count() for pos, neg in self._planner.goal)
-            progress = Progress(self._goal_size - wrong, self._goal_size, bool(state.s & self._held_bits))
+            progress = self._goal.progress(relevant)
             _remember(self._progress_of, relevant, progress)
         return progress
 
@@ -231,17 +267,61 @@ class Game:
         content = f"{self.digest} {state.s:x} {state.t:x}".encode()
         return hashlib.blake2b(content, digest_size=8).hexdigest()
 
+    def resume(self, state: GameState) -> GameState:
+        """``state`` itself: one compiled instance goes on from the states of another.
+
+        Raises:
+            GameError: no game of this size has such a state.
+        """
+        width = len(self._planner.facts)
+        if state.s < 0 or state.s >> width or state.t < 0 or state.t >> 2 * width or state.moves < 0:
+            raise GameError(f"{self.name}: expected a state of {width} facts, found {state!r:.200}")
+        return state
+
+    def state_of(self, planner_facts: Iterable[str], text_facts: Iterable[str], *, moves: int) -> GameState:
+        """The state of another engine, from its facts as `facts` writes them; those that never change may be among
+        them.
+
+        Raises:
+            GameError: this game knows no such fact.
+        """
+        bits = self._fact_bits
+        try:
+            s = reduce(or_, (bits[fact] for fact in planner_facts), 0)
+            t = reduce(or_, (bits[fact] for fact in text_facts), 0)
+        except KeyError as unknown:
+            raise GameError(f"{self.name}: expected a fact of this game, found {unknown}") from None
+        return GameState(s, t, moves)
+
+    @cached_property
+    def _fact_bits(self) -> dict[str, int]:
+        width = len(self._planner.facts)
+        bits = {str(fact): 0 for fact in self._planner.constants}
+        for number, fact in enumerate(self._planner.facts):
+            bits[str(fact)] = 1 << number
+            bits[f"not_{fact}"] = 1 << number + width
+        return bits
+
+    def footprint(self) -> int:
+        """About how many bytes this game takes now; it grows as more of the game is seen."""
+        return (
+            _BYTES_PER_FACT * len(self._planner.facts)
+            + _BYTES_PER_OPERATOR * len(self._command_of)
+            + _BYTES_PER_STATE * len(self._choices_of)
+        )
+
     def _choices(self, state: GameState) -> _Choices:
         choices = self._choices_of.get(state.s)
         if choices is None:
             operators: dict[str, Operator] = {}
             for operator in self._planner.operators(state.s):
-                operators.setdefault(self._command(operator), operator)
+                operators.setdefault(self.command(operator), operator)
             choices = _Choices(tuple(sorted(operators)), operators)
             _remember(self._choices_of, state.s, choices)
         return choices
 
-    def _command(self, operator: Operator) -> str:
+    def command(self, operator: Operator) -> str:
+        """The command that stands for ``operator``."""
         key = operator.action, operator.args
         command = self._command_of.get(key)
         if command is None:
@@ -263,6 +343,46 @@ class Game:
             return text.write(scene, binding)
         except GrammarError as error:
             raise GameError(f"{self.name}: grammar, {error}") from None
+
+
+class _Goal:
+    """How near a state is to the goal; see `Progress`."""
+
+    def __init__(self, planner: Task) -> None:
+        self._alternatives = planner.goal
+        self._total = max((pos | neg).bit_count() for pos, neg in planner.goal)
+        mentioned = reduce(or_, (pos | neg for pos, neg in planner.goal))
+        objects = {arg for number in _numbers(mentioned) for arg in planner.facts[number].args}
+        self._held = sum(bit for args, bit in planner.bits.get("holds", {}).items() if args[-1] in objects)
+        self.relevant = mentioned | self._held
+        where_agent_stands = sum(bit for predicate in planner.moving for bit in planner.bits[predicate].values())
+        placeless = {(pos & ~where_agent_stands, neg & ~where_agent_stands) for pos, neg in planner.goal}
+        kinds: dict[str, int] = {}  # the bits of each predicate
+        for number in _numbers(mentioned & ~where_agent_stands):
+            predicate = planner.facts[number].predicate
+            kinds[predicate] = kinds.get(predicate, 0) | 1 << number
+        self._kinds = [{(pos & bits, neg & bits) for pos, neg in placeless} for bits in kinds.values()]
+        # "Hot" and "on the table" speak of one object; a lit lamp and a held book, or two books on a shelf, do not.
+        self._joint = placeless if any(_same_object(planner, pos | neg) for pos, neg in placeless) else set()
+        self._conditions = sum(max((p | n).bit_count() for p, n in kind) for kind in self._kinds) + bool(self._joint)
+        if not self._kinds:  # only where the agent stands matters: then that is the one condition
+            self._joint, self._conditions = set(planner.goal), 1
+
+    def progress(self, s: int) -> Progress:
+        wrong = min(((s & (pos | neg)) ^ pos).bit_count() for pos, neg in self._alternatives)
+        met = sum(max((p | n).bit_count() - ((s & (p | n)) ^ p).bit_count() for p, n in kind) for kind in self._kinds)
+        met += any(s & (pos | neg) == pos for pos, neg in self._joint)
+        return Progress(self._total - wrong, self._total, bool(s & self._held), met, self._conditions)
+
+
+def _same_object(planner: Task, bits: int) -> bool:
+    """Whether facts of different predicates mention the same object."""
+    of: dict[str, set[str]] = {}
+    for number in _numbers(bits):
+        predicate, args = planner.facts[number]
+        for arg in args:
+            of.setdefault(arg, set()).add(predicate)
+    return any(len(predicates) > 1 for predicates in of.values())
 
 
 class _TextFacts:

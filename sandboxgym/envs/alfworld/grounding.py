@@ -2,9 +2,9 @@
 
 What this module promises:
 
-1. :class:`Task` finds every fact that can ever become true when deletes and negative preconditions are ignored,
-   and numbers those that can change, in sorted order. A state is an ``int`` with one bit for each of them; equal
-   texts give equal numbers in every process.
+1. :func:`ground` finds every fact that can ever become true when deletes and negative preconditions are ignored,
+   and numbers those that can change, in sorted order; :class:`Task` plays on them. A state is an ``int`` with one bit
+   for each; equal texts give equal numbers in every process.
 2. Operators are instantiated on demand, for one fact of the state at a time: a game of which the agent sees three
    rooms never pays for the others.
 3. The operators are those of the Fast Downward translator, to which the original ALFWorld hands its games: an add
@@ -18,8 +18,8 @@ a domain share one :class:`Plan`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,6 +60,10 @@ class Schema:
             (Resolver(condition, self.columns), *_resolve(atom, self.columns), adds)
             for condition, atom, adds in action.effects
         ]
+        # Most actions have no conditional effects; then there is a short way to their instances.
+        self.plain = all(effect.condition == Conjunction() for effect in action.effects)
+        self.adds = [(predicate, pick) for _, predicate, pick, adds in self.effects if adds]
+        self.deletes = [(predicate, pick) for _, predicate, pick, adds in self.effects if not adds]
         self._queries: dict[Atom | None, Query] = {}
 
     def query(self, pivot: Atom | None) -> Query:
@@ -87,6 +91,13 @@ def _resolve(atom: Atom, columns: Sequence[str]) -> tuple[str, Picker]:
     return atom.predicate, picker(tuple(columns.index(arg) for arg in atom.args))
 
 
+class Facts(NamedTuple):
+    """The bits of the facts that can change, and all facts that can ever hold."""
+
+    bits: Mapping[str, Mapping[Row, int]]
+    database: Database
+
+
 class Resolver:
     """The bit masks of a condition for given values of its variables."""
 
@@ -97,14 +108,14 @@ class Resolver:
             for atom in atoms
         ]
 
-    def __call__(self, task: Task, row: Row) -> tuple[int, int] | None:
+    def __call__(self, facts: Facts | Task, row: Row) -> tuple[int, int] | None:
         """Masks of the bits that must be set and clear; None if no state satisfies the condition."""
         masks = [0, 0]
         for predicate, pick, wanted in self._literals:
             args = pick(row)
-            if bit := task.bits[predicate].get(args, 0):
+            if bit := facts.bits[predicate].get(args, 0):
                 masks[not wanted] |= bit
-            elif (args in task.database.rows(predicate)) != wanted:
+            elif (args in facts.database.rows(predicate)) != wanted:
                 return None
         return None if masks[0] & masks[1] else (masks[0], masks[1])
 
@@ -194,62 +205,158 @@ class Operator(NamedTuple):
         return state & ~delete | add
 
 
+@dataclass(frozen=True, slots=True)
+class Grounding:
+    """What a problem has that a :class:`Task` is made of: plain data, worked out by :func:`ground`.
+
+    Working it out is most of the cost of compiling a game, so it can be kept on disk (:mod:`.cache`).
+    """
+
+    objects: dict[str, str]
+    """Objects with their types."""
+    mentioned: tuple[str, ...]
+    """The objects of the facts at the start, sorted: those that get a name."""
+    facts: tuple[Atom, ...]
+    """The facts that can change, sorted."""
+    constants: tuple[Atom, ...]
+    """The facts that hold in every state, sorted."""
+    initial: int
+    """The facts at the start, one bit for each of ``facts``."""
+    goal: tuple[tuple[int, int], ...]
+    """Alternatives: masks of the bits that must be set and clear."""
+    crowds: dict[str, int]
+    """How many facts of each predicate that some action changes hold at the start."""
+
+
+def ground(domain: Domain, problem: Problem) -> Grounding:
+    """Find what can ever hold in ``problem``, and which ways there are to reach the goal.
+
+    Raises:
+        PddlError: nothing can ever satisfy the goal.
+    """
+    members = _members(domain, problem.objects)
+    facts: dict[str, set[Row]] = defaultdict(set)
+    for predicate, args in problem.facts:
+        facts[predicate].add(args)
+    database = Database({**facts, **_given(members, problem.objects)}, members)
+    start = database.part({predicate: facts[predicate] for predicate in domain.fluents})
+    rules = plan(domain)
+    _reach(rules, database, start)
+    fixed = {p: start.rows(p) - _deletable(rules, p, database, start) for p in domain.fluents}
+    changing = tuple(
+        Atom(predicate, args)
+        for predicate in sorted(domain.fluents)
+        for args in sorted(database.rows(predicate) - fixed[predicate])
+    )
+    constants = tuple(
+        Atom(predicate, args)
+        for predicate in sorted(domain.arities.keys() - {EQUALS})
+        for args in sorted(fixed.get(predicate, database.rows(predicate)))
+    )
+    bits = _numbered(changing)
+    goal = tuple(dict.fromkeys(_alternatives(problem.goal, Facts(bits, database))))
+    if not goal:
+        raise PddlError(":goal: no choice of objects can ever satisfy it")
+    return Grounding(
+        objects=problem.objects,
+        mentioned=tuple(sorted({arg for fact in problem.facts for arg in fact.args})),
+        facts=changing,
+        constants=constants,
+        initial=sum(bits[p].get(args, 0) for p in domain.fluents for args in start.rows(p)),
+        goal=goal,
+        crowds={predicate: len(start.rows(predicate)) for predicate in sorted(domain.fluents)},
+    )
+
+
+def _members(domain: Domain, objects: Mapping[str, str]) -> dict[str, set[str]]:
+    """The objects of each type, subtypes included."""
+    members: dict[str, set[str]] = defaultdict(set)
+    for name, kind in objects.items():
+        for ancestor in domain.lineage(kind):
+            members[ancestor].add(name)
+    return members
+
+
+def _given(members: Mapping[str, Iterable[str]], objects: Iterable[str]) -> dict[str, set[Row]]:
+    """The facts that no problem states: what is of which type, and what equals what."""
+    facts: dict[str, set[Row]] = {_membership(kind): {(name,) for name in names} for kind, names in members.items()}
+    facts[EQUALS] = {(name, name) for name in objects}
+    return facts
+
+
+def _numbered(facts: Iterable[Atom]) -> dict[str, dict[Row, int]]:
+    bits: dict[str, dict[Row, int]] = defaultdict(dict)
+    for number, (predicate, args) in enumerate(facts):
+        bits[predicate][args] = 1 << number
+    return bits
+
+
+def _reach(rules: Plan, database: Database, start: Database) -> None:
+    """Add every fact that can become true, in rounds that each begin with what the last one found."""
+    found: dict[str, set[Row]] = defaultdict(set)
+    for rule in rules.adds:
+        if rule.fixed is not None:
+            found[rule.head.predicate] |= rule.fixed(database)
+    database.add(found)
+    news = database.part({predicate: start.rows(predicate) | found[predicate] for predicate in start.facts})
+    while news.facts:
+        found = defaultdict(set)
+        for rule in rules.adds:
+            for predicate, query in rule.triggers:
+                if predicate in news.facts:
+                    found[rule.head.predicate] |= query(database, news)
+        fresh = {predicate: rows - database.rows(predicate) for predicate, rows in found.items()}
+        news = database.part({predicate: rows for predicate, rows in fresh.items() if rows})
+        database.add(news.facts)
+
+
+def _deletable(rules: Plan, predicate: str, database: Database, facts: Database) -> set[Row]:
+    found: set[Row] = set()
+    for rule in rules.deletes:
+        if rule.head.predicate == predicate:
+            found |= rule.supports(database, facts)
+    return found
+
+
+def _alternatives(goal: Iterable[Conjunction], facts: Facts) -> Iterator[tuple[int, int]]:
+    for choice in goal:
+        columns = (*dict(choice.variables), *constants_of([*choice.positive, *choice.negative]))
+        query = Query(_body(choice.variables, choice), types=dict(choice.variables), wanted=columns)
+        resolver = Resolver(choice, columns)
+        masks = (resolver(facts, row) for row in sorted(query(facts.database)))
+        yield from (mask for mask in masks if mask is not None)
+
+
 class Task:
     """A ground problem. Immutable, but for the operators it remembers once it has instantiated them.
 
     ``facts[i]`` is what bit ``i`` of a state stands for, ``bits`` the reverse; ``constants`` hold in every state.
-    ``goal`` lists alternatives: masks of the bits that must be set and clear.
+    ``goal`` lists alternatives: masks of the bits that must be set and clear. ``moving`` are the predicates of which
+    one fact takes the place of another, as when the agent walks.
     """
 
-    def __init__(self, domain: Domain, problem: Problem) -> None:
+    def __init__(self, domain: Domain, grounding: Grounding) -> None:
         self._plan = plan(domain)
-        members: dict[str, set[str]] = defaultdict(set)
-        for name, kind in problem.objects.items():
-            for ancestor in domain.lineage(kind):
-                members[ancestor].add(name)
-        facts: dict[str, set[Row]] = defaultdict(set)
-        for predicate, args in problem.facts:
-            facts[predicate].add(args)
-        for kind, names in members.items():
-            facts[_membership(kind)] = {(name,) for name in names}
-        facts[EQUALS] = {(name, name) for name in problem.objects}
-        self.database = Database(facts, members)
-        start = self.database.part({predicate: facts[predicate] for predicate in domain.fluents})
-        self._reach(start)
-        fixed = {predicate: start.rows(predicate) - self._deletable(predicate, start) for predicate in domain.fluents}
-        self.facts = tuple(
-            Atom(predicate, args)
-            for predicate in sorted(domain.fluents)
-            for args in sorted(self.database.rows(predicate) - fixed[predicate])
-        )
-        self.bits: dict[str, dict[Row, int]] = defaultdict(dict)
-        for number, (predicate, args) in enumerate(self.facts):
-            self.bits[predicate][args] = 1 << number
-        self.initial = sum(
-            self.bits[predicate].get(args, 0) for predicate in domain.fluents for args in start.rows(predicate)
-        )
-        self.constants = tuple(
-            Atom(predicate, args)
-            for predicate in sorted(domain.arities.keys() - {EQUALS})
-            for args in sorted(fixed.get(predicate, self.database.rows(predicate)))
-        )
-        self.goal = tuple(dict.fromkeys(self._alternatives(problem.goal)))
-        if not self.goal:
-            raise PddlError(":goal: no choice of objects can ever satisfy it")
-        self._pivots = [self._pivot(schema, start) for schema in self._plan.schemas]
+        self.moving = self._plan.moving
+        self.facts, self.constants = grounding.facts, grounding.constants
+        self.initial, self.goal = grounding.initial, grounding.goal
+        self.bits = _numbered(self.facts)
+        members = _members(domain, grounding.objects)
+        rows: dict[str, set[Row]] = defaultdict(set)
+        for predicate, args in (*self.constants, *self.facts):
+            rows[predicate].add(args)
+        self.database = Database({**rows, **_given(members, grounding.objects)}, members)
+        self._pivots = [self._pivot(schema, grounding.crowds) for schema in self._plan.schemas]
         pivots = {pivot.predicate for pivot in self._pivots if pivot is not None}
         self._pivot_bits = sum(bit for predicate in pivots for bit in self.bits[predicate].values())
         self._operators: dict[int, tuple[Operator, ...]] = {}
-        self.database = self.database.part(self.database.facts)  # without the indexes of the search: half the memory
 
     def operators(self, state: int) -> Iterator[Operator]:
         """The operators that apply in ``state``, always in the same order."""
         buckets = state & self._pivot_bits
         bucket = 0
         while True:
-            if bucket not in self._operators:
-                self._operators[bucket] = tuple(self._instantiate(bucket))
-            for operator in self._operators[bucket]:
+            for operator in self._bucket(bucket):
                 if state & operator.pos == operator.pos and not state & operator.neg:
                     yield operator
             if not buckets:
@@ -257,45 +364,27 @@ class Task:
             bucket = buckets & -buckets
             buckets ^= bucket
 
-    def _reach(self, start: Database) -> None:
-        """Add every fact that can become true, in rounds that each begin with what the last one found."""
-        found: dict[str, set[Row]] = defaultdict(set)
-        for rule in self._plan.adds:
-            if rule.fixed is not None:
-                found[rule.head.predicate] |= rule.fixed(self.database)
-        self.database.add(found)
-        news = self.database.part({predicate: start.rows(predicate) | found[predicate] for predicate in start.facts})
-        while news.facts:
-            found = defaultdict(set)
-            for rule in self._plan.adds:
-                for predicate, query in rule.triggers:
-                    if predicate in news.facts:
-                        found[rule.head.predicate] |= query(self.database, news)
-            fresh = {predicate: rows - self.database.rows(predicate) for predicate, rows in found.items()}
-            news = self.database.part({predicate: rows for predicate, rows in fresh.items() if rows})
-            self.database.add(news.facts)
+    def all_operators(self) -> Iterator[Operator]:
+        """Every operator that applies in some state."""
+        bits = self._pivot_bits
+        buckets = [0]
+        while bits:
+            buckets.append(bits & -bits)
+            bits ^= buckets[-1]
+        for bucket in buckets:
+            yield from self._bucket(bucket)
 
-    def _deletable(self, predicate: str, facts: Database) -> set[Row]:
-        found: set[Row] = set()
-        for rule in self._plan.deletes:
-            if rule.head.predicate == predicate:
-                found |= rule.supports(self.database, facts)
-        return found
+    def _bucket(self, bucket: int) -> tuple[Operator, ...]:
+        if bucket not in self._operators:
+            self._operators[bucket] = tuple(self._instantiate(bucket))
+        return self._operators[bucket]
 
-    def _alternatives(self, goal: Iterable[Conjunction]) -> Iterator[tuple[int, int]]:
-        for choice in goal:
-            columns = (*dict(choice.variables), *constants_of([*choice.positive, *choice.negative]))
-            query = Query(_body(choice.variables, choice), types=dict(choice.variables), wanted=columns)
-            resolver = Resolver(choice, columns)
-            masks = (resolver(self, row) for row in sorted(query(self.database)))
-            yield from (mask for mask in masks if mask is not None)
-
-    def _pivot(self, schema: Schema, start: Database) -> Atom | None:
+    def _pivot(self, schema: Schema, crowds: Mapping[str, int]) -> Atom | None:
         """The body atom to file the instances of ``schema`` under: one of which few facts hold at a time."""
-        atoms = [atom for atom in schema.body if atom.predicate in start.facts]
+        atoms = [atom for atom in schema.body if atom.predicate in crowds]
 
         def crowd(atom: Atom) -> tuple[bool, int]:
-            return atom.predicate not in self._plan.moving, len(start.rows(atom.predicate))
+            return atom.predicate not in self.moving, crowds[atom.predicate]
 
         return min(atoms, key=crowd, default=None)
 
@@ -314,11 +403,24 @@ class Task:
                 if operator := self._operator(schema, row):
                     yield operator
 
+    def _any(self, atoms: Iterable[tuple[str, Picker]], row: Row) -> int:
+        bits = 0
+        for predicate, pick in atoms:
+            bits |= self.bits[predicate].get(pick(row), 0)
+        return bits
+
     def _operator(self, schema: Schema, row: Row) -> Operator | None:
         masks = schema.condition(self, row)
         if masks is None:
             return None
         pos, neg = masks
+        if schema.plain:
+            added, deleted = self._any(schema.adds, row), self._any(schema.deletes, row)
+            add, delete = added & ~pos, deleted & ~neg & ~added  # promise 3 of this module
+            if not add | delete:
+                return None
+            args = row[: len(schema.action.parameters)]
+            return Operator(schema.action.name, args, pos, neg, add, delete, (), add, delete)
         adds: dict[tuple[int, int, int], None] = {}
         deletes: dict[tuple[int, int, int], None] = {}
         for condition, predicate, pick, is_add in schema.effects:
@@ -326,7 +428,7 @@ class Task:
             bit = self.bits[predicate].get(pick(row), 0)
             if when is not None and bit:
                 (adds if is_add else deletes)[(*when, bit)] = None
-        # What follows is promise 3 of this module: (p, n) is the condition of an effect, (pos, neg) the precondition.
+        # Promise 3 again: (p, n) is the condition of an effect, (pos, neg) the precondition.
         surely_added = _union(bit for when_pos, when_neg, bit in adds if not when_pos | when_neg)
         effects = [Conditional(p & ~pos, n & ~neg, bit, 0) for p, n, bit in adds if _matters(p, n, bit & ~pos, masks)]
         effects += [

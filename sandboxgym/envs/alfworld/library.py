@@ -5,15 +5,16 @@ What this module promises:
 1. The order of games and their ids depend on the games alone: never on the file system's order, the machine or where
    the data lies. An id is the path from the split directory on ("valid_seen/…/game.tw-pddl"), or, outside the
    official splits, from the directory that was given; "embedded/train/17" for embedded games.
-2. Opening a library reads directories, not games; the index of a directory is kept until the directory changes.
-3. A compiled game is shared by everything in the process that plays it. At most `CACHED_GAMES` are kept; a file that
-   changed on disk is compiled anew. Any thread may load.
+2. Opening a library reads directories, not games; the index of a directory is kept until anything is added to or
+   removed from it, at any depth.
+3. A compiled game is shared by everything in the process that plays it. As many are kept as fit into `CACHED_BYTES`; a
+   file that changed on disk is compiled anew. What is expensive about compiling a file is kept on disk, too
+   (:mod:`.cache`). Any thread may load.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -22,13 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import SupportsIndex, overload
 
+from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.game import Game, GameError
 from sandboxgym.envs.alfworld.generate import SPLITS, TASK_TYPES, generate_game, task_type_of
 
 OFFICIAL_SPLITS = ("train", "valid_train", "valid_seen", "valid_unseen")
 EMBEDDED_SIZES = {"train": 2000, "seen": 500, "unseen": 500}
 GAME_FILE = "game.tw-pddl"
-CACHED_GAMES = 256
+CACHED_BYTES = 256 * 2**20
+"""What the compiled games of a process that nobody plays may take, about; an official game takes 1 to 3 MB."""
+DOWNLOAD = "`sandboxgym download alfworld` gets the official games"
 
 
 class GameNotFound(LookupError):
@@ -118,7 +122,7 @@ class GameLibrary(Sequence[GameRef]):
         return game
 
     def compile(self, number: int) -> Game:
-        """The game compiled anew, for itself alone; `load` shares and caches."""
+        """The game compiled anew, for itself alone; `load` shares and caches, in memory and on disk."""
         return _compile(self._refs[number])
 
 
@@ -177,8 +181,8 @@ def _split_directory(split: str, data: str | os.PathLike[str] | None) -> Path:
     root = data if data is not None else os.environ.get("ALFWORLD_DATA")
     if not root:
         raise DataNotFound(
-            f"the official split {split!r} needs the ALFWorld data: set ALFWORLD_DATA to the directory that "
-            f"alfworld-download filled (it holds json_2.1.1/{split}), or use games='embedded'"
+            f"the official split {split!r} needs the ALFWorld data: {DOWNLOAD}; or set ALFWORLD_DATA to the directory "
+            f"that alfworld-download filled (it holds json_2.1.1/{split}), or use games='embedded'"
         )
     candidates = (Path(root, "json_2.1.1", split), Path(root, split))
     for candidate in candidates:
@@ -186,24 +190,47 @@ def _split_directory(split: str, data: str | os.PathLike[str] | None) -> Path:
             return candidate
     raise DataNotFound(
         f"no split {split!r} under {os.fspath(root)}: expected the directory {' or '.join(map(str, candidates))}; "
-        "set ALFWORLD_DATA to the directory that alfworld-download filled"
+        f"{DOWNLOAD}; or set ALFWORLD_DATA to the directory that alfworld-download filled"
     )
 
 
 def _directory(root: Path) -> tuple[GameRef, ...]:
     root = Path(os.path.abspath(root))
-    refs = _index(root, os.stat(root).st_mtime_ns)
-    if not refs:
-        raise DataNotFound(f"no {GAME_FILE} anywhere under {root}")
-    return refs
+    known = _indexes.get(root)
+    if known is None or known.stale():
+        known = _indexes[root] = _index(root)
+        if len(_indexes) > _MAX_INDEXES:
+            _indexes.pop(next(iter(_indexes)))
+    if not known.refs:
+        raise DataNotFound(f"no {GAME_FILE} anywhere under {root}; {DOWNLOAD}")
+    return known.refs
 
 
-@functools.lru_cache(maxsize=32)
-def _index(root: Path, _mtime: int) -> tuple[GameRef, ...]:
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The games under a directory, and when each of its directories last had an entry added or removed."""
+
+    refs: tuple[GameRef, ...]
+    changed: tuple[tuple[str, int], ...]
+
+    def stale(self) -> bool:
+        try:  # a stat of each directory takes a tenth of the time of reading them
+            return any(os.stat(directory).st_mtime_ns != mtime for directory, mtime in self.changed)
+        except OSError:
+            return True
+
+
+_MAX_INDEXES = 32
+_indexes: dict[Path, _Index] = {}
+
+
+def _index(root: Path) -> _Index:
     found = []
+    changed = []
     pending = [(os.fspath(root), "")]
     while pending:
         directory, relative = pending.pop()
+        changed.append((directory, os.stat(directory).st_mtime_ns))  # before reading: a later change is seen next time
         with os.scandir(directory) as entries:
             for entry in entries:
                 if entry.name == GAME_FILE:
@@ -212,7 +239,7 @@ def _index(root: Path, _mtime: int) -> tuple[GameRef, ...]:
                 elif "movable" not in entry.name and "Sliced" not in entry.name and entry.is_dir():
                     pending.append((entry.path, f"{relative}{entry.name}/"))
     paths = sorted(found)
-    return _distinct([_ref(root / path, path) for path in paths], paths)
+    return _Index(_distinct([_ref(root / path, path) for path in paths], paths), tuple(changed))
 
 
 def _file_ref(path: Path) -> GameRef:
@@ -249,8 +276,8 @@ def _ends_with(task_id: str, ending: str) -> bool:
 class _Cache:
     """The most recently used compiled games of the process."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._games: OrderedDict[Hashable, Game] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -259,35 +286,49 @@ class _Cache:
         with self._lock:
             if key not in self._games:
                 self._games[key] = compile_game()
-                if len(self._games) > self._size:
-                    self._games.popitem(last=False)
+                excess = sum(game.footprint() for game in self._games.values()) - self._nbytes
+                while excess > 0 and len(self._games) > 1:
+                    excess -= self._games.popitem(last=False)[1].footprint()
             self._games.move_to_end(key)
             return self._games[key]
 
 
-_cache = _Cache(CACHED_GAMES)
+_cache = _Cache(CACHED_BYTES)
 if hasattr(os, "register_at_fork"):  # another thread may hold the lock at the moment of a fork
     os.register_at_fork(after_in_child=lambda: setattr(_cache, "_lock", threading.Lock()))
 
 
 def _load(ref: GameRef) -> Game:
-    key: object = ref.gamefile
-    if not _is_embedded(ref):
-        try:
-            status = os.stat(ref.gamefile)
-        except OSError as error:
-            raise DataNotFound(f"game file is gone: {ref.gamefile}") from error
-        key = (ref.gamefile, status.st_mtime_ns, status.st_size)
-    return _cache.get(key, lambda: _compile(ref))
+    return _cache.get(file_key(ref), lambda: _compile(ref, GroundingCache()))
 
 
-def _compile(ref: GameRef) -> Game:
+def file_key(ref: GameRef) -> Hashable:
+    """Equal as long as the game's file is the same.
+
+    Raises:
+        DataNotFound: the file is gone.
+    """
     if _is_embedded(ref):
-        _, split, number = ref.gamefile.split("/")
-        text = generate_game(split, int(number))
-    else:
-        text = Path(ref.gamefile).read_bytes()
-    return Game.from_json(text, name=ref.gamefile, task_type=ref.task_type)
+        return ref.gamefile
+    try:
+        status = os.stat(ref.gamefile)
+    except OSError as error:
+        raise DataNotFound(f"game file is gone: {ref.gamefile}; {DOWNLOAD}") from error
+    return ref.gamefile, status.st_mtime_ns, status.st_size
+
+
+def content_of(ref: GameRef) -> bytes:
+    """The content of the game's file."""
+    if not _is_embedded(ref):
+        return Path(ref.gamefile).read_bytes()
+    _, split, number = ref.gamefile.split("/")
+    return generate_game(split, int(number))
+
+
+def _compile(ref: GameRef, cache: GroundingCache | None = None) -> Game:
+    if _is_embedded(ref):
+        cache = None  # compiled in the time that opening a file takes
+    return Game.from_json(content_of(ref), name=ref.gamefile, task_type=ref.task_type, cache=cache)
 
 
 def _is_embedded(ref: GameRef) -> bool:

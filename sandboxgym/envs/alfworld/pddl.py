@@ -226,6 +226,7 @@ class Domain:
 
     def __init__(self, text: str) -> None:
         self.supertypes: dict[str, str] = {}
+        self._lineages: dict[str, frozenset[str]] = {}
         self.constants: list[TypedName] = []
         self.arities = {EQUALS: 2}
         self.actions: list[Action] = []
@@ -261,11 +262,15 @@ class Domain:
 
     def lineage(self, kind: str) -> frozenset[str]:
         """``kind`` and all its supertypes."""
-        found = set()
-        while kind and kind not in found:
-            found.add(kind)
-            kind = self.supertypes[kind]
-        return frozenset(found)
+        lineage = self._lineages.get(kind)
+        if lineage is None:
+            found = set()
+            ancestor = kind
+            while ancestor and ancestor not in found:
+                found.add(ancestor)
+                ancestor = self.supertypes[ancestor]
+            lineage = self._lineages[kind] = frozenset(found)
+        return lineage
 
     def _action(self, body: Sequence[Expr]) -> Action:
         if not body or not isinstance(body[0], str) or len(body) % 2 == 0:

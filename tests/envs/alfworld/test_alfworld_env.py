@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import pytest
+from gymnasium.error import DependencyNotInstalled
 
 import sandboxgym
-from sandboxgym import SnapshotMismatch
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.envs.alfworld.game import GameError
 from sandboxgym.envs.alfworld.library import DataNotFound, GameNotFound
 
@@ -144,7 +146,106 @@ def test_a_snapshot_is_small_whatever_the_length_of_the_episode() -> None:
     early = len(env.snapshot().to_bytes())
     for _ in range(300):
         env.step("inventory")
-    assert len(env.snapshot().to_bytes()) < early + 200 < 2048
+    late = len(env.snapshot().to_bytes())
+    assert late < early + 200 and max(early, late) < 2048
+
+
+def test_the_other_verb_for_placing_is_an_alias() -> None:
+    plain, env = make(), make(aliases=True)
+    for each in (plain, env):
+        _, info = each.reset(options={"task": 0})
+        for command in each.unwrapped.game.walkthrough:
+            if command.startswith("move "):
+                break
+            _, _, _, _, info = each.step(command)
+    thing, place = command.removeprefix("move ").split(" to ")
+    alias = f"put {thing} in/on {place}"
+    assert alias not in info["admissible_commands"] and command in info["admissible_commands"]
+    assert plain.step(alias)[0] == "Nothing happens."
+    snap = env.snapshot()
+    for wrong in (alias.replace(thing, "moon 1"), alias.upper(), f"put {thing} on {place}", "put"):
+        assert not env.step(wrong)[4]["valid_action"]
+    step = env.step(f" {alias}")
+    assert step[1] == 1.0 and step[4]["valid_action"]
+    env.restore(snap)
+    assert env.step(command) == step
+    with pytest.raises(SnapshotMismatch, match="aliases"):
+        plain.restore(snap)
+
+
+@pytest.mark.slow
+def test_aliases_in_the_older_grammar(alfworld_games: Path) -> None:
+    file = next((alfworld_games / "old_grammar" / "valid_seen").glob("pick_and_place_simple-*/*/game.tw-pddl"))
+    env = make(games=[str(file)], aliases=True)
+    env.reset()
+    verbs = set()
+    for command in env.unwrapped.solve():
+        verbs.add(command.split()[0])
+        if command.startswith("put "):
+            thing, place = command.removeprefix("put ").split(" in/on ")
+            command = f"move {thing} to {place}"
+        _, reward, _, _, info = env.step(command)
+        assert info["valid_action"]
+    assert reward == 1.0 and "put" in verbs
+
+
+CONDITIONS = {
+    "pick_and_place_simple": 1,
+    "look_at_obj_in_light": 2,
+    "pick_clean_then_place_in_recep": 3,
+    "pick_heat_then_place_in_recep": 3,
+    "pick_cool_then_place_in_recep": 3,
+    "pick_two_obj_and_place": 2,
+}
+
+
+@pytest.mark.parametrize("task_type", CONDITIONS)
+def test_goal_conditions_are_counted_as_in_alfred(task_type: str) -> None:
+    env = make(task_types=[task_type])
+    for task in range(5):
+        _, info = env.reset(options={"task": task})
+        shares = [info["goal_condition_success_rate"]]
+        for command in env.unwrapped.solve():
+            _, _, _, _, info = env.step(command)
+            shares.append(info["goal_condition_success_rate"])
+        total = CONDITIONS[task_type]
+        assert all(round(share * total) / total == share for share in shares)
+        assert max(shares[:-1]) < shares[-1] == 1.0 == info["goal_condition"]
+
+
+def test_a_treated_thing_elsewhere_and_another_in_place_are_two_conditions_of_three() -> None:
+    """ALFRED: one is in place, one is treated, but none is both. Ours: half of what any one of them needs."""
+    env = make(task_types=["pick_clean_then_place_in_recep"])
+    for task in range(40):
+        env.reset(options={"task": task})
+        game = env.unwrapped.game
+        goals = [{str(game.planner.facts[n]) for n in range(len(game.planner.facts)) if pos >> n & 1}
+                 for pos, _ in game.planner.goal]  # fmt: skip
+        clean = {fact for goal in goals for fact in goal if fact.startswith("clean")}
+        if len(clean) > 1:
+            break
+    one, other = sorted(clean)[:2]
+    placed = next(fact for goal in goals if other in goal for fact in goal if fact.startswith("inside"))
+    start = game.facts(game.initial())
+    inside = {fact for fact in start if fact.startswith("inside")}
+    moved = {fact for fact in inside if fact.startswith(placed.partition(",")[0])}
+    facts = (start - moved) | {one, placed}
+    progress = game.progress(game.state_of(facts, facts, moves=0))
+    assert (progress.conditions_met, progress.conditions) == (2, 3)
+    assert (progress.met, progress.total) == (1, 2)
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="found 'unity'"):
+        make(engine="unity")
+
+
+def test_a_missing_original_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        DependencyNotInstalled, match=r"needs textworld.*pip install 'sandboxgym\[alfworld-reference\]'"
+    ):
+        make(engine="textworld")
 
 
 @pytest.mark.slow
@@ -165,3 +266,16 @@ def test_same_as_the_original_with_a_snapshot_and_restore_before_every_step(
                 observation, reward, _, _, info = env.step(step["action"])
             expected = [step[name] for name in ("obs", "admissible", "reward", "won", "moves")]
             assert [observation, info["admissible_commands"], reward, info["won"], info["moves"]] == expected
+
+
+@pytest.mark.parametrize("changes", [{"s": -1}, {"s": 1 << 5000}, {"t": -1}, {"t": 1 << 9000}, {"moves": -1}])
+def test_a_state_that_no_game_has_is_refused(changes: dict[str, int]) -> None:
+    env = make()
+    before = env.reset(options={"task": 0})
+    base = env.unwrapped
+    blob = dict(Snapshot.from_bytes(base.snapshot().to_bytes())._sections())
+    state = base._capture()
+    blob["state"] = base._encode(replace(state, state=replace(state.state, **changes)))
+    with pytest.raises(SnapshotCorrupt, match="expected a state of"):
+        base.restore(Snapshot(base.snapshot().header, None, blob=blob))
+    assert (base.last.observation, base.last.info) == before

@@ -1,5 +1,6 @@
 import os
 import pickle
+import random
 import shutil
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 
 from sandboxgym.envs.alfworld.game import GameError
 from sandboxgym.envs.alfworld.generate import generate_game
-from sandboxgym.envs.alfworld.library import DataNotFound, GameNotFound, GameRef, open_library
+from sandboxgym.envs.alfworld.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
 
 GAMES = {
     "pick_and_place_simple-Pen-None-Desk-1/trial_b": 0,
@@ -103,7 +104,7 @@ def test_an_unknown_game_is_refused_with_near_ones(data):
 
 def test_missing_data_says_what_to_set(tmp_path, monkeypatch):
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
-    with pytest.raises(DataNotFound, match="set ALFWORLD_DATA"):
+    with pytest.raises(DataNotFound, match=r"sandboxgym download alfworld.*set ALFWORLD_DATA"):
         open_library("train")
     with pytest.raises(DataNotFound, match=r"json_2\.1\.1/train or "):
         open_library("train", data=tmp_path)
@@ -119,6 +120,36 @@ def test_the_index_of_a_directory_is_reused(data, monkeypatch):
     first = open_library("valid_seen")
     monkeypatch.setattr(os, "scandir", None)
     assert ids(open_library("valid_seen", limit=2)) == ids(first)[:2]
+
+
+def test_games_added_and_removed_at_any_depth_are_noticed(data):
+    split = data / "json_2.1.1" / "valid_seen"
+    open_library("valid_seen")
+    for directory in (
+        split / "pick_and_place_simple-Pen-None-Desk-1" / "trial_new",
+        split / "new" / "room" / "trial_n",
+    ):
+        directory.mkdir(parents=True)
+        assert len(open_library("valid_seen")) == 3
+        (directory / "game.tw-pddl").write_bytes(generate_game("train", 12))
+        assert len(open_library("valid_seen")) == 4
+        shutil.rmtree(directory)
+        assert ids(open_library("valid_seen")) == IDS
+
+
+def test_what_is_kept_in_memory_is_bounded():
+    library = open_library("embedded")
+    cache = _Cache(5 * library.compile(0).footprint())
+    for number in range(20):
+        cache.get(number, lambda number=number: library.compile(number))
+    kept = len(cache._games)
+    assert 1 < kept < 10 and 19 in cache._games
+    game = cache.get(19, lambda: None)
+    state, rng = game.initial(), random.Random(0)
+    for _ in range(300):  # a game grows while it is played
+        state, _, _ = game.step(state, rng.choice(game.admissible(state)))
+    cache.get(20, lambda: library.compile(20))
+    assert len(cache._games) < kept
 
 
 def test_compiled_games_are_shared_and_follow_the_file(data):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from sandboxgym.envs.alfworld.grounding import Operator, Task
+from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
 from sandboxgym.envs.alfworld.joins import Database, Query
 from sandboxgym.envs.alfworld.pddl import Atom, Conjunction, Domain, PddlError, parse, read_domain, read_problem
 
@@ -43,7 +43,7 @@ def domain(*actions: str) -> Domain:
 
 def task(*actions: str, goal: str = "(at robby hall)", problem: str = PROBLEM) -> Task:
     rules = domain(*actions)
-    return Task(rules, read_problem(problem.format(goal=goal), rules))
+    return Task(rules, ground(rules, read_problem(problem.format(goal=goal), rules)))
 
 
 def action(*, precondition: str = "()", effect: str = "(lit ?p)", parameters: str = "?p - place") -> str:

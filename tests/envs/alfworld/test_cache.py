@@ -1,0 +1,152 @@
+"""Grounded games on disk: found again, never trusted, never in the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from sandboxgym.envs.alfworld import cache as cache_module
+from sandboxgym.envs.alfworld import game as game_module
+from sandboxgym.envs.alfworld.cache import GroundingCache
+from sandboxgym.envs.alfworld.game import Game
+from sandboxgym.envs.alfworld.generate import generate_game
+from sandboxgym.envs.alfworld.library import open_library
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> GroundingCache:
+    return GroundingCache(tmp_path / "cache")
+
+
+def entries(cache: GroundingCache) -> list[Path]:
+    return sorted(cache.directory.iterdir())
+
+
+def compile_game(number: int, cache: GroundingCache | None) -> Game:
+    return Game.from_json(generate_game("train", number), name=str(number), cache=cache)
+
+
+def transcript(game: Game, steps: int = 40) -> list[object]:
+    rng = random.Random(0)
+    state, seen = game.initial(), [game.intro(), sorted(game.facts(game.initial()))]
+    for _ in range(steps):
+        state, text, _ = game.step(state, rng.choice(game.admissible(state)))
+        seen += [text, state, game.progress(state), game.state_hash(state)]
+    return seen
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_game_from_the_cache_plays_the_same(
+    number: int, cache: GroundingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = transcript(compile_game(number, None))
+    compile_game(number, cache)
+    monkeypatch.setattr(game_module, "ground", None)  # not worked out again
+    assert transcript(compile_game(number, cache)) == compiled
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content[:50] + bytes([content[50] ^ 1]) + content[51:],
+        lambda content: b"pickle" + content,
+        lambda content: content + b"more",
+    ],
+    ids=["empty", "truncated", "a bit", "other magic", "too long"],
+)
+def test_a_damaged_entry_is_ignored_and_replaced(
+    damage: object, cache: GroundingCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_game(0, cache)
+    (path,) = entries(cache)
+    intact = path.read_bytes()
+    path.write_bytes(damage(intact))  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING, logger="sandboxgym"):
+        assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
+    assert str(path) in caplog.text
+    assert path.read_bytes() == intact
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts[5].append(["warm", 1, [0]]),
+        lambda parts: parts[4].append(["inside", 1, [0, 10**6]]),
+        lambda parts: parts[4].append(["inside", 1, [0, -1]]),
+        lambda parts: parts[1].append("dragon"),
+        lambda parts: parts[7].clear(),
+        lambda parts: parts.__setitem__(6, b"\xff" * 300),
+        lambda parts: parts[8].pop("holds"),
+        lambda parts: parts.pop(),
+    ],
+    ids=["predicate", "object", "negative", "type", "no goal", "wide mask", "fluents", "fields"],
+)
+def test_an_entry_that_does_not_fit_its_game_is_ignored(change: object, cache: GroundingCache) -> None:
+    import hashlib
+    import zlib
+
+    import msgpack
+
+    compile_game(0, cache)
+    (path,) = entries(cache)
+    parts = msgpack.unpackb(zlib.decompress(path.read_bytes()[40:]))
+    change(parts)  # type: ignore[operator]
+    packed = zlib.compress(msgpack.packb(parts))
+    path.write_bytes(path.read_bytes()[:8] + hashlib.sha256(packed).digest() + packed)
+    game = compile_game(0, cache)
+    assert transcript(game) == transcript(compile_game(0, None))
+
+
+def test_entries_belong_to_the_code_that_wrote_them(cache: GroundingCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_game(0, cache)
+    monkeypatch.setattr(cache_module, "_code_digest", lambda: "another version")
+    compile_game(0, cache)
+    assert len(entries(cache)) == 2
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert transcript(compile_game(0, GroundingCache(tmp_path / "file" / "cache"))) == transcript(compile_game(0, None))
+
+
+def test_a_full_disk_leaves_nothing_behind(cache: GroundingCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    compile_game(0, cache)
+    assert entries(cache) == []
+
+
+def test_the_entries_not_used_for_longest_go_first(tmp_path: Path) -> None:
+    cache = GroundingCache(tmp_path)
+    for number in range(6):
+        compile_game(number, cache)
+    paths = entries(cache)
+    for age, path in enumerate(paths):
+        os.utime(path, (time.time() - 1000 + age, time.time() - 1000 + age))
+    number = next(n for n in range(6) if cache._path(compile_game(n, None).digest) == paths[0])
+    compile_game(number, cache)  # used again
+    left = (tmp_path / ".killed.grounding", tmp_path / ".busy.grounding", tmp_path / "notes.txt")
+    for path in left:
+        path.write_bytes(b"x")
+    os.utime(left[0], (1, 1))
+    GroundingCache(tmp_path, max_bytes=sum(path.stat().st_size for path in (paths[0], *paths[3:]))).sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([paths[0], *paths[3:], *left[1:]])
+
+
+def test_a_library_uses_it_for_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "game.tw-pddl"
+    file.write_bytes(generate_game("train", 900))
+    open_library("embedded").load(901)
+    assert not (tmp_path / "cache").exists()
+    open_library(file).load(0)
+    assert len(list((tmp_path / "cache" / "alfworld").iterdir())) == 1
