@@ -258,7 +258,8 @@ def _remove_run(path: Path) -> None:
         if entry.name != OWNER:
             remove_tree(entry)
     (path / OWNER).unlink(missing_ok=True)  # last, for without it a directory is nobody's
-    path.rmdir()
+    with contextlib.suppress(FileNotFoundError):  # or another process's, which may have reaped it just now
+        path.rmdir()
 
 
 def _check_unmounted(path: Path) -> None:

@@ -13,12 +13,13 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
+from sandboxgym.spaces import Unicode
 
 _BIT_GENERATORS = {name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")}
 _NAMES = {kind: name for name, kind in _BIT_GENERATORS.items()}
 
 _LEAVES = frozenset(
-    {gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Text}
+    {gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Text, Unicode}
 )  # without spaces inside
 
 State = dict[str, Any]

@@ -47,7 +47,7 @@ def test_every_public_name_exists():
     assert all(hasattr(sandboxgym, name) for name in sandboxgym.__all__)
 
 
-def test_the_conformance_command_says_what_is_to_come(tmp_path):
+def test_the_conformance_command_asks_for_an_environment(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "sandboxgym.conformance"],
         cwd=tmp_path,
@@ -56,7 +56,7 @@ def test_the_conformance_command_says_what_is_to_come(tmp_path):
         text=True,
     )
     assert (result.returncode, result.stdout) == (3, "")
-    assert "To come" in result.stderr
+    assert "the environment is missing" in result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,185 @@
-"""Command line of the conformance suite; see the package's docstring for what is coming."""
+"""Command line of the conformance suite.
+
+Exit status: 0 no check failed, 1 some did, 2 none did but some stayed inconclusive, 3 it was not called rightly or the
+environment cannot be made.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
+import os
 import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-import sandboxgym.conformance
+from sandboxgym.conformance import reports
+from sandboxgym.conformance.check import BUDGETS, Level
+from sandboxgym.conformance.recording import quiet
+from sandboxgym.conformance.runner import all_checks, run
+from sandboxgym.conformance.subject import Subject
+
+USAGE = 3
 
 
-def main() -> int:
-    """Say what is coming; exit status 3 (usage), for nothing was checked."""
-    print(sandboxgym.conformance.__doc__, file=sys.stderr)
-    return 3
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, f"{self.prog}: error: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = _Parser(
+        prog="python -m sandboxgym.conformance",
+        description="Certify that the snapshots of an environment are faithful.",
+        epilog="Exit status: 0 no FAIL, 1 some FAIL, 2 no FAIL but some INCONCLUSIVE, 3 usage.",
+    )
+    made.add_argument(
+        "env",
+        metavar="ENV_ID",
+        nargs="?",
+        help="a Gymnasium id (namespace/Name-v0, package.module:Name-v0), or a factory (module:function)",
+    )
+    made.add_argument(
+        "--make-kwargs",
+        action="append",
+        default=[],
+        metavar="JSON|NAME=VALUE",
+        help="arguments for making it, as a JSON object or NAME=VALUE (VALUE is JSON or a string); repeatable",
+    )
+    made.add_argument(
+        "--level", action="append", metavar="LEVELS", help="levels to run, such as 1, 0-2 or 0,1,5 (default: all)"
+    )
+    made.add_argument(
+        "--only", action="append", metavar="ID", help="run this check only, or a theme (restore); repeatable"
+    )
+    made.add_argument("--budget", choices=tuple(BUDGETS), default="quick", help="how much to spend (default: quick)")
+    made.add_argument("--seed", type=int, default=0, help="of all that the suite draws (default: 0)")
+    made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
+    made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
+    made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
+    made.add_argument("--list", action="store_true", help="list the checks, what they do and cannot see, and exit")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suite on an environment; the exit status."""
+    command = parser()
+    options = command.parse_args(arguments)
+    if options.list:
+        print(listing(), end="")
+        return 0
+    if options.env is None:
+        command.error("the environment is missing: ENV_ID")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        levels = parse_levels(options.level)
+        only = parse_only(options.only)
+        for path in (options.json, options.html, options.markdown):
+            if path and path != "-" and not Path(path).absolute().parent.is_dir():
+                raise ValueError(f"there is no folder {Path(path).absolute().parent}")
+        subject = Subject.named(options.env, parse_kwargs(options.make_kwargs))
+        with quiet():
+            subject.make_env().close()
+    except Exception as error:  # whatever a factory raises: there is nothing to certify
+        print(f"{command.prog}: error: {type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE
+    progress = reports.Progress(len(all_checks(levels=levels, only=only)))
+    try:
+        report = run(subject, levels=levels, budget=options.budget, seed=options.seed, only=only, listener=progress)
+    except KeyboardInterrupt:
+        progress.clear()
+        print("interrupted", file=sys.stderr)
+        return 130
+    progress.clear()
+    if options.json != "-":
+        print(reports.terminal(report, colour=reports.coloured(sys.stdout)), end="")
+    if options.json:
+        reports.write_json(report, options.json)
+    for name in ("html", "markdown"):
+        if path := getattr(options, name):
+            importlib.import_module(f"sandboxgym.conformance.{name}").write(report, Path(path))
+    return report.exit_code
+
+
+def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:
+    """Levels from texts such as ``1``, ``0-2``, ``0,1,5``.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if not texts:
+        return tuple(map(int, Level))
+    found: set[int] = set()
+    for part in ",".join(texts).split(","):
+        first, _, last = part.partition("-")
+        try:
+            found.update(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise ValueError(f"expected levels such as 1, 0-2 or 0,1,5, found {part!r}") from None
+    if not found or not found <= set(map(int, Level)):
+        raise ValueError(f"expected levels from 0 to {max(map(int, Level))}, found {', '.join(texts)}")
+    return tuple(sorted(found))
+
+
+def parse_only(texts: Sequence[str] | None) -> list[str] | None:
+    """Ids of checks; a theme stands for all of its checks.
+
+    Raises:
+        ValueError: there is no such check or theme.
+    """
+    if not texts:
+        return None
+    known = [check.id for check in all_checks()]
+    found: list[str] = []
+    for text in ",".join(texts).split(","):
+        meant = [id for id in known if id == text or id.startswith(f"{text}.")]
+        if not meant:
+            raise ValueError(f"there is no check {text!r}; --list shows all")
+        found += meant
+    return found
+
+
+def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments from JSON objects and ``NAME=VALUE``.
+
+    Raises:
+        ValueError: a text is neither.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        if text.lstrip().startswith("{"):
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"--make-kwargs is not a JSON object: {error}") from None
+            found.update(value)
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"expected --make-kwargs as a JSON object or NAME=VALUE, found {text!r}")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def listing() -> str:
+    """All checks with hazard, what they do and what they cannot see."""
+    lines = []
+    for check in all_checks():
+        needs = f", needs {', '.join(check.needs)}" if check.needs else ""
+        lines.append(f"{check.id} (level {int(check.level)}{needs})")
+        for name, text in (("hazard", check.hazard), ("does", check.summary), ("blind", check.blind)):
+            text = f"{name}: {' '.join(text.split())}"
+            lines += textwrap.wrap(text, 112, initial_indent="    ", subsequent_indent="        ")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

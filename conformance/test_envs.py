@@ -1,0 +1,24 @@
+"""Our own environments hold to the contract, by the command that we offer to others.
+
+``pytest conformance/ --sandboxgym-env ID`` certifies another one (test_certify.py): one item a check.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import sandboxgym  # noqa: F401  # registers the ids
+from sandboxgym.conformance import Subject, Verdict, run
+
+ENVS = ["sandboxgym/ALFWorld-v0"]
+REASONS = ("no randomness seen", "no shell hook")  # why a check may be skipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ENVS)
+def test_no_check_fails(target: str) -> None:
+    report = run(Subject.named(target))
+    assert {result.id: result.message for result in report.failures} == {}
+    assert len(report.of(Verdict.PASS)) >= 50
+    untold = {id: reason for id, reason in report.not_tested if not reason.startswith(REASONS)}
+    assert untold == {}

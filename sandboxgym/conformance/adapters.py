@@ -1,0 +1,138 @@
+"""The protocol for environments that can be deep-copied, to compare with: `DeepCopySnapshots`.
+
+It is the obvious way to snapshot an environment, and its certificate shows what that is worth: whatever a deep copy
+does not reach (globals, files, processes, C libraries) is not in the snapshot.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import gymnasium as gym
+
+from sandboxgym.core import SnapshotSpec, copied
+from sandboxgym.errors import ResetNeeded, SnapshotReleased
+from sandboxgym.randomness import sibling_seed
+
+AnyEnv = gym.Env[Any, Any]
+
+
+class DeepCopy:
+    """A deep copy of an environment, and what it had returned last."""
+
+    def __init__(self, env: AnyEnv, last: tuple[Any, dict[str, Any]]) -> None:
+        self._held: tuple[AnyEnv, tuple[Any, dict[str, Any]]] | None = (env, last)
+
+    def copy(self) -> tuple[AnyEnv, tuple[Any, dict[str, Any]]]:
+        """Another deep copy of both.
+
+        Raises:
+            SnapshotReleased: it was released.
+        """
+        if self._held is None:
+            raise SnapshotReleased("this deep copy was released")
+        env, last = self._held
+        return copy.deepcopy(env), copied(last)
+
+    def release(self) -> None:
+        """Drop the copy."""
+        self._held = None
+
+
+class DeepCopySnapshots(gym.Env[Any, Any]):
+    """An environment with its wrappers, snapshotted by ``copy.deepcopy``.
+
+    It is a `gymnasium.Env` of its own, not a wrapper: what is inside is replaced as a whole by a restore.
+
+    Example:
+        >>> env = DeepCopySnapshots(gym.make("FrozenLake-v1"))
+        >>> observation, info = env.reset(seed=0)
+        >>> snap = env.snapshot()
+        >>> _ = env.step(2)
+        >>> env.restore(snap)[0] == observation
+        True
+    """
+
+    snapshot_spec: ClassVar[SnapshotSpec] = SnapshotSpec(kind="memory", cross_process=False, cross_host=False)
+
+    def __init__(self, env: AnyEnv) -> None:
+        self.inner = env
+        self._returned: tuple[Any, dict[str, Any]] | None = None
+        self.metadata = env.metadata
+        self.render_mode = env.render_mode
+        self.spec = env.spec
+
+    # Spaces and streams are those of whatever is inside now.
+
+    @property
+    def action_space(self) -> gym.Space[Any]:  # type: ignore[override]
+        """The action space of the environment inside."""
+        return self.inner.action_space
+
+    @property
+    def observation_space(self) -> gym.Space[Any]:  # type: ignore[override]
+        """The observation space of the environment inside."""
+        return self.inner.observation_space
+
+    @property
+    def np_random(self) -> Any:  # type: ignore[override]
+        """The random stream of the environment inside."""
+        return self.inner.np_random
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.inner.unwrapped.np_random = value
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        observation, info = self.inner.reset(seed=seed, options=options)
+        self._returned = copied((observation, info))
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """See `gymnasium.Env.step`."""
+        observation, reward, terminated, truncated, info = self.inner.step(action)
+        self._returned = copied((observation, info))
+        return observation, reward, terminated, truncated, info
+
+    def render(self) -> Any:
+        """See `gymnasium.Env.render`."""
+        return self.inner.render()
+
+    def close(self) -> None:
+        """See `gymnasium.Env.close`."""
+        self.inner.close()
+
+    def snapshot(self) -> DeepCopy:
+        """A deep copy."""
+        if self._returned is None:
+            raise ResetNeeded(f"{self.inner} has no state yet: call reset() before asking for a snapshot")
+        return DeepCopy(copy.deepcopy(self.inner), copied(self._returned))
+
+    def restore(self, snap: DeepCopy, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Put a copy of the copy inside."""
+        if not isinstance(snap, DeepCopy):
+            raise TypeError(f"expected a DeepCopy, found {type(snap).__qualname__}")
+        self.inner, self._returned = snap.copy()
+        if seed is not None:
+            self._reseed(seed)
+        return copied(self._returned)  # type: ignore[no-any-return]
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[DeepCopySnapshots]:
+        """Deep copies, each in an environment of its own."""
+        if k < 1:
+            raise ValueError(f"expected at least 1 fork, found k={k}")
+        snap = self.snapshot()
+        children = []
+        for index in range(k):
+            child = DeepCopySnapshots(self.inner)
+            child.restore(snap, seed=None if seed is None else sibling_seed(seed, index))
+            children.append(child)
+        return children
+
+    def _reseed(self, seed: int) -> None:
+        base = self.inner.unwrapped
+        base._np_random, base._np_random_seed = gym.utils.seeding.np_random(seed)
+        self.inner.action_space.seed(seed)
+        self.inner.observation_space.seed(seed)

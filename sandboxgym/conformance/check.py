@@ -1,0 +1,189 @@
+"""What a check is: a documented function with a stable id that passes, fails, skips or cannot tell.
+
+1. A check returns a dict of measurements (PASS) or raises `Failed`, `Skipped` or `Inconclusive`. Any other exception
+   of the environment under test is a FAIL with the traceback.
+2. `REGISTRY` holds all checks in the order of their definition; ids never change their meaning.
+3. Each check states its hazard and what it cannot see; reports print both.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sandboxgym.conformance.subject import Subject
+
+
+class Verdict(enum.StrEnum):
+    """What became of a check."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    SKIP = "SKIP"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+class Level(enum.IntEnum):
+    """What a check is about."""
+
+    API = 0
+    """The methods exist, refuse what they must, and declare what they cover."""
+    EXACT = 1
+    """A restored environment goes on exactly like one that was never interrupted."""
+    ISOLATION = 2
+    """Forks and everything else in the process see nothing of each other."""
+    DISTRIBUTION = 3
+    """Where futures are random, they are so with the right distribution."""
+    PROBES = 4
+    """Hidden state of a sandbox: what is kept, lost, leaked."""
+    DURABLE = 5
+    """Files, other processes, resources, crashes, threads."""
+    COST = 6
+    """Time and size, and what they grow with."""
+
+
+class Failed(Exception):
+    """The hazard was seen.
+
+    Attributes:
+        evidence: measurements, as JSON values.
+        counterexample: a runnable Python script that shows it, or None.
+    """
+
+    def __init__(self, message: str, evidence: dict[str, Any] | None = None, counterexample: str | None = None) -> None:
+        super().__init__(message)
+        self.evidence = evidence or {}
+        self.counterexample = counterexample
+
+
+class Skipped(Exception):
+    """The check does not apply; the message is the reason."""
+
+
+class Inconclusive(Exception):
+    """The check ran and cannot tell; the message is the reason."""
+
+    def __init__(self, message: str, evidence: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.evidence = evidence or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The verdict of one check on one subject."""
+
+    id: str
+    verdict: Verdict
+    message: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    counterexample: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much a run may spend. Loops end at their count or at the time, whichever is first."""
+
+    name: str
+    traces: int
+    """Recorded control runs (each its own seed and task), on-policy and off-policy alternately."""
+    steps: int
+    """Longest control episode, in steps."""
+    repeats: int
+    """Repetitions against rare faults: one in 50 is missed with probability < 0.001 from 342 on."""
+    forks: int
+    """Siblings that are alive at once."""
+    cycles: int
+    """Cycles of snapshot, restore, fork, close before resources are counted."""
+    depth: int
+    """Length of a chain in which each snapshot is taken from a restored one."""
+    samples: int
+    """Draws a side of a test of distributions."""
+    seconds: float
+    """Soft limit of one check in seconds."""
+
+    @classmethod
+    def named(cls, name: str) -> Budget:
+        """``quick`` or ``full``.
+
+        Raises:
+            ValueError: another name.
+        """
+        try:
+            return BUDGETS[name]
+        except KeyError:
+            raise ValueError(f"expected a budget of {', '.join(BUDGETS)}, found {name!r}") from None
+
+    def spending(self, count: int, *, seconds: float | None = None, at_least: int = 1) -> Iterator[int]:
+        """``range(count)``, cut short when the time is up, but not before ``at_least``.
+
+        Time is that of the processor, so that a busy machine checks no less; waiting counts half.
+        """
+        limit = self.seconds if seconds is None else seconds
+        busy, start = time.process_time(), time.perf_counter()
+        for index in range(count):
+            late = time.process_time() - busy > limit or time.perf_counter() - start > 2 * limit
+            if index >= at_least and late:
+                return
+            yield index
+
+
+BUDGETS = {
+    "quick": Budget("quick", 4, 60, 400, 4, 100, 200, 1000, 2.0),
+    "full": Budget("full", 12, 200, 1000, 4, 300, 200, 4000, 40.0),
+}
+
+CheckFunction = Callable[["Subject", Budget, np.random.Generator], "dict[str, Any] | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A registered check."""
+
+    id: str
+    level: Level
+    function: CheckFunction
+    needs: tuple[str, ...]
+    """Capabilities without which it is skipped; see `NEEDS`."""
+    after: tuple[str, ...]
+    """Checks that must not have failed."""
+    hazard: str
+    """What goes wrong in training when this fails."""
+    blind: str
+    """What it cannot see."""
+
+    @property
+    def summary(self) -> str:
+        """What it does: the function's docstring."""
+        return (self.function.__doc__ or "").strip()
+
+
+NEEDS = ("exact", "rng", "processes", "clock", "cross_process", "cross_host", "save")
+"""Capabilities by name: the flags of `SnapshotSpec`; ``exact`` (futures repeat after a restore: the streams are
+captured, or there are none); ``save`` (handles can be saved and loaded)."""
+
+REGISTRY: dict[str, Check] = {}
+
+
+def check(
+    id: str, *, level: int, hazard: str, blind: str, needs: tuple[str, ...] = (), after: tuple[str, ...] = ()
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Register a check under its id; the function's docstring says what it does."""
+    unknown = set(needs) - set(NEEDS)
+    if unknown:
+        raise ValueError(f"{id}: expected needs among {NEEDS}, found {sorted(unknown)}")
+
+    def register(function: CheckFunction) -> CheckFunction:
+        known = REGISTRY.get(id)
+        if known is not None and known.function.__qualname__ != function.__qualname__:
+            raise ValueError(f"two checks are called {id}")
+        REGISTRY[id] = Check(id, Level(level), function, needs, after, hazard, blind)
+        return function
+
+    return register

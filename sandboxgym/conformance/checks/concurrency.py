@@ -1,0 +1,254 @@
+"""Level 5: environments of one family work at the same time, and a fork that fails leaves nothing."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance import processes
+from sandboxgym.conformance.check import Budget, Failed, Skipped, check
+from sandboxgym.conformance.checks.fork import variation
+from sandboxgym.conformance.checks.resources import private_temporary
+from sandboxgym.conformance.checks.restore import controls
+from sandboxgym.conformance.recording import Scene, Walk, first_difference, outcome_difference
+from sandboxgym.conformance.subject import AnyEnv, Subject, branch, layers, put, take
+
+
+def _plan(
+    subject: Subject, budget: Budget, rng: np.random.Generator, number: int
+) -> tuple[Any, int, list[tuple[Any, ...]], list[list[Any]]]:
+    control = subject.control(number, budget.steps)
+    if not control.repeatable:
+        raise Skipped(f"runs do not repeat themselves: {control.differs}")
+    point = max(1, control.last // 2)
+    suffixes = [variation(subject, control, point, rng, 10) for _ in range(budget.forks)]
+    expected = []
+    with Scene(subject) as scene:
+        for suffix in suffixes:
+            expected.append(scene.alone(control, point, suffix).outcomes[point:])
+    return control, point, suffixes, expected
+
+
+def _together(tasks: list[Callable[[], None]]) -> None:
+    """Run tasks in threads that start at once; the first exception is raised."""
+    barrier = threading.Barrier(len(tasks))
+
+    def started(task: Callable[[], None]) -> None:
+        barrier.wait(60)
+        task()
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for future in [pool.submit(started, task) for task in tasks]:
+            future.result()
+
+
+@check(
+    "concurrency.fork_in_threads",
+    level=5,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Rollouts in threads mix: what works one at a time gives another's states when forked at once.",
+    blind="Races that are rarer than the rounds made; several threads using one environment, which nobody promises.",
+)
+def fork_in_threads(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Threads restore snapshots of different moments, two of them the same one, in environments of their own, fork,
+    play and close, all at once; each must give what it gives alone.
+    """
+    rounds = 0
+    pool = [control for control in controls(subject, budget) if control.repeatable]
+    if not pool:
+        raise Skipped("no run repeats itself: " + subject.control(0, budget.steps).differs)
+    with Scene(subject) as scene:
+        plans = []
+        for number in range(budget.forks):
+            control = pool[number % len(pool)]
+            point = int(rng.integers(1, max(2, control.last)))
+            suffix = variation(subject, control, point, rng, 10)
+            expected = scene.alone(control, point, suffix).outcomes[point:]
+            plans.append((scene.walk(control, [point]).snaps[point], suffix, expected))
+        for _ in budget.spending(10, at_least=2):
+            _together([_forking(subject, *plan) for plan in plans + plans[:1]])
+            rounds += 1
+    return {"rounds": rounds, "threads": len(plans) + 1}
+
+
+def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callable[[], None]:
+    def task() -> None:
+        env = subject.make_env()
+        try:
+            for _ in range(3):
+                put(env, snap)
+                for child in (*branch(env, 1), env):
+                    try:
+                        found = [subject.call(child, op)[0] for op in suffix]
+                        if differs := first_difference(expected, found):
+                            raise Failed(f"forked and played in a thread, with others beside it, it differs: {differs}")
+                    finally:
+                        if child is not env:
+                            child.close()
+        finally:
+            env.close()
+
+    return task
+
+
+@check(
+    "concurrency.snapshot_while_stepping",
+    level=5,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A snapshot taken while siblings act has a bit of theirs in it.",
+    blind="Races that are rarer than the rounds made.",
+)
+def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """While forks play in threads, their source goes on with a snapshot after every call and restores each at the end;
+    all give what they give alone.
+    """
+    rounds = 0
+    for number in budget.spending(min(4, budget.traces), at_least=1):
+        control, point, suffixes, expected = _plan(subject, budget, rng, number)
+        with Scene(subject) as scene:
+            walk = scene.walk(control, [point])
+            scene.restore(walk.env, walk.snaps[point])
+            children = scene.fork(walk.env, len(suffixes))
+            snaps: list[tuple[int, Any]] = []
+
+            def source(scene: Scene = scene, walk: Walk = walk, point: int = point, snaps: Any = snaps) -> None:
+                for index in range(point, walk.control.last):
+                    snaps.append((index, take(walk.env)))
+                    found = subject.call(walk.env, walk.control.ops[index])[0]
+                    if found != walk.expected[index]:
+                        text = outcome_difference(walk.expected[index], found)
+                        raise Failed(f"the source of forks that play in threads differs at call {index}: {text}")
+
+            def player(child: AnyEnv, suffix: Any, truth: Any) -> Callable[[], None]:
+                def task() -> None:
+                    found = [subject.call(child, op)[0] for op in suffix]
+                    if differs := first_difference(truth, found):
+                        raise Failed(f"a fork playing in a thread, while its source is snapshotted, differs: {differs}")
+
+                return task
+
+            tasks = [player(*each) for each in zip(children, suffixes, expected)]
+            _together([source, *tasks])
+            for index, snap in snaps:
+                scene.adopt(snap, f"taken at call {index} while forks played in threads")
+                scene.restore(walk.env, snap)
+                scene.expect(walk.env, walk, index, "restored from a snapshot taken while forks played", calls=4)
+            rounds += 1
+    return {"rounds": rounds}
+
+
+class _Injected(Exception):
+    """Raised within a fork on purpose."""
+
+
+@check(
+    "concurrency.partial_fork",
+    level=5,
+    after=("api.protocol",),
+    hazard="A fork(8) that fails at the fifth leaves four environments that nobody can close.",
+    blind="Failures that cannot be injected through the class's restore, reset or __init__.",
+)
+def partial_fork(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Makes ``fork(4)`` fail at its third child, and late, through the methods that it calls on the children: the
+    exception comes out, children made until then are closed or gone, threads, processes, descriptors and temporary
+    files are as before, and the source goes on unharmed.
+    """
+    control = subject.control(0, budget.steps)
+    tried = []
+    for name in ("restore", "_apply", "reset", "__init__"):
+        for seed, calls in ((None, 3), (1, 3), (1, 6)):  # at the third child; late, where children are visited twice
+            with private_temporary() as path:
+                outcome = _broken_fork(subject, control, name, path, seed, calls)
+            if outcome is not None:
+                tried.append({"failing": name, "call": calls, "seed": seed, **outcome})
+    if not tried:
+        raise Skipped("fork() calls no method of the children in which a failure could be injected")
+    return {"injected": tried}
+
+
+def _broken_fork(
+    subject: Subject, control: Any, name: str, path: Path, seed: int | None, limit: int
+) -> dict[str, Any] | None:
+    point = max(1, control.last // 2)
+    with Scene(subject) as scene:
+        walk = scene.walk(control, ())
+        env = scene.start(control)
+        scene.play(env, control.ops[:point])
+        base = list(layers(env))[-1]
+        kind = type(base)
+        original = getattr(kind, name, None)
+        if original is None or not callable(original):
+            return None
+        calls: list[int] = []
+        closed: list[int] = []
+        alive: list[Any] = []
+        close = kind.close
+
+        def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self is not base:
+                if not any(self is each for each in alive):
+                    alive.append(self)
+                calls.append(id(self))
+                if len(calls) >= limit:
+                    raise _Injected("on purpose")
+            return original(self, *args, **kwargs)
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            closed.append(id(self))
+            return close(self, *args, **kwargs)
+
+        before = processes.held(path)
+        had, had_close = name in vars(kind), "close" in vars(kind)
+        setattr(kind, name, failing)
+        kind.close = counted  # type: ignore[method-assign]
+        raised = False
+        children: list[AnyEnv] = []
+        try:
+            children = branch(env, 4, seed)
+        except _Injected:
+            raised = True
+        except Exception as error:
+            raised = any(isinstance(e, _Injected) for e in (error.__cause__, error.__context__))
+            if not raised:
+                raise
+        finally:
+            if had:
+                setattr(kind, name, original)
+            else:
+                delattr(kind, name)
+            if had_close:
+                kind.close = close  # type: ignore[method-assign]
+            else:
+                delattr(kind, "close")
+        for child in children:
+            child.close()
+        if not raised:
+            if len(calls) >= limit:
+                scene.fail(f"fork(4) returned {len(children)} environments although {name} of a child raised")
+            return None
+        unclosed = [weakref.ref(each) for each in alive if id(each) not in closed]
+        alive.clear()
+        after = processes.held(path)  # collects garbage first
+        grown = {what: after[what] - count for what, count in before.items() if after[what] > count}
+        kept = [living for each in unclosed if (living := each()) is not None]
+        for living in kept:
+            living.close()
+        if grown:
+            scene.fail(f"fork(4) failed ({name} of a child raised) and left: {grown}", {"left": grown})
+        if kept:
+            scene.fail(
+                f"fork(4) failed ({name} of a child raised), and {len(kept)} children live on: something holds "
+                "them, and nobody can close them"
+            )
+        scene.note(f"# fork(4) fails: {name} of a child raises")
+        if control.repeatable:
+            scene.expect(env, walk, point, "the source of a fork that failed")
+    return {"children closed": len(set(closed))}

@@ -1,0 +1,199 @@
+"""Level 6: what snapshots cost in time and bytes, and what that grows with."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
+from sandboxgym.conformance.recording import Scene, choose, release
+from sandboxgym.conformance.subject import AnyEnv, Op, Subject, branch, put, take
+
+_GROWTH = 5.0
+"""How much dearer an operation may be in a ten times longer episode; replay is ten times as dear."""
+_NOISE = 100e-6
+"""Seconds below which a difference is not worth anybody's time."""
+
+
+def _median(action: Callable[[], Any], times: int = 7) -> float:
+    seconds = []
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(times):
+            start = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - start)
+    finally:
+        if enabled:
+            gc.enable()
+    return statistics.median(seconds)
+
+
+@check(
+    "cost.operations",
+    level=6,
+    after=("api.protocol",),
+    hazard="Snapshots dearer than replaying the episode are not worth having; nobody told.",
+    blind="Cost under load, and of saving.",
+)
+def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Measures medians of snapshot, restore, fork(1), reset, one step, and the replay of an episode's first half; fails
+    nowhere, for cheap is a matter of the environment.
+    """
+    control = subject.control(0, budget.steps)
+    half = max(1, control.last // 2)
+    with Scene(subject) as scene:
+        env = scene.start(control)
+        scene.play(env, control.ops[:half])
+        snaps: list[Any] = []
+        children: list[AnyEnv] = []
+        snapshot = _median(lambda: snaps.append(take(env)))
+        restore = _median(lambda: put(env, snaps[0]))
+        fork = _median(lambda: children.extend(branch(env, 1)))
+        for child in children:
+            child.close()
+        nbytes = getattr(snaps[0], "nbytes", None) if not isinstance(snaps[0], np.ndarray) else None
+        for snap in snaps:
+            release(snap)
+        reset = _median(lambda: subject.call(env, control.ops[0]))
+        replay = _median(lambda: [subject.call(env, op) for op in control.ops[:half]], 3)
+    return {
+        "snapshot s": round(snapshot, 6),
+        "restore s": round(restore, 6),
+        "fork s": round(fork, 6),
+        "reset s": round(reset, 6),
+        "step s": round(max(0.0, replay - reset) / max(1, half - 1), 6),
+        f"replay of {half - 1} steps s": round(replay, 6),
+        "restore / replay": round(restore / replay, 3),
+        "bytes": nbytes,
+    }
+
+
+def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: int) -> list[Op]:
+    """The calls of an episode as long as can be found, at most ``wanted`` steps."""
+    best: list[Op] = []
+    start = time.perf_counter()
+    for attempt in range(20):
+        with Scene(subject) as scene:
+            env = scene.make()
+            seed = int(rng.integers(2**31))
+            env.action_space.seed(seed)
+            op = Op("reset", (seed, subject.options(attempt)))
+            raw = subject.call(env, op)[1]
+            ops = [op]
+            while raw is not None and not (raw[2] or raw[3]) and len(ops) <= wanted:
+                ops.append(Op("step", choose(subject, env.action_space, raw[0], raw[4], rng, attempt % 2 == 0)))
+                raw = subject.call(env, ops[-1])[1]
+            if len(ops) > len(best):
+                best = ops
+        if len(best) > wanted or time.perf_counter() - start > budget.seconds:
+            break
+    return best
+
+
+@check(
+    "cost.episode_length",
+    level=6,
+    after=("api.protocol",),
+    hazard="What is declared constant is a replay in disguise: branching late costs as much as playing the episode.",
+    blind="Growth that shows only in episodes longer than were found, or with what is written: cost.written.",
+)
+def episode_length(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Measures snapshot, restore and fork after the reset and late in an episode ten or more times longer. Where
+    cost is declared constant, five times dearer, in each of three measurements, is a FAIL.
+    """
+    ops = _long(subject, budget, rng, 200 if budget.name == "quick" else 500)
+    late, early = len(ops) - 1, 1
+    declared = subject.capabilities.cost
+    if late < 10 * early:
+        raise Skipped(f"no episode was longer than {late} calls: too short to see growth")
+    ratios: dict[str, list[float]] = {}
+    seconds: dict[str, tuple[float, float]] = {}
+    extra: dict[str, list[float]] = {}
+    for _ in range(3):
+        with Scene(subject) as scene:
+            one, other = scene.make(), scene.make()
+            for op in ops[:early]:
+                subject.call(one, op)
+            for op in ops[:late]:
+                subject.call(other, op)
+            snaps = {id(env): take(env) for env in (one, other)}
+            spare = scene.make()
+            children: list[AnyEnv] = []
+            taken: list[Any] = []
+            actions: dict[str, Callable[[AnyEnv], Any]] = {
+                "snapshot": lambda env: taken.append(take(env)),  # noqa: B023
+                "restore": lambda env: put(env, snaps[id(env)]),  # noqa: B023
+                "restore elsewhere": lambda env: put(spare, snaps[id(env)]),  # noqa: B023
+                "fork": lambda env: children.extend(branch(env, 1)),  # noqa: B023
+            }
+            for name, action in actions.items():
+                short, long = _median(lambda: action(one)), _median(lambda: action(other))  # noqa: B023
+                ratios.setdefault(name, []).append(long / max(short, 1e-9))
+                extra.setdefault(name, []).append(long - short)
+                seconds[name] = (short, long)
+            for child in children:
+                child.close()
+            for snap in (*taken, *snaps.values()):
+                release(snap)
+        if all(max(each) < _GROWTH for each in ratios.values()):
+            break
+    evidence = {
+        "calls": [early, late],
+        "declared": declared,
+        "times dearer": {name: round(min(each), 2) for name, each in ratios.items()},
+        "seconds": {name: [round(value, 6) for value in each] for name, each in seconds.items()},
+    }
+    grown = {name: min(each) for name, each in ratios.items() if min(each) >= _GROWTH and min(extra[name]) > _NOISE}
+    if declared != "constant":
+        return evidence
+    if grown:
+        text = ", ".join(f"{name} is {ratio:.0f} times dearer" for name, ratio in grown.items())
+        raise Failed(f"cost is declared constant, but after {late} calls instead of {early} {text}", evidence)
+    shaky = [
+        name
+        for name, each in ratios.items()
+        if len(each) == 3 and statistics.median(each) >= _GROWTH and statistics.median(extra[name]) > 5 * _NOISE
+    ]
+    if shaky:
+        raise Inconclusive(f"times of {', '.join(shaky)} vary too much to tell whether they grow", evidence)
+    return evidence
+
+
+@check(
+    "cost.written",
+    level=6,
+    after=("api.protocol",),
+    hazard="Snapshots grow with everything ever written: kept at each step, they fill memory and disk.",
+    blind="Environments in which the actions drawn write nothing.",
+)
+def written(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares the bytes of snapshots early and late in a long episode; declared constant, five times as many bytes,
+    and 64 KiB more, are a FAIL.
+    """
+    ops = _long(subject, budget, rng, 200)
+    sizes: dict[int, int] = {}
+    with Scene(subject) as scene:
+        env = scene.make()
+        for count, op in enumerate(ops, start=1):
+            subject.call(env, op)
+            if count in (1, len(ops) // 2, len(ops) - 1):
+                snap = scene.snapshot(env)
+                nbytes = getattr(snap, "nbytes", None)
+                if not isinstance(nbytes, int):
+                    raise Skipped(f"snapshots ({type(snap).__qualname__}) do not tell their size (nbytes)")
+                sizes[count] = nbytes
+    counts = sorted(sizes)
+    if len(counts) < 2 or counts[-1] < 10 * counts[0]:
+        raise Skipped(f"no episode was longer than {len(ops)} calls: too short to see growth")
+    first, last = sizes[counts[0]], sizes[counts[-1]]
+    evidence = {"bytes after calls": sizes, "declared": subject.capabilities.cost}
+    if subject.capabilities.cost == "constant" and last > 5 * first and last - first > 65536:
+        raise Failed(f"cost is declared constant, but snapshots have {first} bytes at first, {last} later", evidence)
+    return evidence

@@ -1,0 +1,488 @@
+"""Level 5: snapshots outlive the process, fit only where they belong, and are safe to load."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import pickle
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from sandboxgym.conformance import elsewhere
+from sandboxgym.conformance.check import Budget, Failed, Skipped, check
+from sandboxgym.conformance.checks.restore import controls, points_of
+from sandboxgym.conformance.checks.snapshot import identity
+from sandboxgym.conformance.recording import (
+    Scene,
+    Walk,
+    first_difference,
+    opened,
+    outcome_difference,
+    release,
+    show_outcome,
+)
+from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, put, take
+from sandboxgym.core import SnapshotEnv, SnapshotSpec
+from sandboxgym.errors import SnapshotError, SnapshotNotSupported
+
+_TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
+"""What a loader may raise on bytes that are no snapshot; other types mean that it ran into them blindly."""
+
+
+def savable(subject: Subject) -> str | None:
+    """Why its snapshots cannot be saved and loaded; None if they can."""
+    with opened(subject) as env:
+        env.reset(seed=1, options=subject.options(0))
+        snap = take(env)
+        try:
+            if not callable(getattr(snap, "save", None)) or not callable(getattr(type(snap), "load", None)):
+                return f"snapshots ({type(snap).__qualname__}) have no save() and load()"
+            with folder() as path:
+                try:
+                    snap.save(path / "snapshot")
+                except SnapshotNotSupported as error:
+                    return f"snapshots cannot be saved: {error}"
+        finally:
+            release(snap)
+    return None
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-") as name:
+        yield Path(name)
+
+
+@check(
+    "durable.round_trip",
+    level=5,
+    needs=("save", "exact"),
+    after=("api.protocol",),
+    hazard="What comes back from a file is not what went in: resumed searches go on from other states.",
+    blind="Other processes and machines: durable.cross_process.",
+)
+def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Saves and loads snapshots of several moments, finished episodes too, some twice over; restores what was loaded
+    in new environments and compares the whole future; saving changes neither snapshot nor environment.
+    """
+    restores = size = 0
+    for control in controls(subject, budget)[:2]:
+        with Scene(subject) as scene, folder() as path:
+            walk = scene.walk(control, points_of(control, rng, 2))
+            for number, point in enumerate(walk.points):
+                snap, file = walk.snaps[point], path / f"snapshot-{number}"
+                before = identity(snap)
+                scene.note(f"{scene.snap_name(snap)}.save('/tmp/snapshot')")
+                snap.save(file)
+                size = file.stat().st_size if file.is_file() else 0
+                loaded = scene.adopt(type(snap).load(file), f"type({scene.snap_name(snap)}).load('/tmp/snapshot')")
+                if number % 2:
+                    loaded.save(path / f"again-{number}")
+                    loaded = scene.adopt(type(snap).load(path / f"again-{number}"), "the same, saved and loaded again")
+                after = identity(loaded)
+                for name in ("digest",):
+                    if name in before and after.get(name) != before[name]:
+                        scene.fail(f"a loaded snapshot has another {name} than the one that was saved")
+                for handle, what in ((loaded, "restored from a file"), (snap, "restored after its snapshot was saved")):
+                    env = scene.start(control)
+                    result = scene.restore(env, handle)
+                    scene.expect_returned(env, walk, point, result, what)
+                    scene.expect(env, walk, point, what)
+                    restores += 1
+                    scene.forget(env)
+    return {"restores": restores, "bytes of the last file": size}
+
+
+@check(
+    "durable.cross_process",
+    level=5,
+    needs=("cross_process", "exact"),
+    after=("api.protocol",),
+    hazard="A snapshot works only where it was taken: workers and resumed runs go on from other states, or not at all.",
+    blind="Other machines, other versions.",
+)
+def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Carries snapshots (by save and load, by their bytes, or pickled) to new interpreters with other hash seeds,
+    working directory and environment variables, restores them there, and compares the whole future.
+    """
+    compared = 0
+    with Scene(subject) as scene, folder() as path:
+        parcels: list[tuple[Walk, int]] = []
+        jobs: list[elsewhere.Job] = []
+        for index in budget.spending(6 * budget.traces, seconds=budget.seconds / 4, at_least=budget.traces):
+            control = subject.control(index, budget.steps)
+            walk = scene.walk(control, points_of(control, rng, 2))
+            for point in walk.points:
+                try:
+                    parcel = elsewhere.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
+                except elsewhere.Unreachable as error:
+                    raise Failed(f"cross_process is declared, but a snapshot cannot be carried over: {error}") from None
+                jobs.append(elsewhere.Job(control.seed + 1, control.ops[point : walk.end], parcel))
+                parcels.append((walk, point))
+        alone = elsewhere.Job(control.seed, control.ops[: walk.end])
+        other = {"SANDBOXGYM_CONFORMANCE": "1", "TZ": "Pacific/Chatham", "LC_ALL": "C"}
+        here = os.environ.get("PYTHONHASHSEED")
+        seeds = [seed for seed in ("0", "1", "2", "3", "4") if seed != here][:3]
+        children = [elsewhere.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)]
+        started = [elsewhere.start(subject, [*jobs, alone], child) for child in children]
+        for child, process in zip(children, started):
+            try:
+                answers = elsewhere.finish(process)
+            except elsewhere.Unreachable as error:
+                raise Skipped(f"another process cannot make the environment: {error}") from None
+            except elsewhere.Broken as error:
+                if child.folder and _relative(subject, alone, child):
+                    continue  # it is made from relative paths, which is no matter of snapshots
+                message = str(error).strip()
+                raise Failed(
+                    f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
+                ) from None
+            unlike = walk.control.repeatable and first_difference(
+                elsewhere.stateless(walk.expected[: walk.end]), elsewhere.stateless(answers[-1])
+            )
+            for (origin, point), outcomes in zip(parcels, answers):
+                compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
+    return {"processes": len(children), "calls compared": compared, "carried by": jobs[0].restored[0]}
+
+
+def _same_there(
+    scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: elsewhere.Child, unlike: bool
+) -> int:
+    """Compare what another process gave after a restore; ``unlike``: even without snapshots it gives something else."""
+    returned, last = outcomes[0], walk.expected[point - 1]
+    pairs = list(zip(walk.expected[point : walk.end], outcomes[1:], range(point, walk.end)))
+    if scene.subject.normalize is None and last.raised is None:
+        returned = returned._replace(reward=last.reward, terminated=last.terminated, truncated=last.truncated)
+        pairs.insert(0, (last, returned, point - 1))
+    for expected, found, index in pairs:
+        expected, found = expected._replace(state=None), found._replace(state=None)
+        if expected != found:
+            also = "; there, even an environment without snapshots gives something else than here" if unlike else ""
+            what = "restore() itself" if index < point else f"call {index}"
+            raise Failed(
+                f"restored in another process (PYTHONHASHSEED={child.hash_seed}), {what} differs: "
+                f"{outcome_difference(expected, found)}{also}",
+                {
+                    "control run": walk.control.name,
+                    "snapshot after calls": point,
+                    "expected": show_outcome(expected),
+                    "found": show_outcome(found),
+                    "hash seed": child.hash_seed,
+                    "other folder": child.folder is not None,
+                    "differs there without snapshots": unlike,
+                },
+                scene.script(),
+            )
+    return len(pairs)
+
+
+def _relative(subject: Subject, job: elsewhere.Job, child: elsewhere.Child) -> bool:
+    """Whether the environment cannot even be made and played in another working directory."""
+    try:
+        elsewhere.run(subject, [job], child)
+    except (elsewhere.Broken, elsewhere.Unreachable):
+        return True
+    return False
+
+
+class _Foreign(SnapshotEnv[Any, Any]):
+    """An environment with nothing in common with any other."""
+
+    def __init__(self) -> None:
+        self.observation_space: gym.Space[Any] = gym.spaces.Discrete(1000)
+        self.action_space: gym.Space[Any] = gym.spaces.Discrete(1000)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        return 999, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        return 999, 0.0, False, False, {}
+
+    def _capture(self) -> dict[str, int]:
+        return {"foreign": 999}
+
+    def _apply(self, state: dict[str, int]) -> None:
+        assert state == {"foreign": 999}
+
+
+class _ForeignHandle:
+    """What another package may call a snapshot."""
+
+    id, parent, kind, env_id, digest, nbytes = "0", None, "memory", "Foreign-v0", "0", 1
+    state: dict[str, Any] = {}  # noqa: RUF012
+    snapshot_spec = SnapshotSpec()
+
+
+@check(
+    "durable.mismatch",
+    level=5,
+    after=("api.protocol",),
+    hazard="A snapshot of another environment or wrapper stack is applied as far as it goes.",
+    blind="Other versions of the same environment.",
+)
+def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores what was taken from another environment, and through another stack of wrappers: it must raise, and the
+    environment must go on as if nothing had happened. What was taken from one made with other arguments (numbers and
+    flags of the factory or class, changed one at a time) must raise too, or go on exactly like there.
+    """
+    control = subject.control(0, budget.steps)
+    point = max(1, control.last // 2)
+    raised = {}
+    foreign = _Foreign()
+    foreign.reset(seed=0)
+    wrong: dict[str, Any] = {"another environment": foreign.snapshot(), "another package": _ForeignHandle()}
+    limited = Subject(
+        lambda: gym.wrappers.TimeLimit(subject.make_env(), 7), declared=subject.capabilities, name="TimeLimit(7)"
+    )
+    with Scene(limited) as outer:
+        try:
+            env = outer.make()
+            outer.reset(env, seed=1, options=subject.options(0))
+            if not methods(env):
+                wrong["one more wrapper"] = outer.snapshot(env)
+        except SnapshotNotSupported:
+            pass
+        with Scene(subject) as scene:
+            walk = scene.walk(control, [])
+            twin = scene.start(control)
+            scene.play(twin, control.ops[:point])
+            for name, handle in wrong.items():
+                scene.note(f"# restore of a snapshot of {name}, which raises")
+                try:
+                    put(twin, handle)
+                except Exception as error:
+                    raised[name] = type(error).__qualname__
+                    if not isinstance(error, SnapshotError) and isinstance(error, (AssertionError, NameError)):
+                        scene.fail(f"a snapshot of {name} was refused by accident: {error!r}")
+                else:
+                    scene.fail(f"a snapshot of {name} was restored")
+            if control.repeatable:
+                scene.expect(twin, walk, point, "after a snapshot that does not fit was refused")
+    for name, other in _reconfigured(subject):
+        raised[name] = _from_elsewhere(subject, other, name, budget)
+    return raised
+
+
+def _reconfigured(subject: Subject) -> Iterator[tuple[str, Subject]]:
+    """The environment made with one other argument."""
+    make: Any = subject.make_env
+    given: dict[str, Any] = {}
+    while isinstance(make, functools.partial):
+        given = {**make.keywords, **given}
+        make = make.func
+    with opened(subject) as env:
+        made: Any = type(list(layers(env))[-1]) if make is gym.make else make
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):
+        return
+    for parameter in parameters:
+        value = given.get(parameter.name, parameter.default)
+        if parameter.name in ("render_mode", "self") or type(value) not in (bool, int, float):
+            continue
+        others: list[Any] = [not value] if type(value) is bool else [value // 2, value + 1, 2 * value + 3]
+        for changed in others:
+            other = Subject(
+                functools.partial(subject.make_env, **{parameter.name: changed}),
+                name=f"{subject.name} with {parameter.name}={changed}",
+                actions=subject.actions,
+                normalize=subject.normalize,
+                reset_options=subject.reset_options,
+                declared=subject.capabilities,
+                seed=subject.seed,
+            )
+            try:
+                other.make_env().close()
+                if changed == value or other.control(0, 30).outcomes[0].raised:
+                    continue
+            except Exception:  # not a value that it takes
+                continue
+            yield f"{parameter.name}={changed} instead of {value}", other
+
+
+def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget) -> str:
+    refused = ""
+    for number in range(4):
+        control = other.control(number, 30)
+        point = max(1, control.last // 4)
+        mine = subject.control(number, budget.steps)
+        half = max(1, mine.last // 2)
+        with Scene(other) as there, Scene(subject) as scene:
+            foreign = there.walk(control, [point])
+            own = scene.walk(mine, ())
+            env = scene.start(mine)
+            scene.play(env, mine.ops[:half])
+            scene.note(f"# restore of a snapshot of an environment with {name}")
+            try:
+                put(env, foreign.snaps[point])
+            except Exception as error:
+                if mine.repeatable:
+                    scene.expect(env, own, half, f"after a snapshot of an environment with {name} was refused")
+                refused = type(error).__qualname__
+                continue
+            if other.noise and not other.capabilities.rng:
+                return "accepted"
+            for index in range(point, control.last):
+                found = subject.call(env, control.ops[index])[0]._replace(state=None)
+                expected = foreign.expected[index]._replace(state=None)
+                if found != expected:
+                    text = outcome_difference(expected, found)
+                    there.fail(f"a snapshot of an environment with {name} was restored, and goes on wrong: {text}")
+    if refused:
+        return refused
+    return "accepted, and right"
+
+
+@check(
+    "durable.corrupt",
+    level=5,
+    needs=("save", "exact"),
+    after=("api.protocol",),
+    hazard="A damaged file gives a wrong state, or a hostile one runs code, instead of an error.",
+    blind="Mutations not drawn; hostile content in a valid file.",
+)
+def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Cuts, flips and extends the bytes of a saved snapshot, some hundred times, and puts a pickle with a payload in
+    its place: each must be refused with a typed error, nothing may run, the environment must go on unharmed; what is
+    still accepted must restore the very same state.
+    """
+    control = subject.control(0, budget.steps)
+    point = max(1, control.last // 2)
+    refused: dict[str, int] = {}
+    accepted = 0
+    with Scene(subject) as scene, folder() as path:
+        walk = scene.walk(control, [point])
+        snap = walk.snaps[point]
+        file = path / "snapshot"
+        snap.save(file)
+        if not file.is_file():
+            raise Skipped("a saved snapshot is not one file")
+        good = file.read_bytes()
+        env = scene.start(control)
+        scene.play(env, control.ops[:point])
+        mutants = list(_mutants(good, rng, 150 if budget.name == "quick" else 1000))
+        for index in budget.spending(len(mutants), at_least=40):
+            name, data = mutants[index]
+            file.write_bytes(data)
+            try:
+                loaded = type(snap).load(file)
+                result = put(env, loaded)
+            except _TYPED as error:
+                kind = type(error).__qualname__
+                refused[kind] = refused.get(kind, 0) + 1
+                continue
+            except Exception as error:
+                raise Failed(
+                    f"a saved snapshot with {name} raised {error!r:.200}, which is no typed error of loading",
+                    {"mutation": name, "bytes": len(data)},
+                ) from error
+            accepted += 1
+            scene.note(f"# a file with {name} was accepted")
+            scene.expect_returned(env, walk, point, result, f"restored from a file with {name}, which was accepted,")
+            scene.expect(env, walk, point, f"restored from a file with {name}, which was accepted,")
+            scene.restore(env, snap)
+        _bomb(type(snap), file, path / "ran")
+        if walk.control.repeatable:
+            scene.expect(env, walk, point, "after damaged files were refused")
+    return {"refused with": refused, "accepted, and right": accepted, "bytes": len(good)}
+
+
+def _mutants(good: bytes, rng: np.random.Generator, count: int) -> Iterator[tuple[str, bytes]]:
+    yield "no bytes", b""
+    yield "one byte too many", good + b"\0"
+    yield "its last byte missing", good[:-1]
+    yield "its first byte missing", good[1:]
+    for number in range(count):
+        place = int(rng.integers(len(good)))
+        if number % 3 == 0:
+            yield f"only its first {place} bytes", good[:place]
+        elif number % 3 == 1:
+            flipped = bytearray(good)
+            flipped[place] ^= 1 << int(rng.integers(8))
+            yield f"a bit flipped at {place}", bytes(flipped)
+        else:
+            length = int(rng.integers(1, 9))
+            noise = random.Random(int(rng.integers(2**31))).randbytes(length)
+            if good[place : place + length] != noise[: len(good) - place]:
+                yield f"{length} other bytes at {place}", good[:place] + noise + good[place + length :]
+
+
+class _Payload:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))
+
+
+def _bomb(kind: Any, file: Path, proof: Path) -> None:
+    file.write_bytes(pickle.dumps(_Payload(proof)))
+    with contextlib.suppress(Exception):
+        kind.load(file)
+    if proof.exists():
+        raise Failed(
+            f"{kind.__qualname__}.load ran code from the file: it unpickles what it is given",
+            counterexample=(
+                "import os, pickle\n\nclass Payload:\n    def __reduce__(self):\n"
+                "        return (os.system, ('echo code from the file ran',))\n\n"
+                "open('/tmp/snapshot', 'wb').write(pickle.dumps(Payload()))\n"
+                f"from {kind.__module__} import {kind.__qualname__.partition('.')[0]}\n"
+                f"{kind.__qualname__}.load('/tmp/snapshot')\n"
+            ),
+        )
+
+
+@check(
+    "durable.released",
+    level=5,
+    after=("api.protocol",),
+    hazard="A released snapshot is used: what it held is gone or belongs to another by then.",
+    blind="Handles without release().",
+)
+def released(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """After ``release()``: restore and save raise, a second release is harmless, the environment and other snapshots
+    (taken from it, or of the same state) work on.
+    """
+    control = subject.control(0, budget.steps)
+    point = max(1, control.last // 2)
+    exact = subject.capabilities.rng or not subject.noise
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [1, point])
+        snap = walk.snaps[point]
+        if not callable(getattr(snap, "release", None)):
+            raise Skipped(f"snapshots ({type(snap).__qualname__}) have no release()")
+        env = walk.env
+        scene.restore(env, snap)
+        child = scene.snapshot(env)
+        (fork,) = scene.fork(env, 1)
+        scene.release(snap)
+        snap.release()
+        for name, use in (("restore", lambda: put(env, snap)), ("save", lambda: snap.save(os.devnull))):
+            if name == "save" and not callable(getattr(snap, "save", None)):
+                continue
+            scene.note(f"# {name} of the released snapshot, which raises")
+            try:
+                use()
+            except Exception as error:
+                raised = type(error).__qualname__
+            else:
+                scene.fail(f"{name} of a released snapshot worked as if it were not")
+        if exact:
+            scene.expect(env, walk, point, "an environment after the snapshot it was restored from was released")
+            scene.expect(fork, walk, point, "a fork after the snapshot of its source was released")
+            for handle, place in ((child, point), *([(walk.snaps[1], 1)] if point > 1 else [])):
+                scene.restore(env, handle)
+                scene.expect(env, walk, place, "restored from a snapshot after another one was released")
+    return {"raised": raised}

@@ -1,0 +1,400 @@
+"""Level 2: forks start where their source is, and then live alone."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Failed, Skipped, check
+from sandboxgym.conformance.checks.restore import SHORT, controls, finds, points_of
+from sandboxgym.conformance.recording import Scene, Walk, choose, comparable, opened, outcome_difference, streams
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
+
+
+def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
+    """Other calls from ``point`` on, chosen along the way in an environment of its own."""
+    import copy
+
+    with opened(subject) as env:
+        env.action_space.seed(control.seed), env.observation_space.seed(control.seed)
+        raw = None
+        for op in control.ops[:point]:
+            raw = subject.call(env, op)[1]
+        space = copy.deepcopy(env.action_space)
+        space.seed(int(rng.integers(2**31)))
+        ops: list[Op] = []
+        while raw is not None and not (raw[2] or raw[3]) and len(ops) < steps:
+            ops.append(Op("step", choose(subject, space, raw[0], raw[4], rng, bool(rng.random() < 0.7))))
+            raw = subject.call(env, ops[-1])[1]
+        return tuple(ops)
+
+
+@check(
+    "fork.trace_equality",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Siblings do not start where the backbone was.",
+    blind="Faults rarer than the forks made: see the evidence for what would have been found with 99.9 %.",
+)
+def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Forks at the start, in the middle, before and after the end of episodes; each child, a child of a child, and the
+    source go on like an uninterrupted run. Then forks hundreds of times and compares the next calls.
+    """
+    forks = compared = 0
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, ())
+            points = points_of(control, rng, 1)
+            env = scene.start(control)
+            children: list[tuple[int, AnyEnv]] = []
+            for count, op in enumerate(control.ops, start=1):
+                scene.call(env, op)
+                if count in points:
+                    children += [(count, child) for child in scene.fork(env, 2)]
+            if not control.repeatable:  # the source's own future is the truth
+                walk = scene.walk(control, points)
+                children = [(p, c) for p in points for c in _forked_at(scene, walk, p)]
+            for number, (point, child) in enumerate(children):
+                if number % 2:
+                    (child,) = scene.fork(child, 1)
+                compared += scene.expect(child, walk, point, "a fork goes on differently")
+                forks += 1
+    control = subject.control(0, budget.steps)
+    point = max(1, control.last // 2)
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [point])
+        scene.restore(walk.env, walk.snaps[point])
+        many = 0
+        for index in budget.spending(budget.repeats, at_least=10):
+            with scene.iteration(index):
+                (child,) = scene.fork(walk.env, 1)
+                scene.expect(child, walk, point, f"fork number {index + 1} of one state", calls=SHORT)
+                scene.forget(child)
+                many += 1
+    return {"forks": forks, "calls compared": compared, "forks of one state": many, **finds(many)}
+
+
+def _forked_at(scene: Scene, walk: Walk, point: int) -> list[AnyEnv]:
+    scene.restore(walk.env, walk.snaps[point])
+    return scene.fork(walk.env, 2)
+
+
+@check(
+    "fork.isolation",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Siblings write into each other's episodes: the advantage of one action is that of another's.",
+    blind="Effects that show in no sibling's observation, reward, flag or info (give observe_state).",
+)
+def isolation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Several forks play different actions, a call at a time in a drawn order, some fork again; the source goes on in
+    between. Each must give what it gives when it plays alone in an environment that was never forked.
+    """
+    rounds = calls = 0
+    pool = controls(subject, budget)
+    rounds_wanted = 4 * len(pool) if budget.name == "quick" else 20 * len(pool)
+    for index in budget.spending(rounds_wanted, at_least=len(pool)):
+        control = pool[index % len(pool)]
+        calls += _interleaved(subject, budget, rng, control, close=False)
+        rounds += 1
+    return {"rounds": rounds, "forks at once": budget.forks, "interleaved calls": calls}
+
+
+def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, control: Control, *, close: bool) -> int:
+    point = int(rng.integers(1, max(2, control.last)))
+    suffixes = [variation(subject, control, point, rng, 15) for _ in range(budget.forks)]
+    with Scene(subject) as scene:
+        if control.repeatable:
+            alone = [scene.alone(control, point, suffix) for suffix in suffixes]
+            source = scene.walk(control, ())
+            env = scene.start(control)
+            scene.play(env, control.ops[:point])
+        else:
+            source = scene.walk(control, [point])
+            env = source.env
+            alone = []
+            for suffix in suffixes:
+                scene.restore(env, source.snaps[point])
+                outcomes = [*source.outcomes[:point], *scene.play(env, suffix)]
+                ops = (*control.ops[:point], *suffix)
+                other = Control(control.name, control.seed, ops, tuple(outcomes), None, False, "", 0)
+                alone.append(Walk(env, other, {}, outcomes, outcomes, len(ops)))
+            scene.restore(env, source.snaps[point])
+        children = scene.fork(env, len(suffixes))
+        source.end = comparable(subject, control)
+        players: list[list[Any]] = [[child, walk, point] for child, walk in zip(children, alone)]
+        players.append([env, source, point])
+        made = len(players)
+        last: dict[int, tuple[tuple[Any, ...], Outcome] | None] = {}
+        calls = 0
+        while players:
+            player = players[int(rng.integers(len(players)))]
+            current, walk, place = player
+            if place >= walk.end or (close and rng.random() < 0.08):
+                players.remove(player)
+                if close:
+                    scene.close(current)
+                    if rng.random() < 0.5:
+                        scene.close(current)  # twice is once
+                continue
+            if made < 3 * budget.forks and rng.random() < 0.06:
+                for child in scene.fork(current, 1):
+                    players.append([child, walk, place])
+                made += 1
+            kind = "the source of forks" if current is env else "a fork"
+            what = f"{kind} while others close" if close else f"{kind} interleaved with {made - 1} others"
+            kept = last.get(id(current))
+            if kept is not None and subject.outcome(current, *kept[0])[:5] != kept[1][:5]:
+                text = outcome_difference(
+                    kept[1]._replace(state=None), subject.outcome(current, *kept[0])._replace(state=None)
+                )
+                scene.fail(f"{what}: what its last step() had returned was changed by them: {text}")
+            last[id(current)] = scene.expect_raw(current, walk, place, what)
+            player[2] += 1
+            calls += 1
+        return calls
+
+
+@check(
+    "fork.close_order",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Closing a finished branch pulls the ground from under its siblings.",
+    blind="What closing leaves behind: resources.baseline.",
+)
+def close_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Closes source and forks in every order drawn, some twice, some dropped without closing, while the others go on;
+    also the source first, then half of the children.
+    """
+    rounds = 0
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            point = max(1, control.last // 2)
+            walk = scene.walk(control, [point])
+            scene.restore(walk.env, walk.snaps[point])
+            children = scene.fork(walk.env, budget.forks)
+            grandchildren = [scene.fork(child, 1)[0] for child in children[:2]]
+            scene.close(walk.env)
+            scene.close(walk.env)
+            scene.expect(children[0], walk, point, "a fork after its source was closed")
+            scene.close(children[0])
+            scene.expect(children[1], walk, point, "a fork after its sibling was closed")
+            scene.close(children[1])
+            for child in (*grandchildren, *children[2:]):
+                scene.expect(child, walk, point, "a fork after source and siblings were closed")
+            env = scene.make()
+            scene.restore(env, walk.snaps[point])
+            scene.expect(env, walk, point, "a snapshot after its source and forks were closed")
+            scene.restore(env, walk.snaps[point])
+            lost = scene.fork(env, 1)[0]
+            scene._envs.pop(id(lost))
+            del lost
+            gc.collect()
+            scene.note("# one more fork, dropped without close()")
+            scene.expect(env, walk, point, "the source after a fork was dropped without close()")
+        for _ in range(2):
+            _interleaved(subject, budget, rng, control, close=True)
+            rounds += 1
+    return {"drawn orders": rounds}
+
+
+@check(
+    "fork.unseeded_exact",
+    level=2,
+    needs=("rng",),
+    after=("api.protocol",),
+    hazard="fork(k) without a seed gives other draws than the backbone's: common random numbers are not common.",
+    blind="Streams that are neither np_random nor a space's; where they matter, fork.trace_equality sees them.",
+)
+def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """The random streams of every child of ``fork(k)`` are, bit by bit, those of the source."""
+    compared: set[str] = set()
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            env = scene.start(control)
+            scene.play(env, control.ops[: max(1, control.last // 2)])
+            children = scene.fork(env, 3)
+            expected = streams(env)
+            for number, child in enumerate(children):
+                found = streams(child)
+                for name, bits in expected.items():
+                    if bits is not None and found.get(name) != bits:
+                        scene.fail(f"child {number} of fork(3) has another random stream {name} than its source")
+                    if bits is not None:
+                        compared.add(name)
+    return {"streams": sorted(compared)}
+
+
+@check(
+    "fork.seeded_independent",
+    level=2,
+    after=("api.protocol",),
+    hazard="Seeded siblings share their noise: they are one sample, counted k times.",
+    blind="Correlations between streams that differ: stochastic.siblings_independent.",
+)
+def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """``fork(k, seed=S)``: children's np_random differ from each other's and the source's; another S gives others, the
+    same S the same; where nothing is random all go on like the source; where it is, not all children do the same.
+    """
+    control = subject.control(0, budget.steps)
+    random_ = subject.noise.startswith("runs with other draws differ")
+    k = max(4, budget.forks)
+    futures: set[Any] = set()
+    distinct = 0
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [1])
+        env = walk.env
+        seeds = [int(seed) for seed in rng.integers(2**31, size=3)]
+        ops, end = control.ops[1 : control.last], control.last
+        seen: dict[int, list[Any]] = {}
+        for seed in (*seeds, seeds[0]):
+            scene.restore(env, walk.snaps[1])
+            source = streams(env)
+            children = scene.fork(env, k, seed=seed)
+            bits = [streams(child) for child in children]
+            for name in [name for name in source if name.endswith(".np_random")]:
+                found = [source[name], *(each.get(name) for each in bits)]
+                made = [one for one in found if one is not None]
+                if len(set(map(repr, made))) < len(made):
+                    scene.fail(f"fork({k}, seed={seed}) gave two environments the same random stream {name}")
+                distinct += len(made)
+            played = [tuple(scene.play(child, ops)) for child in children]
+            if (
+                seed in seen
+                and not subject.noise.startswith("two runs")
+                and (seen[seed][0] != played or seen[seed][1] != bits)
+            ):
+                scene.fail(f"fork({k}, seed={seed}) twice gave different children")
+            for before in seen.values():
+                same = [
+                    n
+                    for n in bits[0]
+                    if n.endswith(".np_random") and bits[0][n] is not None and bits[0][n] == before[1][0].get(n)
+                ]
+                if seed not in seen and same:
+                    scene.fail(f"fork(k, seed=S) gives the same random stream {same[0]} for two seeds S")
+            seen[seed] = [played, bits]
+            futures |= set(played)
+            if not subject.noise and any(future != tuple(walk.expected[1:end]) for future in played):
+                scene.fail("nothing is random, but a seeded fork goes on differently from its source")
+            for child in children:
+                scene.forget(child)
+        if random_ and len(futures) == 1:
+            for _ in range(12):
+                scene.restore(env, walk.snaps[1])
+                for child in scene.fork(env, k, seed=int(rng.integers(2**31))):
+                    futures.add(tuple(scene.play(child, ops)))
+                    scene.forget(child)
+                if len(futures) > 1:
+                    break
+            else:
+                scene.fail("all seeded forks have one and the same future, although futures are random")
+    return {"futures": len(futures), "random": random_, "streams compared": distinct}
+
+
+@check(
+    "fork.keeps_wrappers",
+    level=2,
+    after=("api.protocol",),
+    hazard="A fork without its wrappers has no time limit, other observations and other rewards.",
+    blind="Wrappers made by functions that return something else.",
+)
+def keeps_wrappers(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Children have the source's layers (types and order), share none of them, and have the protocol's methods
+    if the source has; so have children of children; spaces and render mode are the source's.
+    """
+    control = subject.control(0, budget.steps)
+    with Scene(subject) as scene:
+        env = scene.start(control)
+        scene.play(env, control.ops[:2])
+        names = [f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in layers(env)]
+        family = scene.fork(env, 2)
+        family += scene.fork(family[0], 1)
+        everyone: list[AnyEnv] = [env, *family]
+        for child in family:
+            found = [f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in layers(child)]
+            if found != names:
+                scene.fail(f"the source has the layers {names}, its fork {found}", {"expected": names, "found": found})
+            if methods(env) and not methods(child):
+                scene.fail("a fork lacks the methods snapshot, restore, fork of its source")
+            if child.render_mode != env.render_mode:
+                scene.fail(f"the source has render_mode {env.render_mode!r}, its fork {child.render_mode!r}")
+            if child.action_space != env.action_space or child.observation_space != env.observation_space:
+                scene.fail("a fork has other spaces than its source")
+        for index, one_env in enumerate(everyone):
+            for other_env in everyone[index + 1 :]:
+                for mine in layers(one_env):
+                    for theirs in layers(other_env):
+                        if mine is theirs:
+                            scene.fail(f"two environments share one {type(mine).__qualname__} object")
+    return {"layers": names}
+
+
+@check(
+    "fork.invalid",
+    level=2,
+    after=("api.protocol",),
+    hazard="A wrong k gives no error but no children, or half of them.",
+    blind="Very large k.",
+)
+def invalid(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """``fork(0)``, ``fork(-1)``, ``fork("2")`` and ``fork(None)`` raise, and the source goes on unharmed."""
+    control = subject.control(0, budget.steps)
+    raised = {}
+    with Scene(subject) as scene:
+        walk = scene.walk(control, ())
+        env = scene.start(control)
+        point = max(1, control.last // 2)
+        scene.play(env, control.ops[:point])
+        for k in (0, -1, "2", None):
+            try:
+                children = scene.fork(env, k)  # type: ignore[arg-type]
+            except Failed:
+                raise Failed(f"fork({k!r}) returned instead of raising", counterexample=scene.script()) from None
+            except Exception as error:
+                raised[repr(k)] = type(error).__qualname__
+            else:
+                scene.fail(f"fork({k!r}) returned {len(children)} environments instead of raising")
+        if control.repeatable:
+            scene.expect(env, walk, point, "after a refused fork")
+    return raised
+
+
+@check(
+    "fork.source_untouched",
+    level=2,
+    after=("api.protocol",),
+    hazard="Branching disturbs the backbone, which then differs from one that was never branched.",
+    blind="Effects later than the recorded calls.",
+)
+def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Plays control runs again and forks after every few calls, seeded and unseeded; children step, reset to other
+    episodes and close; every outcome of the source is that of the run without forks.
+    """
+    repeatable = [control for control in controls(subject, budget) if control.repeatable]
+    if not repeatable:
+        raise Skipped("no run repeats itself without forks: " + subject.control(0, budget.steps).differs)
+    forks, start = 0, time.perf_counter()
+    for control in repeatable:
+        with Scene(subject) as scene:
+            walk = scene.walk(control, ())
+            env = scene.start(control)
+            for index, op in enumerate(control.ops):
+                found = scene.call(env, op)
+                if found != walk.expected[index]:
+                    scene.differ(walk, env, index, found, f"the source of {forks} forks differs")
+                if index % 2 == 0 and (index < 6 or time.perf_counter() - start < budget.seconds):
+                    for number, child in enumerate(scene.fork(env, 2, seed=None if index % 4 else index)):
+                        forks += 1
+                        scene.play(child, control.ops[index + 1 : index + 3])
+                        if number:
+                            scene.reset(child, seed=int(rng.integers(2**31)), options=subject.options(number))
+                            scene.play(child, control.ops[1:3])
+                        scene.forget(child)
+    return {"forks": forks}

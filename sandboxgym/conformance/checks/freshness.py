@@ -1,0 +1,185 @@
+"""Level 1: right after a restore one sees the restored state, not the one before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Skipped, check
+from sandboxgym.conformance.checks.restore import controls, points_of
+from sandboxgym.conformance.recording import Scene, quiet
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject
+from sandboxgym.conformance.values import canonical, difference
+
+
+@check(
+    "freshness.observation",
+    level=1,
+    after=("api.protocol",),
+    hazard="The agent acts on what it saw before the restore: the first action of every branch is nonsense.",
+    blind="Observations that are the same in both states.",
+)
+def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """``restore`` returns, exactly, the observation of the captured moment: in the environment that went on, in a new
+    one, in one playing another episode; what it, reset
+    and step returned stays as it is when the environment goes on.
+    """
+    return _returned(subject, budget, rng, 0, "observation")
+
+
+@check(
+    "freshness.last_info",
+    level=1,
+    after=("api.protocol",),
+    hazard="Admissible actions, masks or success flags of another state come with the restored observation.",
+    blind="Entries that the normaliser leaves out.",
+)
+def last_info(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """``restore`` returns, exactly, the info of the captured moment, in the same situations."""
+    return _returned(subject, budget, rng, 1, "info")
+
+
+def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -> None:
+    """What reset and step returned stays as it was when the environment goes on, is snapshotted and restored."""
+    kept = []
+    subject = scene.subject
+    for op in control.ops[: control.last]:
+        outcome, raw = subject.call(env, op)
+        scene.note(f"returned = {scene.name(env)}.{op.kind}(…)  # as in the control run")
+        if raw is not None:
+            kept.append((raw, outcome))
+            if len(kept) == 2:
+                snap = scene.snapshot(env)
+    if not kept:
+        return
+    if len(kept) > 1:
+        scene.restore(env, snap)
+        scene.call(env, control.ops[2] if len(control.ops) > 2 else control.ops[-1])
+    for raw, outcome in kept:
+        later = subject.outcome(env, *raw)
+        if later[4 * place] != outcome[4 * place]:
+            text = difference(outcome[4 * place], later[4 * place], name)
+            scene.fail(f"the {name} that reset() or step() had returned was changed by later calls: {text}")
+
+
+def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place: int, name: str) -> dict[str, Any]:
+    compared = differing = 0
+    pool = controls(subject, budget)
+    for index, control in enumerate(pool):
+        other = pool[(index + 1) % len(pool)]
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 3))
+            used = scene.start(other)
+            _stays(scene, other, used, place, name)
+            for point in walk.points:
+                expected = walk.expected[point - 1]
+                if expected.raised is not None or (subject.normalize is not None and expected.info is None):
+                    continue
+                scene.play(used, other.ops[: max(1, other.last // 2)])
+                for env in (walk.env, scene.start(control), used):
+                    result = scene.restore(env, walk.snaps[point])
+                    found = subject.outcome(env, result[0], 0.0, False, False, result[1])
+                    one, two = expected[4 * place], found[4 * place]
+                    if one != two:
+                        text = difference(one, two, name)
+                        scene.fail(f"restore() returned another {name} than that of the captured moment: {text}")
+                    for op in control.ops[point : point + 2]:
+                        scene.call(env, op)
+                    later = subject.outcome(env, result[0], 0.0, False, False, result[1])[4 * place]
+                    if later != two:
+                        text = difference(two, later, name)
+                        scene.fail(f"the {name} that restore() returned changed with the calls after it: {text}")
+                    compared += 1
+                differing += int(walk.expected[-1][0] != expected[0])
+    return {"restores": compared, "captured states that look unlike the one before the restore": differing}
+
+
+@check(
+    "freshness.render",
+    level=1,
+    after=("api.protocol",),
+    hazard="Agents that see pictures act on a stale frame; videos of branches begin with another branch.",
+    blind="Render modes that need a screen.",
+)
+def render(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """``render()`` right after a restore gives what it gave at the captured moment, in the modes ansi and rgb_array:
+    in the environment that went on and in a new one.
+    """
+    tried: dict[str, int] = {}
+    reasons = []
+    for mode in _modes(subject):
+        make = _rendering(subject, mode)
+        try:
+            with quiet():
+                env = make()
+                env.reset(seed=1, options=subject.options(0))
+                env.render()
+                env.close()
+        except Exception as error:
+            reasons.append(f"{mode}: {type(error).__name__}: {error}"[:200])
+            continue
+        tried[mode] = _rendered(subject, make, mode, budget, rng)
+    if not tried:
+        raise Skipped("; ".join(reasons) or "no render mode ansi or rgb_array")
+    return {"frames compared": tried, "modes that did not work": reasons}
+
+
+def _rendered(subject: Subject, make: Callable[[], AnyEnv], mode: str, budget: Budget, rng: np.random.Generator) -> int:
+    control = subject.control(0, budget.steps)
+    rendering = Subject(
+        make,
+        name=f"{subject.name}, render_mode={mode!r}",
+        actions=subject.actions,
+        normalize=subject.normalize,
+        reset_options=subject.reset_options,
+        declared=subject.capabilities,
+        seed=subject.seed,
+    )
+    compared = 0
+    with Scene(rendering) as scene:
+        env = scene.start(control)
+        points = points_of(control, rng, 2)
+        twin = scene.start(control)
+        frames, snaps = {}, {}
+        for count, op in enumerate(control.ops, start=1):
+            scene.call(env, op)
+            scene.call(twin, op)
+            if count in points:
+                frames[count] = canonical(env.render())
+                if frames[count] != canonical(twin.render()):
+                    raise Skipped(f"two environments in the same state render differently ({mode})")
+                snaps[count] = scene.snapshot(env)
+        for point in reversed(points):
+            for target in (env, scene.start(control)):
+                scene.restore(target, snaps[point])
+                scene.note(f"print({scene.name(target)}.render())")
+                found = canonical(target.render())
+                if found != frames[point]:
+                    scene.fail(
+                        f"render() right after a restore ({mode}) is not that of the captured moment: "
+                        f"{difference(frames[point], found)}"
+                    )
+                compared += 1
+    return compared
+
+
+def _modes(subject: Subject) -> list[str]:
+    with quiet():
+        env = subject.make_env()
+        try:
+            known = env.metadata.get("render_modes") or []
+            return [mode for mode in ("ansi", "rgb_array") if mode in known or env.render_mode == mode]
+        finally:
+            env.close()
+
+
+def _rendering(subject: Subject, mode: str) -> Callable[[], AnyEnv]:
+    with quiet():
+        env = subject.make_env()
+        has = env.render_mode
+        env.close()
+    make: Callable[..., AnyEnv] = subject.make_env
+    return make if has == mode else functools.partial(make, render_mode=mode)

@@ -1,0 +1,289 @@
+"""Level 2: what environments of one process share carries nothing from one fork to another.
+
+Each check lets forks act, sees whether others behave as if nothing had happened, and, where they do not, names what
+was changed in between. What changes without an effect (a cache that fills) is told in the evidence and is no fault.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance import ambient
+from sandboxgym.conformance.check import Budget, Failed, Skipped, check
+from sandboxgym.conformance.checks.fork import variation
+from sandboxgym.conformance.recording import Scene, comparable, first_difference, streams
+from sandboxgym.conformance.subject import AnyEnv, Subject
+
+Look = Callable[[AnyEnv], dict[str, Any]]
+
+
+def _disturbed(
+    subject: Subject, budget: Budget, rng: np.random.Generator, look: Look, what: str, rounds: int = 4
+) -> tuple[int, list[str]]:
+    """Let forks act between two looks; fail, naming what changed, where the source or a sibling then differs."""
+    seen: set[str] = set()
+    done = 0
+    for index in budget.spending(rounds, at_least=2):
+        control = subject.control(index % budget.traces, budget.steps)
+        point = int(rng.integers(1, max(2, control.last)))
+        suffixes = [variation(subject, control, point, rng, 12) for _ in range(2)]
+        with Scene(subject) as scene:
+            walk = scene.walk(control, [point])
+            env = walk.env
+            scene.restore(env, walk.snaps[point])
+            first, second, third = scene.fork(env, 3)
+            before = look(env)
+            with suppress(Exception):
+                scene.play(first, suffixes[0])
+                scene.play(second, suffixes[1])
+                scene.reset(second, seed=int(rng.integers(2**31)), options=subject.options(index + 1))
+                scene.play(second, suffixes[0])
+            change = ambient.changed(before, look(env))
+            seen |= set(change)
+            scene.close(first)
+            for target, name in ((env, "the source"), (third, "a sibling")):
+                try:
+                    scene.expect(target, walk, point, f"{name} after forks acted")
+                except Failed as error:
+                    if not change:
+                        break  # another hazard: fork.isolation tells
+                    shown = ", ".join(change[:6]) + (f" and {len(change) - 6} more" if len(change) > 6 else "")
+                    evidence = {**error.evidence, "changed by forks": change[:50]}
+                    raise Failed(
+                        f"forks changed {what} ({shown}), and {error}", evidence, error.counterexample
+                    ) from None
+        done += 1
+    return done, sorted(seen)
+
+
+@check(
+    "isolation.class_attributes",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="State kept on a class is one state for all siblings.",
+    blind="Class attributes whose change shows in no sibling within the calls made.",
+)
+def class_attributes(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares the data on the classes of all layers before and after forks act; fails where it changed and the source
+    or a sibling then behaves differently.
+    """
+    rounds, seen = _disturbed(subject, budget, rng, ambient.class_attributes, "class attributes")
+    return {"rounds": rounds, "changed without effect": seen}
+
+
+@check(
+    "isolation.globals",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="State kept in a module, or draws from Python's or NumPy's global stream, are common to all siblings.",
+    blind="Globals of modules other than those of the environment's and wrappers' classes.",
+)
+def globals_(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares the data in the modules of all layers' classes before and after forks act; fails where it changed and
+    the source or a sibling then behaves differently, or where steps draw from a global random stream that decides
+    what happens although streams are declared captured.
+    """
+    rounds, seen = _disturbed(subject, budget, rng, ambient.module_globals, "module globals")
+    drawn = _global_draws(subject, budget)
+    return {"rounds": rounds, "changed without effect": seen, "global streams drawn from without effect": drawn}
+
+
+def _global_draws(subject: Subject, budget: Budget) -> list[str]:
+    control = subject.control(0, budget.steps)
+    used: set[str] = set()
+    with Scene(subject) as scene:
+        env = scene.start(control)
+        for op in control.ops:
+            before = ambient.global_streams()
+            scene.call(env, op)
+            used |= set(ambient.changed(before, ambient.global_streams()))
+    if not used or not subject.capabilities.rng:
+        return sorted(used)
+    futures = []
+    for seed in (1, 1, 2, 3):
+        with Scene(subject) as scene:
+            random.seed(seed)
+            np.random.seed(seed)
+            scene.note(f"random.seed({seed}); np.random.seed({seed})")
+            env = scene.start(control)
+            futures.append(scene.play(env, control.ops[: control.last]))
+            script = scene.script()
+    differs = first_difference(futures[0], futures[2]) or first_difference(futures[0], futures[3])
+    if differs and first_difference(futures[0], futures[1]) is None:
+        raise Failed(
+            f"the global stream of {' and '.join(sorted(used))} decides what happens ({differs}): all environments of "
+            "a process share it, and snapshot_spec.rng declares streams captured",
+            counterexample=script,
+        )
+    return sorted(used)
+
+
+@check(
+    "isolation.environment",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A fork's `export` or `cd` is one for the whole process, and for all siblings in it.",
+    blind="Variables and folders of other processes: probes.matrix.",
+)
+def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares environment variables, working directory, umask and import path of this process before and after forks
+    act; fails where the steps of a fork changed them.
+    """
+    changed: set[str] = set()
+    for index in range(2):
+        control = subject.control(index, budget.steps)
+        point = max(1, control.last // 2)
+        suffixes = [variation(subject, control, point, rng, 12) for _ in range(2)]
+        with Scene(subject) as scene:
+            walk = scene.walk(control, [point])
+            scene.restore(walk.env, walk.snaps[point])
+            children = scene.fork(walk.env, 2)
+            before = ambient.surroundings()
+            for child, suffix in zip(children, suffixes):
+                scene.play(child, suffix)
+                change = ambient.changed(before, ambient.surroundings())
+                changed |= set(change)
+                if change:
+                    scene.fail(
+                        f"the steps of a fork changed what the whole process shares: {', '.join(change[:6])}",
+                        {"changed": change[:50]},
+                    )
+    return {"changed": sorted(changed)}
+
+
+@check(
+    "isolation.files",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Siblings work in one folder: what one writes, the other finds.",
+    blind="Files outside temporary folders, /dev/shm and the working directory; files in containers: probes.matrix.",
+)
+def files(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Looks at the files that environments make in temporary folders, /dev/shm and the working directory; fails where
+    forks change files that were there before they were forked and the source or a sibling then behaves differently.
+    """
+    folder = tempfile.mkdtemp(prefix="sandboxgym-conformance-")
+    old, tempfile.tempdir = tempfile.tempdir, folder
+    variable = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        places = [*ambient.places(), Path("/tmp")]
+        known = ambient.names(places)
+
+        def look(env: AnyEnv) -> dict[str, Any]:
+            return ambient.contents(ambient.names(places) - known - {Path(folder)})
+
+        rounds, seen = _disturbed(subject, budget, rng, look, "files")
+        return {"rounds": rounds, "changed without effect": [name.replace(folder, "$TMPDIR") for name in seen][:20]}
+    finally:
+        tempfile.tempdir = old
+        if variable is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = variable
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@check(
+    "isolation.spaces",
+    level=2,
+    after=("api.protocol",),
+    hazard="Siblings draw actions or tasks from one stream: what one does moves what the other gets.",
+    blind="Spaces that are no attributes of a layer.",
+)
+def spaces(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Draws from the spaces and np_random of one fork; the streams of its source and sibling stay as they are."""
+    control = subject.control(0, budget.steps)
+    compared = 0
+    with Scene(subject) as scene:
+        env = scene.start(control)
+        scene.play(env, control.ops[:1])
+        children = scene.fork(env, 2)
+        everyone: list[AnyEnv] = [env, *children]
+        for actor in everyone:
+            before = [streams(other) for other in everyone]
+            name = scene.name(actor)
+            scene.note(f"{name}.action_space.sample(), {name}.observation_space.sample(), {name}.np_random.random()")
+            for draw in (actor.action_space.sample, actor.observation_space.sample, lambda: actor.np_random.random()):  # noqa: B023
+                with suppress(Exception):
+                    draw()
+            for other, bits in zip(everyone, before):
+                if other is actor:
+                    continue
+                found = streams(other)
+                for stream, value in bits.items():
+                    if value is not None and found.get(stream) != value:
+                        scene.fail(
+                            f"a draw from {name} moved the random stream {stream} of {scene.name(other)}",
+                            {"stream": stream},
+                        )
+                    compared += value is not None
+    return {"streams compared": compared}
+
+
+@check(
+    "isolation.caches",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A cache answers for another branch: rewards or texts of a sibling's state are taken for one's own.",
+    blind="Wrong entries that no fork hits; without an importable factory, caches that outlive environments.",
+)
+def caches(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Forks play different actions from one point, one after the other, then all again in another order; each must give
+    what it gives alone: in a new environment, and in a new process, where no cache is filled yet.
+    """
+    from sandboxgym.conformance import elsewhere
+
+    compared = 0
+    truths = []
+    control = subject.control(0, budget.steps)
+    if not control.repeatable:
+        raise Skipped(f"runs do not repeat themselves: {control.differs}")
+    points = [1, max(1, control.last // 2)]
+    plans = [(point, [variation(subject, control, point, rng, 10) for _ in range(3)]) for point in points]
+    jobs = [
+        elsewhere.Job(control.seed, (*control.ops[:point], *suffix)) for point, suffixes in plans for suffix in suffixes
+    ]
+    try:
+        clean = elsewhere.run(subject, jobs, separate=True)
+    except elsewhere.Unreachable as error:
+        clean = None
+        truths.append(f"no new process: {error}")
+    number = 0
+    for point, suffixes in plans:
+        with Scene(subject) as scene:
+            alone = [scene.alone(control, point, suffix) for suffix in suffixes]
+            walk = scene.walk(control, [point])
+            if clean is not None:
+                for one in alone:
+                    differs = first_difference(elsewhere.stateless(clean[number]), elsewhere.stateless(one.outcomes))
+                    if differs:
+                        scene.fail(
+                            "in a process where others have played, an environment gives something else than in a new "
+                            f"one: {differs}"
+                        )
+                    number += 1
+            for order in ((0, 1, 2), (2, 0, 1)):
+                scene.restore(walk.env, walk.snaps[point])
+                for place in order:
+                    (child,) = scene.fork(walk.env, 1)
+                    compared += scene.expect(child, alone[place], point, "a fork after siblings took other actions")
+                    scene.forget(child)
+            scene.restore(walk.env, walk.snaps[point])
+            walk.end = comparable(subject, control)
+            scene.expect(walk.env, walk, point, "the source after forks took other actions")
+    return {"calls compared": compared, "compared with a new process": clean is not None, "not tried": truths}

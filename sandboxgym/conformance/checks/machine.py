@@ -1,0 +1,639 @@
+"""Level 2: random programs of resets, steps, snapshots, restores, forks and closes, against replayed controls.
+
+Every live environment has a control that came to the same state by ``reset`` and actions alone; each call is made on
+both and must give the same. (After a restore or fork with a seed, where draws matter, the control is another
+environment restored from a snapshot taken right then.) A failing program is shrunk to a minimal one, reported as a
+Python script and as data, which `replay` runs again: the regression corpus consists of such data.
+
+Programs are the same for the same seed, unless the time runs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Failed, Skipped, check
+from sandboxgym.conformance.recording import Scene, choose, outcome_difference
+from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, put
+from sandboxgym.errors import SnapshotNotSupported
+
+CORPUS = "SANDBOXGYM_CONFORMANCE_CORPUS"
+"""Environment variable: the directory in which minimal failing programs are saved."""
+SCHEMA = 1
+ALIVE = 5
+"""Environments alive at once, their controls not counted."""
+SHRINKING = 5.0
+"""Seconds that hypothesis may take to make a failing program smaller; and as many for leaving out calls one by one."""
+
+Instruction = dict[str, Any]
+"""One call as JSON values. Numbers of environments and snapshots count modulo how many there are."""
+
+
+# Actions as JSON.
+
+
+def encode(value: Any) -> Any:
+    """An action or an option as JSON values.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return {"numpy": value.dtype.str, "shape": list(value.shape), "values": np.asarray(value).ravel().tolist()}
+    if isinstance(value, (tuple, list)):
+        return {type(value).__name__: [encode(item) for item in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    raise TypeError(f"cannot write a {type(value).__qualname__} as JSON")
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`."""
+    if not isinstance(value, dict):
+        return value
+    if "numpy" in value:
+        array = np.array(value["values"], dtype=value["numpy"]).reshape(value["shape"])
+        return array if value["shape"] else array[()]
+    if "dict" in value:
+        return {decode(key): decode(item) for key, item in value["dict"]}
+    kind, items = next(iter(value.items()))
+    return {"tuple": tuple, "list": list}[kind](decode(item) for item in items)
+
+
+# Programs.
+
+
+@dataclass
+class Run:
+    """A live environment and its control."""
+
+    env: AnyEnv
+    control: AnyEnv
+    origin: Origin
+    history: tuple[Op, ...] = ()
+    expected: Outcome = field(default_factory=Outcome)
+    raw: tuple[Any, Any] = (None, {})
+    """What was last returned: observation and info."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a history begins: a new environment, or a snapshot restored in one."""
+
+    spaces: int
+    snap: Any = None
+
+
+@dataclass
+class Taken:
+    """A snapshot, and the run as it was then."""
+
+    snap: Any
+    origin: Origin
+    history: tuple[Op, ...]
+    expected: Outcome
+    raw: tuple[Any, Any]
+
+
+class Program:
+    """Executes instructions, and compares. Use it as a context manager."""
+
+    def __init__(self, subject: Subject, *, noisy: bool) -> None:
+        self.subject = subject
+        self.noisy = noisy
+        """Whether draws matter: seeds change futures."""
+        self.scene = Scene(subject)
+        self.runs: list[Run] = []
+        self.taken: list[Taken] = []
+        self.done: list[Instruction] = []
+        self._controls: list[AnyEnv] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Program:
+        self.scene.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for control in self._controls:
+                stack.callback(control.close)
+            if self._folder is not None:
+                stack.callback(self._folder.cleanup)
+            stack.callback(self.scene.__exit__, *error)
+
+    def perform(self, instruction: Instruction) -> None:
+        """Execute one instruction; those that don't apply do nothing.
+
+        Raises:
+            Failed: the environment and its control differ, or a call raised; with the script.
+        """
+        kind = instruction["op"]
+        if kind != "make" and not self.runs:
+            return
+        self.done.append(instruction)
+        try:
+            getattr(self, f"_{kind}")(instruction)
+        except Failed as failure:  # of the scene, too
+            failure.evidence["program"] = list(self.done)
+            raise
+        except Exception as error:
+            message = f"{kind} raised {type(error).__qualname__}: {error}"
+            raise Failed(message[:300], {"program": list(self.done)}, self.scene.script()) from error
+
+    def action(self, at: int, choice: int) -> Any:
+        """An action for an environment, a function of the choice and of what was last returned."""
+        run = self._run(at)
+        rng = np.random.default_rng(choice)
+        space = copy.deepcopy(run.control.action_space)
+        space.seed(choice)
+        return choose(self.subject, space, run.raw[0], run.raw[1] or {}, rng, choice % 2 == 0)
+
+    def finish(self) -> None:
+        """A few more steps of all environments, so that damage done to one by calls on another shows."""
+        for index in range(len(self.runs)):
+            for choice in range(3):
+                self.perform({"op": "step", "env": index, "action": encode(self.action(index, choice))})
+
+    # Instructions.
+
+    def _make(self, instruction: Instruction) -> None:
+        if len(self.runs) >= ALIVE:
+            return
+        seed = instruction["seed"]
+        env = self.scene.make()
+        self.scene.seed_spaces(env, seed)
+        run = Run(env, self._control(), Origin(seed))
+        run.control.action_space.seed(seed)
+        run.control.observation_space.seed(seed)
+        self.runs.append(run)
+        self._call(run, Op("reset", (seed, self.subject.options(instruction["task"]))))
+
+    def _reset(self, instruction: Instruction) -> None:
+        options = self.subject.options(instruction["task"])
+        self._call(self._run(instruction["env"]), Op("reset", (instruction["seed"], options)))
+
+    def _step(self, instruction: Instruction) -> None:
+        self._call(self._run(instruction["env"]), Op("step", decode(instruction["action"])))
+
+    def _snapshot(self, instruction: Instruction) -> None:
+        run = self._run(instruction["env"])
+        self.taken.append(Taken(self.scene.snapshot(run.env), run.origin, run.history, run.expected, run.raw))
+
+    def _restore(self, instruction: Instruction) -> None:
+        if not self.taken:
+            return
+        taken = self.taken[instruction["snap"] % len(self.taken)]
+        run = self._run(instruction["env"])
+        if instruction["new"]:
+            self._end(run)
+            run.env = self.scene.make()
+        else:
+            self._drop_control(run)
+        observation, info = self.scene.restore(run.env, taken.snap, seed=instruction["seed"])
+        self._compare_returned(run.env, taken, observation, info)
+        self._continue(run, taken.origin, taken.history, instruction["seed"])
+        run.expected, run.raw = taken.expected, taken.raw
+
+    def _fork(self, instruction: Instruction) -> None:
+        k = instruction["k"]
+        if len(self.runs) + k > ALIVE:
+            return
+        run = self._run(instruction["env"])
+        children = self.scene.fork(run.env, k, instruction["seed"])
+        for child in children:
+            twin = Run(child, run.control, run.origin, expected=run.expected, raw=run.raw)
+            self._continue(twin, run.origin, run.history, instruction["seed"])
+            self.runs.append(twin)
+
+    def _close(self, instruction: Instruction) -> None:
+        if len(self.runs) > 1:
+            run = self._run(instruction["env"])
+            self.runs.remove(run)
+            self._end(run)
+
+    def _save(self, instruction: Instruction) -> None:
+        if not self.taken:
+            return
+        taken = self.taken[instruction["snap"] % len(self.taken)]
+        if not callable(getattr(taken.snap, "save", None)) or not callable(getattr(type(taken.snap), "load", None)):
+            return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-")
+        path = os.path.join(self._folder.name, "saved.snapshot")
+        name = self.scene.snap_name(taken.snap)
+        try:
+            taken.snap.save(path)
+        except SnapshotNotSupported:
+            return
+        self.scene.note(f'{name}.save("saved.snapshot")')
+        taken.snap = self.scene.adopt(type(taken.snap).load(path), f'type({name}).load("saved.snapshot")')
+
+    def _release(self, instruction: Instruction) -> None:
+        if self.taken:
+            taken = self.taken.pop(instruction["snap"] % len(self.taken))
+            if all(other.snap is not taken.snap for other in self.taken):
+                self.scene.drop(taken.snap)
+
+    # What they are made of.
+
+    def _run(self, index: int) -> Run:
+        return self.runs[index % len(self.runs)]
+
+    def _control(self) -> AnyEnv:
+        control = self.subject.make_env()
+        self._controls.append(control)
+        return control
+
+    def _end(self, run: Run) -> None:
+        self.scene.forget(run.env)
+        self._drop_control(run)
+
+    def _drop_control(self, run: Run) -> None:
+        run.control.close()
+        self._controls = [control for control in self._controls if control is not run.control]
+
+    def _continue(self, run: Run, origin: Origin, history: tuple[Op, ...], seed: int | None) -> None:
+        """A new control for an environment that was just restored or forked."""
+        if seed is not None and self.noisy:
+            origin, history = Origin(origin.spaces, self.scene.snapshot(run.env)), ()
+        run.origin, run.history = origin, history
+        run.control = self._control()
+        if origin.snap is not None:
+            put(run.control, origin.snap)
+        else:
+            run.control.action_space.seed(origin.spaces)
+            run.control.observation_space.seed(origin.spaces)
+        for op in history:
+            self.subject.call(run.control, op)
+
+    def _call(self, run: Run, op: Op) -> None:
+        found = self.scene.call(run.env, op)
+        expected, raw = self.subject.call(run.control, op)
+        run.history = (*run.history, op)
+        run.expected = expected
+        if raw is not None:
+            run.raw = (raw[0], raw[4])
+        if found != expected:
+            self._differ(run, op, outcome_difference(expected, found))
+
+    def _compare_returned(self, env: AnyEnv, taken: Taken, observation: Any, info: Any) -> None:
+        expected = taken.expected
+        if expected.raised is not None or (self.subject.normalize is not None and expected.info is None):
+            return
+        found = self.subject.outcome(env, observation, 0.0, False, False, info)
+        found = found._replace(reward=expected.reward, terminated=expected.terminated, truncated=expected.truncated)
+        if found != expected:
+            self.scene.lines[-1] = f"print({self.scene.lines[-1]})"
+            difference = outcome_difference(expected, found)
+            raise Failed(f"restore returned something else: {difference}", None, self.scene.script())
+
+    def _differ(self, run: Run, op: Op, difference: str) -> None:
+        scene = self.scene
+        scene.lines[-1] = f"found = {scene.lines[-1]}"
+        scene.note("")
+        scene.note(
+            "# the control: never snapshotted, restored or forked" if run.origin.snap is None else "# the control"
+        )
+        control = scene.make()
+        if run.origin.snap is not None:
+            scene.restore(control, run.origin.snap)
+        else:
+            scene.seed_spaces(control, run.origin.spaces)
+        scene.play(control, run.history)
+        scene.lines[-1] = f"expected = {scene.lines[-1]}"
+        scene.note('print("expected", expected)')
+        scene.note('print("found   ", found)')
+        what = f"{op.kind} number {len(run.history)} of an environment differs from its control: {difference}"
+        raise Failed(what, None, scene.script())
+
+
+# The corpus.
+
+
+def entry(subject: Subject, message: str, program: list[Instruction], script: str | None) -> dict[str, Any]:
+    """A failing program as JSON values, with all that is needed to run it again.
+
+    Raises:
+        TypeError: the options of ``reset`` are not plain data.
+    """
+    spec = subject.make_spec
+    options = subject.reset_options
+    return {
+        "schema": SCHEMA,
+        "target": spec.target if spec else None,
+        "make_kwargs": encode(dict(spec.kwargs)) if spec else None,
+        "reset_options": [encode(item) for item in options] if isinstance(options, list) else encode(options),
+        "found": message,
+        "program": program,
+        "script": script,
+    }
+
+
+def save(found: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
+    """Write a failing program into a corpus; its name follows from its content."""
+    import zlib
+
+    name = str(found["target"] or "factory").rpartition(":")[2].rpartition("/")[2]
+    stem = "".join(letter if letter.isalnum() else "-" for letter in name).lower()
+    path = Path(folder, f"{stem}-{zlib.crc32(json.dumps(found['program'], sort_keys=True).encode()):08x}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def replay(found: Mapping[str, Any], subject: Subject | None = None) -> None:
+    """Run a saved program, on its own environment or on a given one.
+
+    Raises:
+        Failed: as when it was saved.
+        ValueError: another schema, or neither a target nor a subject.
+    """
+    if found.get("schema") != SCHEMA:
+        raise ValueError(f"expected a program of schema {SCHEMA}, found {found.get('schema')!r}")
+    if subject is None:
+        if not found["target"]:
+            raise ValueError("the program names no environment: give a subject")
+        spec = MakeSpec(found["target"], decode(found["make_kwargs"]))
+        options = found["reset_options"]
+        given = [decode(item) for item in options] if isinstance(options, list) else decode(options)
+        subject = Subject(spec.factory(), make_spec=spec, reset_options=given)
+    with Program(subject, noisy=bool(subject.noise)) as program:
+        for instruction in found["program"]:
+            program.perform(instruction)
+
+
+# The state machine.
+
+
+class _TimeUp(BaseException):
+    """Ends a search from inside; hypothesis lets it through."""
+
+
+@dataclass
+class _Search:
+    subject: Subject
+    noisy: bool
+    end: float
+    counts: Counter[str] = field(default_factory=Counter)
+    programs: int = 0
+    best: Failed | None = None
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self.last = self.end
+
+    def look(self) -> None:
+        """Stop when the time is up; a failure gives time for shrinking."""
+        if time.perf_counter() > (self.last if self.best is not None else self.end):
+            self.over = True
+            raise _TimeUp
+
+    def found(self, failure: Failed) -> None:
+        if self.best is None:
+            self.last = time.perf_counter() + SHRINKING
+        if self.best is None or _size(failure) < _size(self.best):
+            self.best = failure
+
+
+def _size(failure: Failed) -> tuple[int, int, str]:
+    program = failure.evidence["program"]
+    text = json.dumps(program).replace("null", "")  # no seed is simpler than any
+    return len(program), len(text), text
+
+
+def _minimal(subject: Subject, failure: Failed, *, noisy: bool, seconds: float) -> Failed:
+    """The failure of the smallest program that leaving out and simplifying single instructions leads to."""
+    end = time.perf_counter() + seconds
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _simpler(failure.evidence["program"]):
+            if time.perf_counter() > end:
+                return failure
+            try:
+                with Program(subject, noisy=noisy) as program:
+                    for instruction in candidate:
+                        program.perform(instruction)
+            except Failed as error:
+                if _size(error) < _size(failure):
+                    failure, smaller = error, True
+                    break
+    return failure
+
+
+def _simpler(program: list[Instruction]) -> Iterator[list[Instruction]]:
+    """Programs without one or two of the instructions, later ones first, then with smaller arguments."""
+    numbers = range(len(program))
+    for left_out in (*itertools.combinations(reversed(numbers), 1), *itertools.combinations(reversed(numbers), 2)):
+        yield [instruction for index, instruction in enumerate(program) if index not in left_out]
+    for index, instruction in enumerate(program):
+        for name, simple in (
+            ("seed", 0),
+            ("seed", None),
+            ("task", 0),
+            ("new", False),
+            ("k", 1),
+            ("env", 0),
+            ("snap", 0),
+        ):
+            if (
+                name in instruction
+                and instruction[name] != simple
+                and not (simple is None and instruction["op"] == "make")
+            ):
+                yield [*program[:index], {**instruction, name: simple}, *program[index + 1 :]]
+
+
+def _machine(search: _Search) -> type:
+    """The rules; a class for hypothesis, made for one search."""
+    from hypothesis import strategies as st
+    from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+    index = st.integers(0, 9)
+    seeds = st.integers(0, 3)
+    options = st.integers(0, 3)
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            search.look()
+            search.programs += 1
+            self.failed = False
+            self.program = Program(search.subject, noisy=search.noisy)
+            self.program.__enter__()
+
+        def do(self, **instruction: Any) -> None:
+            search.look()
+            search.counts[instruction["op"]] += 1
+            try:
+                self.program.perform(instruction)
+            except Failed as failure:
+                self.failed = True
+                search.found(failure)
+                raise
+
+        @initialize(seed=seeds, task=options)
+        def begin(self, seed: int, task: int) -> None:
+            self.do(op="make", seed=seed, task=task)
+
+        @rule(seed=seeds, task=options)
+        def make(self, seed: int, task: int) -> None:
+            self.do(op="make", seed=seed, task=task)
+
+        @rule(at=index, choices=st.lists(st.integers(0, 99), min_size=1, max_size=6))
+        def step(self, at: int, choices: list[int]) -> None:
+            for choice in choices:
+                self.do(op="step", env=at, action=encode(self.program.action(at, choice)))
+
+        @rule(at=index, seed=seeds, task=options)
+        def reset(self, at: int, seed: int, task: int) -> None:
+            self.do(op="reset", env=at, seed=seed, task=task)
+
+        @rule(at=index)
+        def snapshot(self, at: int) -> None:
+            self.do(op="snapshot", env=at)
+
+        @precondition(lambda self: self.program.taken)
+        @rule(at=index, snap=index, seed=st.none() | seeds, new=st.booleans())
+        def restore(self, at: int, snap: int, seed: int | None, new: bool) -> None:
+            self.do(op="restore", env=at, snap=snap, seed=seed, new=new)
+
+        @precondition(lambda self: self.program.taken)
+        @rule(at=index, snap=index)
+        def restore_and_snapshot(self, at: int, snap: int) -> None:
+            self.do(op="restore", env=at, snap=snap, seed=None, new=False)
+            self.do(op="snapshot", env=at)
+
+        @precondition(lambda self: len(self.program.runs) < ALIVE)
+        @rule(at=index, k=st.integers(1, 2), seed=st.none() | seeds)
+        def fork(self, at: int, k: int, seed: int | None) -> None:
+            self.do(op="fork", env=at, k=k, seed=seed)
+
+        @precondition(lambda self: len(self.program.runs) > 1)
+        @rule(at=index)
+        def close(self, at: int) -> None:
+            self.do(op="close", env=at)
+
+        @precondition(lambda self: self.program.taken)
+        @rule(snap=index)
+        def save(self, snap: int) -> None:
+            self.do(op="save", snap=snap)
+
+        @precondition(lambda self: len(self.program.taken) > 2)
+        @rule(snap=index)
+        def release(self, snap: int) -> None:
+            self.do(op="release", snap=snap)
+
+        def teardown(self) -> None:
+            try:
+                if not self.failed:
+                    self.program.finish()
+            except Failed as failure:
+                search.found(failure)
+                raise
+            finally:
+                self.program.__exit__(None, None, None)
+
+    return Machine
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Hypothesis prints nothing, and writes into a directory that goes away."""
+    from hypothesis.configuration import set_hypothesis_home_dir
+    from hypothesis.reporting import with_reporter
+
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-") as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            with with_reporter(lambda text: None):
+                yield
+        finally:
+            set_hypothesis_home_dir(None)
+
+
+def search(subject: Subject, *, programs: int, length: int, seconds: float, seed: int) -> _Search:
+    """Run random programs until one fails, and shrink it."""
+    from hypothesis import HealthCheck, Phase, Verbosity, settings
+    from hypothesis import seed as seeded
+    from hypothesis.stateful import run_state_machine_as_test
+
+    state = _Search(subject, bool(subject.noise), time.perf_counter() + seconds)
+    chosen = settings(
+        max_examples=programs,
+        stateful_step_count=length,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        verbosity=Verbosity.quiet,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    machine = seeded(seed)(_machine(state))
+    with _silent(), contextlib.suppress(_TimeUp):
+        try:
+            run_state_machine_as_test(machine, settings=chosen)
+        except Exception:  # its own too, of flaky failures and of programs cut short: what was found is reported
+            if state.best is None and not state.over:
+                raise
+    return state
+
+
+@check(
+    "machine.random_walk",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A combination of calls that nobody thought of: a fork of a restored fork, a snapshot taken twice.",
+    blind="Combinations longer than the programs, or rarer than their number; what shows in no transition.",
+)
+def random_walk(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Runs random programs on up to five environments at once, each compared call by call with a control that only
+    replays resets and actions; shrinks a failing program to a minimal script. Programs are saved where the environment
+    variable ``SANDBOXGYM_CONFORMANCE_CORPUS`` names a directory.
+    """
+    if importlib.util.find_spec("hypothesis") is None:
+        raise Skipped("random programs need hypothesis: pip install 'sandboxgym[conformance]'")
+    control = subject.control(0, budget.steps)
+    if not control.repeatable:
+        raise Skipped(f"a replay, which would be the control, differs by itself: {control.differs}")
+    quick = budget.name == "quick"
+    found = search(
+        subject,
+        programs=100 if quick else 500,
+        length=20 if quick else 40,
+        seconds=(4 if quick else 2) * budget.seconds,
+        seed=int(rng.integers(2**31)),
+    )
+    if found.best is not None:
+        _report(subject, found)
+    return {"programs": found.programs, "calls": dict(sorted(found.counts.items()))}
+
+
+def _report(subject: Subject, found: _Search) -> None:
+    assert found.best is not None
+    failure = _minimal(subject, found.best, noisy=found.noisy, seconds=SHRINKING)
+    evidence = {**failure.evidence, "programs": found.programs, "calls": len(failure.evidence["program"])}
+    folder = os.environ.get(CORPUS)
+    if folder:
+        with contextlib.suppress(TypeError):
+            written = entry(subject, str(failure), evidence["program"], failure.counterexample)
+            evidence["saved"] = str(save(written, folder))
+    raise Failed(str(failure), evidence, failure.counterexample)

@@ -1,0 +1,456 @@
+"""Level 1: after ``restore`` the future is what it was going to be, however one got there."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Skipped, check
+from sandboxgym.conformance.recording import Scene, streams
+from sandboxgym.conformance.subject import Control, Subject
+from sandboxgym.conformance.values import difference
+
+SHORT = 4
+"""Calls compared after each of hundreds of restores."""
+
+
+def points_of(control: Control, rng: np.random.Generator, middle: int = 2) -> list[int]:
+    """Where snapshots are taken: after the reset, in the middle, before the last step, after the end of the episode."""
+    last = control.last
+    inside = rng.integers(1, last, size=middle).tolist() if last > 1 else []
+    points = {1, *inside, max(1, last - 1), last}
+    if control.ended is not None:
+        points.add(min(last + 1, len(control.ops)))  # after a step past the end
+    return sorted(int(point) for point in points)
+
+
+def controls(subject: Subject, budget: Budget) -> list[Control]:
+    """The control runs of a budget."""
+    return [subject.control(index, budget.steps) for index in range(budget.traces)]
+
+
+@check(
+    "restore.trace_equality",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Branches start from a state that is not the one the backbone was in: every advantage is biased.",
+    blind="State that shows nowhere in the recorded calls (give observe_state).",
+)
+def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Takes snapshots at the start, in the middle, before and after the end of episodes of several seeds, on- and
+    off-policy; restores each, in the environment that went on to the end, with what surrounds it changed in between
+    (global random streams, environment variables, time), and compares the whole rest with an uninterrupted run.
+    """
+    compared = restores = 0
+    kinds = set()
+    for index in budget.spending(10 * budget.traces, at_least=2 * budget.traces):
+        control = subject.control(index, budget.steps)
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 2 if index < budget.traces else 4))
+            for point in reversed(walk.points):
+                with perturbed(scene, rng):
+                    scene.restore(walk.env, walk.snaps[point])
+                    compared += scene.expect(walk.env, walk, point, "a restored environment goes on differently")
+                restores += 1
+            kinds.add("an uninterrupted run" if control.repeatable else "the original environment")
+    return {"traces": index + 1, "restores": restores, "calls compared": compared, "compared with": sorted(kinds)}
+
+
+@contextmanager
+def perturbed(scene: Scene, rng: np.random.Generator) -> Iterator[None]:
+    """Other global random streams, one more environment variable and a later time: none may matter to a restore."""
+    seed = int(rng.integers(2**31))
+    states = random.getstate(), np.random.get_state()
+    name = f"SANDBOXGYM_CONFORMANCE_{seed}"
+    real, real_ns = time.time, time.time_ns
+    shift = 3600 * 24 * 3
+    scene.note(f"import os, random, time; import numpy as np; random.seed({seed}); np.random.seed({seed})")
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        os.environ[name] = "1"
+        time.time = lambda: real() + shift
+        time.time_ns = lambda: real_ns() + shift * 10**9
+        yield
+    finally:
+        time.time, time.time_ns = real, real_ns
+        os.environ.pop(name, None)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@check(
+    "restore.other_env",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Part of the state stays behind in the environment that took the snapshot; siblings made elsewhere differ.",
+    blind="State shared by all environments of a process: durable.cross_process.",
+)
+def other_env(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores in a new environment that was never reset, in one that was, and in one far into another episode."""
+    compared = restores = 0
+    pool = controls(subject, budget)
+    for index, control in enumerate(pool):
+        other = pool[(index + 1) % len(pool)]
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, middle=1))
+            for point in walk.points:
+                for history in (0, 1, len(other.ops), max(1, other.last - 1)):
+                    env = scene.start(other)
+                    scene.play(env, other.ops[:history])
+                    scene.restore(env, walk.snaps[point])
+                    where = "one never reset" if history == 0 else f"one used for {history} calls"
+                    compared += scene.expect(env, walk, point, f"restored in another environment ({where})")
+                    restores += 1
+                    scene.forget(env)
+                    if restores > 8 and _late(scene, budget):
+                        break
+    return {"restores": restores, "calls compared": compared}
+
+
+@check(
+    "restore.many",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A snapshot that works once, or 49 times of 50, corrupts a few branches of every run.",
+    blind="Faults rarer than the restores made: see the evidence for what would have been found with 99.9 %.",
+)
+def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores one snapshot hundreds of times, with steps in between, then takes and restores hundreds of snapshots;
+    after each compares what follows with the control run, every tenth time to the very end.
+    """
+    control = subject.control(0, budget.steps)
+    restored = taken = 0
+    with Scene(subject) as scene:
+        point = max(1, control.last // 2)
+        walk = scene.walk(control, [point])
+        for index in budget.spending(budget.repeats, at_least=20):
+            with scene.iteration(index):
+                result = scene.restore(walk.env, walk.snaps[point])
+                what = f"restore number {index + 1} of one snapshot"
+                scene.expect_returned(walk.env, walk, point, result, what)
+                scene.expect(walk.env, walk, point, what, calls=None if index % 10 == 0 else SHORT)
+                restored += 1
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [point])
+        detour = control.ops[point : point + 1]
+        for index in budget.spending(budget.repeats, at_least=20):
+            with scene.iteration(index):
+                scene.restore(walk.env, walk.snaps[point])
+                snap = scene.snapshot(walk.env)
+                scene.play(walk.env, detour)
+                result = scene.restore(walk.env, snap)
+                what = f"snapshot number {index + 1} of the same state"
+                scene.expect_returned(walk.env, walk, point, result, what)
+                scene.expect(walk.env, walk, point, what, calls=SHORT)
+                scene.drop(snap)
+                taken += 1
+    return {"restores of one": restored, "snapshots": taken, **finds(min(restored, taken))}
+
+
+def finds(trials: int) -> dict[str, Any]:
+    """The rate of faults that so many trials would have found with probability 0.999."""
+    return {"would find (99.9 %) a fault in": f"1 of {max(1, int(1 / (1 - 0.001 ** (1 / max(1, trials)))))}"}
+
+
+@check(
+    "restore.any_order",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A search that goes back and forth between branch points lands in a mixture of them.",
+    blind="Orders not drawn.",
+)
+def any_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Keeps snapshots of several points of two episodes and restores them in drawn orders: older after newer, newer
+    after older, the same twice, with a few calls in between.
+    """
+    pool = controls(subject, budget)
+    restores = 0
+    for index, control in enumerate(pool):
+        with Scene(subject) as scene:
+            walks = [scene.walk(each, points_of(each, rng, 3)) for each in (control, pool[(index + 1) % len(pool)])]
+            env = walks[0].env
+            for number in budget.spending(budget.repeats // 4, seconds=budget.seconds / len(pool), at_least=12):
+                walk = walks[number % 3 == 2]
+                point = int(rng.choice(walk.points))
+                result = scene.restore(env, walk.snaps[point])
+                scene.expect_returned(env, walk, point, result, "restored in a drawn order")
+                scene.expect(env, walk, point, "restored in a drawn order", calls=int(rng.integers(0, 8)))
+                restores += 1
+    return {"restores": restores}
+
+
+@check(
+    "restore.nested",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Trees deeper than one level start from states that drift: a snapshot of a restored state is another state.",
+    blind="Very deep chains: resources.depth.",
+)
+def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Takes each snapshot from an environment that was itself just restored, call by call, in turn in two
+    environments; then restores them all, newest and oldest first.
+    """
+    taken = 0
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, [1])
+            envs = [walk.env, scene.start(control)]
+            snaps = {1: walk.snaps[1]}
+            for point in range(1, min(control.last, 12)):
+                env = envs[point % 2]
+                scene.restore(env, snaps[point])
+                if point % 2:  # without a step in between
+                    snaps[point] = scene.snapshot(env)
+                    scene.restore(envs[1], snaps[point])
+                    env = envs[1]
+                scene.expect(env, walk, point, f"restored from a chain of {point} snapshots", calls=1)
+                snaps[point + 1] = scene.snapshot(env)
+                taken += 1
+            for order in (sorted(snaps), sorted(snaps, reverse=True)):
+                for point in order:
+                    result = scene.restore(walk.env, snaps[point])
+                    what = f"a snapshot taken at the end of a chain of {point}"
+                    scene.expect_returned(walk.env, walk, point, result, what)
+                    scene.expect(walk.env, walk, point, what)
+    return {"snapshots of restored states": taken}
+
+
+@check(
+    "restore.after_reset",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="What reset() loads (task, level, goal) stays, and the restored agent plays one game by another's rules.",
+    blind="Tasks that neither seeds nor reset_options reach.",
+)
+def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """After the snapshot resets to other seeds and tasks, plays there (a little, or to the end), and restores."""
+    restores = 0
+    pool = controls(subject, budget)
+    for index, control in enumerate(pool):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 1))
+            for number, point in enumerate(walk.points):
+                other = pool[(index + 1 + number) % len(pool)]
+                calls = (1, 2, other.last, len(other.ops))[number % 4]
+                scene.play(walk.env, other.ops[:calls])
+                result = scene.restore(walk.env, walk.snaps[point])
+                scene.expect_returned(walk.env, walk, point, result, "restored after reset() to another episode")
+                scene.expect(walk.env, walk, point, "restored after reset() to another episode")
+                restores += 1
+    return {"restores": restores}
+
+
+@check(
+    "restore.after_done",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="The done flag is lost or sticks: finished episodes go on, or restored ones end at once.",
+    blind="Episodes that do not end within the recorded steps.",
+)
+def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores a finished episode, here and in a new environment: steps and the next reset are as in one that was
+    never interrupted; restoring an earlier point of it takes the end back.
+    """
+    tried = 0
+    for control in controls(subject, budget):
+        if control.ended is None:
+            continue
+        with Scene(subject) as scene:
+            end = control.ended
+            before = max(1, end - 1)
+            walk = scene.walk(control, [before, end])
+            for env in (walk.env, scene.start(control)):
+                result = scene.restore(env, walk.snaps[end])
+                scene.expect_returned(env, walk, end, result, "restored a finished episode")
+                scene.expect(env, walk, end, "after restoring a finished episode")
+                scene.restore(env, walk.snaps[end])
+                scene.restore(env, walk.snaps[before])
+                scene.expect(env, walk, before, "restored from a finished episode to before its end")
+                scene.restore(env, walk.snaps[end])
+                following = next(i for i, op in enumerate(control.ops) if i >= end and op.kind == "reset")
+                if walk.end > following and _quiet_between(control, end, following):
+                    scene.expect(env, walk, following, "reset() after restoring a finished episode")
+            tried += 1
+    if not tried:
+        raise Skipped(f"no episode ended within {budget.steps} steps")
+    return {"finished episodes": tried}
+
+
+def _quiet_between(control: Control, start: int, end: int) -> bool:
+    """Whether the calls after the end of the episode raised, so that leaving them out changes nothing."""
+    return all(outcome.raised for outcome in control.outcomes[start:end])
+
+
+@check(
+    "restore.after_close",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Snapshots die with the environment that took them: a pool of environments cannot shrink.",
+    blind="Environments killed instead of closed: resources.killed_owner.",
+)
+def after_close(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Closes (twice) the environment that took the snapshots, drops it, and restores them in new ones."""
+    restores = 0
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 1))
+            scene.forget(walk.env)
+            walk.env.close()
+            walk.env = scene.start(control)
+            for point in walk.points:
+                result = scene.restore(walk.env, walk.snaps[point])
+                scene.expect_returned(walk.env, walk, point, result, "restored after its source was closed")
+                scene.expect(walk.env, walk, point, "restored after its source was closed")
+                restores += 1
+    return {"restores": restores}
+
+
+@check(
+    "restore.idempotent",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Restoring twice is not restoring once: every visit of a branch point moves it.",
+    blind="Drift that shows only after hundreds of visits: restore.many.",
+)
+def idempotent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """restore; restore gives what restore gives; a snapshot of a just restored state is worth the same; the random
+    streams and the observed state are the same after each.
+    """
+    tried = 0
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 1))
+            for point in walk.points:
+                env, snap = walk.env, walk.snaps[point]
+                first = scene.restore(env, snap)
+                scene.expect_returned(env, walk, point, first, "restored once")
+                once = streams(env)
+                again = scene.snapshot(env)
+                for times, handle in enumerate((snap, again, again, snap), start=2):
+                    result = scene.restore(env, handle)
+                    scene.expect_returned(env, walk, point, result, f"restored {times} times in a row")
+                    _same_streams(scene, once, streams(env), f"after restoring {times} times in a row")
+                scene.expect(env, walk, point, "restored five times in a row")
+                scene.restore(env, again)
+                scene.expect(env, walk, point, "a snapshot of a restored state")
+                tried += 1
+    return {"points": tried}
+
+
+def _same_streams(scene: Scene, expected: dict[str, Any], found: dict[str, Any], when: str) -> None:
+    for name, bits in expected.items():
+        if bits is not None and found.get(name) != bits:
+            text = difference(bits, found.get(name)) or ""
+            scene.fail(f"the random stream {name} is another {when}", {"stream": name, "differs": text[:300]})
+
+
+@check(
+    "restore.random_streams",
+    level=1,
+    needs=("rng",),
+    after=("api.protocol",),
+    hazard="Draws after a restore are not those that were to come: common random numbers are not common.",
+    blind="Streams that are neither np_random nor a space's; where they matter, restore.trace_equality sees them.",
+)
+def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares the bit state of np_random and of the spaces, in every layer, at the snapshot and after restoring it:
+    in the same environment with draws in between, and in another one.
+    """
+    compared: set[str] = set()
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            env = scene.start(control)
+            scene.play(env, control.ops[: max(1, control.last // 2)])
+            snap = scene.snapshot(env)
+            expected = streams(env)
+            name = scene.name(env)
+            scene.note(f"{name}.action_space.sample(), {name}.observation_space.sample()  # draws in between")
+            for space in (env.action_space, env.observation_space):
+                _draw(space)
+            scene.play(env, control.ops[max(1, control.last // 2) :])
+            for target in (env, scene.make()):
+                scene.restore(target, snap)
+                where = "after a restore" if target is env else "after a restore in a new environment"
+                _same_streams(scene, expected, streams(target), where)
+            compared |= {name for name, bits in expected.items() if bits is not None}
+    return {"streams": sorted(compared)}
+
+
+def _draw(space: Any) -> None:
+    with suppress(Exception):  # a space that cannot sample has no stream to lose
+        space.sample()
+
+
+@check(
+    "restore.seeded",
+    level=1,
+    after=("api.protocol",),
+    hazard="Siblings restored with seeds share their noise, or the seed changes more than the noise.",
+    blind="Whether the fresh streams have the right distribution: stochastic.transition_distribution.",
+)
+def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """``restore(snap, seed=S)`` returns the captured observation; the same seed gives the same future, other seeds
+    other streams; without randomness the future is that of the control run; the seed leaves no trace afterwards.
+    """
+    control = subject.control(0, budget.steps)
+    exact = subject.capabilities.rng or not subject.noise
+    random_ = subject.noise.startswith("runs with other draws differ")
+    with Scene(subject) as scene:
+        point = max(1, control.last // 3)
+        walk = scene.walk(control, [1, point])
+        env, end = walk.env, control.last
+        futures = set()
+        ops = control.ops[1:end]
+        for index in budget.spending(64, at_least=64):
+            seed = int(rng.integers(2**31))
+            result = scene.restore(env, walk.snaps[1], seed=seed)
+            scene.expect_returned(env, walk, 1, result, f"restored with seed={seed}")
+            bits = streams(env)
+            future = tuple(scene.play(env, ops))
+            if index < 3 and (exact or random_):
+                scene.restore(env, walk.snaps[1], seed=seed)
+                _same_streams(scene, bits, streams(env), f"after restoring with seed={seed} again")
+                if tuple(scene.play(env, ops)) != future:
+                    scene.fail(f"restore(snap, seed={seed}) twice gave two futures")
+                if not subject.noise and future != tuple(walk.expected[1:end]):
+                    scene.fail(f"nothing is random, but restore(snap, seed={seed}) changed the future")
+            if index == 0:
+                first_bits = bits
+            elif index < 3:
+                _other_streams(scene, first_bits, bits)
+            futures.add(future)
+            if index >= 3 and (not random_ or len(futures) > 1):
+                break
+        if random_ and len(futures) == 1:
+            scene.fail("64 seeds gave one and the same future, although futures are random: the seed has no effect")
+        if exact:
+            result = scene.restore(env, walk.snaps[point])
+            scene.expect_returned(env, walk, point, result, "restored without a seed after restores with seeds")
+            scene.expect(env, walk, point, "restored without a seed after restores with seeds")
+    return {"seeds": index + 1, "futures": len(futures), "random": random_}
+
+
+def _other_streams(scene: Scene, one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, bits in one.items():
+        if name.endswith(".np_random") and bits is not None and other.get(name) == bits:
+            scene.fail(f"two seeds left the same random stream {name}", {"stream": name})
+
+
+def _late(scene: Scene, budget: Budget) -> bool:
+    return time.perf_counter() - scene.began > budget.seconds

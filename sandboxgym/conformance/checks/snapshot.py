@@ -1,0 +1,197 @@
+"""Level 1: taking a snapshot changes nothing, and nothing changes a snapshot."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Skipped, check
+from sandboxgym.conformance.checks.restore import controls, points_of
+from sandboxgym.conformance.recording import Scene, streams
+from sandboxgym.conformance.subject import Subject
+from sandboxgym.conformance.values import canonical, difference
+
+
+@check(
+    "snapshot.noninterference",
+    level=1,
+    after=("api.protocol",),
+    hazard="The backbone is disturbed by the snapshots taken along it: the trained policy sees another environment.",
+    blind="Effects later than the recorded calls.",
+)
+def noninterference(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Plays control runs again with one, two or three snapshots after every call, kept or released, and compares each
+    outcome with the run without snapshots.
+    """
+    taken = 0
+    repeatable = [control for control in controls(subject, budget) if control.repeatable]
+    if not repeatable:
+        raise Skipped("no run repeats itself without snapshots: " + subject.control(0, budget.steps).differs)
+    for control in repeatable:
+        with Scene(subject) as scene:
+            walk = scene.walk(control, ())
+            env = scene.start(control)
+            for index, op in enumerate(control.ops):
+                found = scene.call(env, op)
+                if found != walk.expected[index]:
+                    scene.differ(walk, env, index, found, f"with {taken} snapshots taken before it")
+                for number in range(1 + index % 3):
+                    snap = scene.snapshot(env)
+                    taken += 1
+                    if (index + number) % 2:
+                        scene.drop(snap)
+    return {"snapshots": taken}
+
+
+@check(
+    "snapshot.rng_untouched",
+    level=1,
+    after=("api.protocol",),
+    hazard="A snapshot draws random numbers: runs with and without snapshots are two experiments.",
+    blind="Streams that are neither np_random, nor a space's, nor Python's and NumPy's global ones.",
+)
+def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares the bit state of every random stream (all layers, their spaces, the global ones) before and after
+    snapshot, restore of it, and fork.
+    """
+    seen: set[str] = set()
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            env = scene.start(control)
+            scene.play(env, control.ops[:1])
+            for op in control.ops[1 : 1 + min(8, control.last)]:
+                before, ambient = streams(env), _global_streams()
+                snap = scene.snapshot(env)
+                for doing in ("snapshot()", "fork(2)", "fork(2, seed=3)"):
+                    if doing != "snapshot()":
+                        for child in scene.fork(env, 2, seed=3 if "seed" in doing else None):
+                            scene.forget(child)
+                    after = streams(env)
+                    for name, bits in before.items():
+                        if bits is not None and after.get(name) != bits:
+                            scene.fail(f"{doing} changed the random stream {name}", {"stream": name})
+                    if doing == "snapshot()" and (text := difference(ambient, _global_streams())):
+                        scene.fail(f"{doing} drew from a global random stream: {text[:200]}")
+                scene.drop(snap)
+                scene.call(env, op)
+                seen |= {name for name, bits in before.items() if bits is not None}
+    return {"streams": sorted(seen)}
+
+
+def _global_streams() -> Any:
+    kind, keys, *rest = np.random.get_state()
+    return canonical({"random": hash(random.getstate()), "numpy.random": [kind, np.asarray(keys), *rest]})
+
+
+@check(
+    "snapshot.immutable",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A snapshot shares objects with the environment or the agent: what happens later rewrites the past.",
+    blind="Objects that neither the environment nor what it returned leads to.",
+)
+def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """After a snapshot overwrites, in place, all that reset, step and restore returned, plays on, and restores: in a
+    new environment the future is unchanged, every time; bytes and digest of the handle are what they were.
+    """
+    overwritten = 0
+    handles = "no digest or bytes to compare"
+    for control in controls(subject, budget):
+        for point in points_of(control, rng, 1):
+            with Scene(subject) as scene:
+                env = scene.start(control)
+                returned: list[Any] = []
+                expected = []
+                for op in control.ops[:point]:
+                    outcome, raw = subject.call(env, op)
+                    scene.note(f"returned = {scene.name(env)}.{op.kind}(…)  # as in the control run")
+                    expected.append(outcome)
+                    returned.append(raw)
+                snap = scene.snapshot(env)
+                before = identity(snap)
+                if control.repeatable:
+                    walk = scene.walk(control, ())
+                else:  # the rest of this very run is the truth
+                    twin = scene.start(control)
+                    scene.restore(twin, snap)
+                    expected += scene.play(twin, control.ops[point:])
+                    walk = scene.walk(control, ())
+                    walk.expected = expected
+                overwritten += sum(map(scribble, returned))
+                scene.note("# every list, dict, set and array in what was returned is overwritten in place")
+                for op in control.ops[point:]:
+                    overwritten += scribble(subject.call(env, op)[1])
+                for number in range(3):
+                    other = scene.start(control)
+                    result = scene.restore(other, snap)
+                    what = "restored after what the environment had returned was overwritten"
+                    if number:
+                        what = "restored after what an earlier restore() had returned was overwritten"
+                    scene.expect_returned(other, walk, point, result, what)
+                    overwritten += scribble(result)
+                    if number == 2:
+                        scene.restore(other, snap)
+                    again = scene.start(control)
+                    scene.restore(again, snap)
+                    scene.expect(again, walk, point, what)
+                after = identity(snap)
+                for name, value in before.items():
+                    handles = ", ".join(before)
+                    if after.get(name) != value:
+                        scene.fail(f"the snapshot's {name} changed after it was taken")
+    return {"objects overwritten": overwritten, "handles compared by": handles}
+
+
+def identity(snap: Any) -> dict[str, Any]:
+    """Digest and bytes of a handle, where it has them and gives the same twice."""
+    found: dict[str, Any] = {}
+    for name in ("digest", "nbytes", "to_bytes"):
+        try:
+            one, two = getattr(snap, name), getattr(snap, name)
+            if name == "to_bytes":
+                one, two = one(), two()
+        except Exception:
+            continue
+        if isinstance(one, (str, bytes, int)) and one == two:
+            found[name] = one
+    return found
+
+
+def scribble(value: Any, seen: set[int] | None = None) -> int:
+    """Overwrite, in place, all containers within ``value``; how many there were."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    count = 0
+    if isinstance(value, (list, tuple)):
+        count += sum(scribble(item, seen) for item in value)
+        if isinstance(value, list):
+            value[:] = ["overwritten", *value[:0]]
+            count += 1
+    elif isinstance(value, dict):
+        count += sum(scribble(item, seen) for item in list(value.values()))
+        value.clear()
+        value["overwritten"] = True
+        count += 1
+    elif isinstance(value, set):
+        value.clear()
+        value.add("overwritten")
+        count += 1
+    elif isinstance(value, bytearray):
+        value[:] = b"overwritten"
+        count += 1
+    elif isinstance(value, np.ndarray) and value.flags.writeable and value.size:
+        if value.dtype.kind in "biufc":
+            value[...] = value.dtype.type(1) if not value.any() else value.dtype.type(0)
+            count += 1
+        elif value.dtype.hasobject:
+            count += sum(scribble(item, seen) for item in value.ravel())
+            value[...] = "overwritten"
+            count += 1
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, np.generic)) and not callable(value):
+        count += sum(scribble(item, seen) for item in list(vars(value).values()))
+    return count

@@ -1,0 +1,172 @@
+"""A report as one self-contained HTML page: verdicts, evidence, counterexamples, and what was not tested."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sandboxgym.conformance.check import Level
+from sandboxgym.conformance.runner import Report
+from sandboxgym.format import write_atomic
+
+_STYLE = """
+:root { --fg: #1d2433; --dim: #5f6b82; --bg: #fff; --panel: #f5f7fa; --line: #d5dbe6;
+  --pass: #14804a; --fail: #b3261e; --skip: #68738a; --inconclusive: #96670a; }
+@media (prefers-color-scheme: dark) { :root { --fg: #e4e8f0; --dim: #9aa5ba; --bg: #161a22; --panel: #1f2530;
+  --line: #39435a; --pass: #56cf94; --fail: #ff8d82; --skip: #95a0b5; --inconclusive: #e6b64c; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; font: 15px/1.5 system-ui, sans-serif; color: var(--fg);
+  background: var(--bg); }
+h1 { margin: 0; font-size: 1.5rem; } h2 { margin: 2rem 0 .6rem; font-size: 1.15rem; }
+p { margin: .4rem 0; } .dim { color: var(--dim); }
+.banner { font-size: 1.05rem; font-weight: 600; padding: .6rem .9rem; border-radius: .4rem; margin: 1rem 0;
+  border: 2px solid currentColor; }
+.pass { color: var(--pass); } .fail { color: var(--fail); } .skip { color: var(--skip); }
+.inconclusive { color: var(--inconclusive); }
+.matrix { display: grid; grid-template-columns: minmax(9rem, max-content) 1fr; gap: .45rem .9rem; align-items: start; }
+.tiles { display: flex; flex-wrap: wrap; gap: .35rem; }
+.tile { border: 1px solid currentColor; border-radius: .3rem; padding: .05rem .5rem; font-size: .85rem;
+  text-decoration: none; }
+.tile b { font-weight: 700; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+details { border: 1px solid var(--line); border-radius: .4rem; margin: .4rem 0; background: var(--panel); }
+summary { cursor: pointer; padding: .4rem .8rem; } details > div { padding: 0 .8rem .7rem; }
+pre { overflow-x: auto; background: var(--bg); border: 1px solid var(--line); border-radius: .3rem; padding: .6rem;
+  font: 12.5px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; }
+"""
+
+_MARKS = {"PASS": "✓", "FAIL": "✗", "SKIP": "–", "INCONCLUSIVE": "?"}
+_LEVELS = {
+    Level.API: "API",
+    Level.EXACT: "Exact restore",
+    Level.ISOLATION: "Isolation",
+    Level.DISTRIBUTION: "Distribution",
+    Level.PROBES: "Hidden state",
+    Level.DURABLE: "Durability",
+    Level.COST: "Cost",
+}
+
+
+def write(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page, atomically."""
+    write_atomic(path, page(report.to_json()).encode())
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page of a report in its JSON form."""
+    results: Sequence[Mapping[str, Any]] = report["results"]
+    failed = [result for result in results if result["verdict"] == "FAIL"]
+    sections = [
+        f"<h1>Snapshot conformance: {escape(report['name'])}</h1>",
+        f'<p class="dim">{escape(report["started"])} · budget {escape(report["budget"])} · seed {report["seed"]} · '
+        f"{report['seconds']:.1f} s · {escape(report['platform'])} · "
+        f"{escape(', '.join(f'{name} {version}' for name, version in report['versions'].items()))}</p>",
+        _banner(report, failed),
+        _matrix(results),
+    ]
+    if failed:
+        sections += ["<h2>Failures</h2>", *(_details(result, open=True) for result in failed)]
+    sections += [_probes(result) for result in results if isinstance(result["evidence"].get("matrix"), list)]
+    sections += [
+        "<h2>Declared</h2>",
+        _table(("claim", "value"), report["capabilities"].items()),
+        "<h2>What was not tested</h2>",
+        _table(("check", "why"), ((entry["id"], entry["reason"]) for entry in report["not_tested"]))
+        if report["not_tested"]
+        else "<p>Every check ran and could tell.</p>",
+        "<h2>All checks</h2>",
+        *(_details(result) for result in results if result["verdict"] != "FAIL"),
+    ]
+    title = escape(f"{report['name']}: {'FAIL' if failed else 'no failure'}")
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+        f"<style>{_STYLE}</style>\n" + "\n".join(sections) + "\n</html>\n"
+    )
+
+
+def _banner(report: Mapping[str, Any], failed: Sequence[Mapping[str, Any]]) -> str:
+    counts = report["counts"]
+    told = ", ".join(f"{count} {verdict.lower()}" for verdict, count in counts.items() if count)
+    if failed:
+        text, kind = f"Not faithful: {len(failed)} of {sum(counts.values())} checks fail", "fail"
+    elif counts.get("INCONCLUSIVE"):
+        text, kind = "No check fails, but some could not tell", "inconclusive"
+    else:
+        text, kind = "No check fails", "pass"
+    return f'<p class="banner {kind}">{text} <span class="dim">({told})</span></p>'
+
+
+def _matrix(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for level in Level:
+        tiles = [
+            f'<a class="tile {r["verdict"].lower()}" href="#{escape(r["id"])}" title="{escape(r["message"])}">'
+            f"<b>{_MARKS[r['verdict']]}</b> {escape(r['id'])}</a>"
+            for r in results
+            if r.get("level") == int(level)
+        ]
+        if tiles:
+            rows.append(f'<div>{int(level)} · {_LEVELS[level]}</div><div class="tiles">{"".join(tiles)}</div>')
+    return f'<div class="matrix">{"".join(rows)}</div>'
+
+
+def _details(result: Mapping[str, Any], *, open: bool = False) -> str:
+    verdict = result["verdict"]
+    evidence = {name: value for name, value in result["evidence"].items() if name != "matrix"}
+    parts = [f"<p>{escape(result['message'])}</p>"] if result["message"] else []
+    parts += [
+        "<dl>",
+        *(
+            f"<dt>{name}</dt><dd>{escape(result[key])}</dd>"
+            for name, key in (("Hazard", "hazard"), ("What it does", "does"), ("What it cannot see", "blind"))
+            if result.get(key)
+        ),
+        "</dl>",
+    ]
+    if evidence:
+        parts.append(_evidence(evidence))
+    if result.get("counterexample"):
+        parts.append(f"<p><b>Counterexample</b></p><pre>{escape(result['counterexample'])}</pre>")
+    return (
+        f'<details id="{escape(result["id"])}"{" open" if open else ""}><summary><b class="{verdict.lower()}">'
+        f"{_MARKS[verdict]} {verdict}</b> {escape(result['id'])} "
+        f'<span class="dim">{result["seconds"]:.2f} s</span></summary><div>{"".join(parts)}</div></details>'
+    )
+
+
+def _evidence(evidence: Mapping[str, Any]) -> str:
+    short = {k: v for k, v in evidence.items() if not (isinstance(v, str) and "\n" in v)}
+    long = {k: v for k, v in evidence.items() if k not in short}
+    text = _table(("measured", "value"), short.items()) if short else ""
+    return text + "".join(f"<p><b>{escape(k)}</b></p><pre>{escape(v)}</pre>" for k, v in long.items())
+
+
+def _probes(result: Mapping[str, Any]) -> str:
+    rows = result["evidence"]["matrix"]
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        return ""
+    names = list(rows[0])
+    return "<h2>Kept, lost, leaked</h2>" + _table(names, ([row.get(name) for name in names] for row in rows))
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if value in ("kept", "lost", "leaked"):
+        return f'<b class="{ {"kept": "pass", "lost": "inconclusive", "leaked": "fail"}[value] }">{value}</b>'
+    return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

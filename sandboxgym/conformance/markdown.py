@@ -1,0 +1,68 @@
+"""A report as Markdown, for repositories and issue threads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sandboxgym.conformance.runner import Report
+from sandboxgym.format import write_atomic
+
+
+def write(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write it, atomically."""
+    write_atomic(path, text(report.to_json()).encode())
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The Markdown of a report in its JSON form."""
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in report["counts"].items() if count)
+    arguments = f" {json.dumps(report['make_kwargs'])}" if report["make_kwargs"] else ""
+    lines = [
+        f"# Snapshot conformance of {report['name']}{arguments}",
+        "",
+        f"{counts}. Budget {report['budget']}, seed {report['seed']}, {report['started'][:10]}, "
+        f"{report['seconds']:.0f} s; " + ", ".join(f"{name} {v}" for name, v in report["versions"].items()) + ".",
+        "",
+        "Declared: " + ", ".join(f"{name} = {_plain(value)}" for name, value in report["capabilities"].items()) + ".",
+        "",
+        "| check | verdict | |",
+        "|---|---|---|",
+    ]
+    for result in report["results"]:
+        note = result["message"] or _numbers(result["evidence"])
+        lines.append(f"| `{result['id']}` | {result['verdict']} | {_line(note)} |")
+    for result in report["results"]:
+        matrix = result["evidence"].get("matrix")
+        if isinstance(matrix, list) and matrix and all(isinstance(row, Mapping) for row in matrix):
+            names = list(matrix[0])
+            lines += ["", f"## {result['id']}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+            lines += [f"| {' | '.join(_line(_plain(row.get(name))) for name in names)} |" for row in matrix]
+        if result["counterexample"]:
+            script = ["```python { .no-run }", result["counterexample"], "```"]
+            lines += ["", f"## {result['id']}: counterexample", "", *script]
+    if report["not_tested"]:
+        lines += ["", "## Not tested", "", "| check | why |", "|---|---|"]
+        lines += [f"| `{entry['id']}` | {_line(entry['reason'])} |" for entry in report["not_tested"]]
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(evidence: Mapping[str, Any]) -> str:
+    short = [
+        f"{name.replace('_', ' ')} {_plain(value)}"
+        for name, value in evidence.items()
+        if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 40)
+    ]
+    return ", ".join(short[:6])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _line(value: str) -> str:
+    return " ".join(value.split()).replace("|", "\\|")[:300]

@@ -1,0 +1,111 @@
+"""Reports for the terminal and as JSON; `html` and `markdown` write pages.
+
+The terminal report has colour only where somebody looks (a terminal, ``NO_COLOR`` unset), and ends with what was NOT
+tested: a certificate is worth what it leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TextIO
+
+from sandboxgym.conformance.check import Check, Level, Result, Verdict
+from sandboxgym.conformance.runner import Report, all_checks
+
+_COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "1;31", Verdict.SKIP: "90", Verdict.INCONCLUSIVE: "33"}
+_MARKS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.SKIP: "skip", Verdict.INCONCLUSIVE: "?   "}
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that may have colours; see https://no-color.org."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class Progress:
+    """A listener of `runner.run` that keeps one line on a terminal up to date; silent elsewhere."""
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self.total = total
+        self.done = 0
+        self.failed = 0
+        self.stream = stream or sys.stderr
+        self.shown = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def __call__(self, check: Check, result: Result | None) -> None:
+        """See `runner.Listener`."""
+        if result is None:
+            failed = f", {self.failed} failed" if self.failed else ""
+            self._show(f"[{self.done + 1}/{self.total}{failed}] {check.id} …")
+        else:
+            self.done += 1
+            self.failed += result.verdict is Verdict.FAIL
+
+    def clear(self) -> None:
+        """Remove the line."""
+        self._show("")
+
+    def _show(self, text: str) -> None:
+        if self.shown:
+            width = shutil.get_terminal_size().columns - 1
+            self.stream.write("\r\x1b[2K" + text[:width])
+            self.stream.flush()
+
+
+def terminal(report: Report, *, colour: bool = False, width: int | None = None) -> str:
+    """The report as text."""
+    width = width or min(120, shutil.get_terminal_size((100, 24)).columns)
+
+    def paint(text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if colour else text
+
+    levels = {check.id: check.level for check in all_checks()}
+    lines = [paint(f"Conformance of {report.name}", "1")]
+    spec = ", ".join(f"{name} {value}" for name, value in report.capabilities.items())
+    lines.append(paint(f"budget {report.budget}, seed {report.seed}; declared: {spec or 'nothing'}", "90"))
+    for level in Level:
+        results = [result for result in report.results if levels.get(result.id) == level]
+        if not results:
+            continue
+        lines += ["", paint(f"Level {int(level)}: {level.name.lower()}", "1")]
+        for result in results:
+            mark = paint(_MARKS[result.verdict], _COLOURS[result.verdict])
+            lines.append(f"  {mark}  {result.id:<36} {result.seconds:6.2f} s")
+            if result.message:
+                lines += textwrap.wrap(result.message, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    for result in report.failures:
+        lines += ["", paint(f"{result.id} failed", "1;31")]
+        known = next((check for check in all_checks() if check.id == result.id), None)
+        if known is not None:
+            lines += textwrap.wrap(f"Hazard: {known.hazard}", width, initial_indent="  ", subsequent_indent="  ")
+        for name, value in result.evidence.items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            if "\n" in text:
+                lines += [f"  {name}:", textwrap.indent(text.rstrip(), "    ")]
+            else:
+                lines += textwrap.wrap(f"{name}: {text}", width, initial_indent="  ", subsequent_indent="      ")
+        if result.counterexample:
+            lines += ["  Counterexample:", "", textwrap.indent(result.counterexample.rstrip(), "    ")]
+    if report.not_tested:
+        lines += ["", paint("NOT tested", "1")]
+        for id, reason in report.not_tested:
+            text = f"{id}: {' '.join(reason.split())}"
+            lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+    counts = [
+        paint(f"{len(report.of(verdict))} {verdict}", _COLOURS[verdict]) for verdict in Verdict if report.of(verdict)
+    ]
+    lines += ["", f"{', '.join(counts) or 'nothing ran'} in {report.seconds:.1f} s"]
+    return "\n".join(lines) + "\n"
+
+
+def write_json(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the JSON of a report; ``-`` means standard output."""
+    text = json.dumps(report.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    if os.fspath(path) == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")

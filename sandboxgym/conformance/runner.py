@@ -1,0 +1,331 @@
+"""Runs checks on a subject and collects their results.
+
+1. A check never sees what another one did to the process: global random streams, working directory and environment
+   variables are put back after each.
+2. A check that cannot apply is a SKIP with its reason; the report lists it under what was not tested.
+3. The same seed gives the same calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import platform
+import random
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import (
+    REGISTRY,
+    Budget,
+    Check,
+    Failed,
+    Inconclusive,
+    Level,
+    Result,
+    Skipped,
+    Verdict,
+)
+from sandboxgym.conformance.recording import quiet
+from sandboxgym.conformance.subject import Subject
+
+SCHEMA = 1
+"""Version of the JSON of a report; raised when a field changes its meaning."""
+
+THEMES = (
+    "api",
+    "restore",
+    "snapshot",
+    "freshness",
+    "wrappers",
+    "fork",
+    "isolation",
+    "machine",
+    "stochastic",
+    "probes",
+    "durable",
+    "resources",
+    "concurrency",
+    "cost",
+)
+
+Listener = Callable[[Check, Result | None], None]
+"""Called before each check (None) and after it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run found out."""
+
+    name: str
+    target: str | None
+    make_kwargs: dict[str, Any]
+    capabilities: dict[str, Any]
+    results: tuple[Result, ...]
+    budget: str
+    levels: tuple[int, ...]
+    seed: int
+    started: str
+    seconds: float
+    versions: dict[str, str] = field(default_factory=dict)
+    platform: str = ""
+
+    def __getitem__(self, id: str) -> Result:
+        for result in self.results:
+            if result.id == id:
+                return result
+        raise KeyError(id)
+
+    def of(self, verdict: Verdict) -> tuple[Result, ...]:
+        """The results with a verdict."""
+        return tuple(result for result in self.results if result.verdict is verdict)
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """The failed checks."""
+        return self.of(Verdict.FAIL)
+
+    @property
+    def not_tested(self) -> tuple[tuple[str, str], ...]:
+        """Ids of checks that ran not at all, or told nothing, with the reason; of levels left out too."""
+        ran = {result.id for result in self.results}
+        left_out = [
+            (
+                check.id,
+                f"level {int(check.level)} was not asked for"
+                if int(check.level) not in self.levels
+                else "not asked for",
+            )
+            for check in all_checks()
+            if check.id not in ran
+        ]
+        unknown = [(r.id, r.message) for r in self.results if r.verdict in (Verdict.SKIP, Verdict.INCONCLUSIVE)]
+        return (*unknown, *left_out)
+
+    @property
+    def exit_code(self) -> int:
+        """0: no FAIL; 1: some; 2: no FAIL, but something stayed INCONCLUSIVE."""
+        if self.failures:
+            return 1
+        return 2 if self.of(Verdict.INCONCLUSIVE) else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        known = {check.id: check for check in all_checks()}
+        results = []
+        for result in self.results:
+            check = known.get(result.id)
+            entry = {**asdict(result), "verdict": str(result.verdict), "evidence": _json(result.evidence)}
+            if check is not None:
+                entry |= {
+                    "level": int(check.level),
+                    "hazard": check.hazard,
+                    "does": check.summary,
+                    "blind": check.blind,
+                    "needs": list(check.needs),
+                    "after": list(check.after),
+                }
+            results.append(entry)
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "target": self.target,
+            "make_kwargs": _json(self.make_kwargs),
+            "capabilities": self.capabilities,
+            "budget": self.budget,
+            "levels": list(self.levels),
+            "seed": self.seed,
+            "started": self.started,
+            "seconds": round(self.seconds, 3),
+            "versions": self.versions,
+            "platform": self.platform,
+            "counts": {str(verdict): len(self.of(verdict)) for verdict in Verdict},
+            "exit_code": self.exit_code,
+            "results": results,
+            "not_tested": [{"id": id, "reason": reason} for id, reason in self.not_tested],
+        }
+
+
+def all_checks(*, levels: Collection[int] | None = None, only: Collection[str] | None = None) -> list[Check]:
+    """All checks, in order; or those of some levels, or of some ids.
+
+    Raises:
+        ValueError: no check has such an id.
+    """
+    for theme in THEMES:
+        importlib.import_module(f"sandboxgym.conformance.checks.{theme}")
+    if only is not None and (unknown := sorted(set(only) - REGISTRY.keys())):
+        raise ValueError(f"expected ids of checks ({', '.join(REGISTRY)}), found {', '.join(unknown)}")
+    return [
+        check
+        for check in sorted(REGISTRY.values(), key=_theme)
+        if (levels is None or int(check.level) in levels) and (only is None or check.id in only)
+    ]
+
+
+def _theme(check: Check) -> int:
+    theme = check.id.partition(".")[0]
+    return THEMES.index(theme) if theme in THEMES else len(THEMES)
+
+
+def run(
+    subject: Subject,
+    *,
+    levels: Collection[int] = tuple(Level),
+    budget: str | Budget = "quick",
+    seed: int = 0,
+    only: Collection[str] | None = None,
+    listener: Listener | None = None,
+) -> Report:
+    """Run the checks of some levels, or those in ``only``.
+
+    Raises:
+        ValueError: no check has such an id; no such budget.
+    """
+    if isinstance(budget, str):
+        budget = Budget.named(budget)
+    subject.reseed(seed)
+    chosen = all_checks(levels=levels, only=only)
+    started, start = datetime.datetime.now(datetime.UTC), time.perf_counter()
+    results: dict[str, Result] = {}
+    for check in chosen:
+        if listener is not None:
+            listener(check, None)
+        results[check.id] = result = run_check(check, subject, budget, seed, results)
+        if listener is not None:
+            listener(check, result)
+    spec = subject.make_spec
+    try:
+        capabilities = asdict(subject.capabilities)
+    except Exception:
+        capabilities = {}
+    return Report(
+        name=subject.name,
+        target=spec.target if spec else None,
+        make_kwargs=dict(spec.kwargs) if spec else {},
+        capabilities=capabilities,
+        results=tuple(results.values()),
+        budget=budget.name,
+        levels=tuple(sorted(map(int, levels))),
+        seed=seed,
+        started=started.isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - start,
+        versions=versions(),
+        platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+    )
+
+
+def run_check(
+    check: Check, subject: Subject, budget: Budget, seed: int, before: dict[str, Result] | None = None
+) -> Result:
+    """The result of one check; those of earlier ones decide whether it can run."""
+    start = time.perf_counter()
+
+    def result(verdict: Verdict, message: str = "", evidence: Any = None, script: str | None = None) -> Result:
+        return Result(check.id, verdict, message, evidence or {}, script, time.perf_counter() - start)
+
+    reason = _unable(check, subject, before or {})
+    if reason:
+        return result(Verdict.SKIP, reason)
+    rng = np.random.default_rng([seed, zlib.crc32(check.id.encode())])
+    try:
+        with preserved(), quiet():
+            measured = check.function(subject, budget, rng)
+    except Failed as error:
+        return result(Verdict.FAIL, str(error), error.evidence, error.counterexample)
+    except Skipped as error:
+        return result(Verdict.SKIP, str(error))
+    except Inconclusive as error:
+        return result(Verdict.INCONCLUSIVE, str(error), error.evidence)
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)[-12:])
+        message = f"{type(error).__qualname__}: {error}" if str(error) else type(error).__qualname__
+        return result(Verdict.FAIL, message[:500], {"traceback": text}, getattr(error, "counterexample", None))
+    return result(Verdict.PASS, evidence=measured)
+
+
+def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | None:
+    """Why a check cannot run, or None."""
+    for id in check.after:
+        earlier = before.get(id)
+        if earlier is not None and earlier.verdict is Verdict.FAIL:
+            return f"{id} failed"
+        if earlier is not None and earlier.verdict is Verdict.SKIP and earlier.message.endswith(" failed"):
+            return earlier.message
+    try:
+        with preserved(), quiet():
+            for need in check.needs:
+                if reason := missing(subject, need):
+                    return reason
+    except Exception as error:
+        if check.id.startswith("api."):
+            return None
+        return f"what it needs cannot be found out: {type(error).__qualname__}: {error}"
+    return None
+
+
+def missing(subject: Subject, need: str) -> str | None:
+    """Why a capability is not there, or None."""
+    spec = subject.capabilities
+    if need == "exact":
+        if spec.rng or not subject.noise:
+            return None
+        return f"random streams are not declared captured (snapshot_spec.rng), and {subject.noise}"
+    if need == "save":
+        from sandboxgym.conformance.checks.durable import savable
+
+        return savable(subject)
+    return None if getattr(spec, need) else f"not declared: snapshot_spec.{need} is False"
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Puts back global random streams, working directory, environment variables and the import path."""
+    streams = random.getstate(), np.random.get_state()
+    folder, variables, path = os.getcwd(), dict(os.environ), sys.path[:]
+    try:
+        yield
+    finally:
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        os.chdir(folder)
+        if dict(os.environ) != variables:
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
+        sys.path[:] = path
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result may depend on."""
+    found = {}
+    for package in ("sandboxgym", "gymnasium", "numpy", "hypothesis", "scipy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_json(item) for item in value]
+    if isinstance(value, np.generic):
+        return _json(value.item())
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, float) and value != value:
+        return "nan"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)

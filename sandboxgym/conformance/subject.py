@@ -1,0 +1,336 @@
+"""What is certified: how to make the environment, how to act in it, and what it declares.
+
+1. Only the protocol (``snapshot``, ``restore``, ``fork``, ``snapshot_spec``), Gymnasium and the optional hooks given
+   here are relied upon, never the inside of an environment.
+2. A `Control` is a recorded run without any snapshot: the truth that restored environments are compared with. Each
+   is replayed once in a new environment, so that what differs by itself is known before a snapshot is blamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+import sandboxgym
+from sandboxgym.conformance.values import Canonical, canonical
+from sandboxgym.core import SnapshotSpec, Transition
+
+AnyEnv = gym.Env[Any, Any]
+Policy = Literal["on", "off"]
+
+_VERSIONED = re.compile(r"-v\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSpec:
+    """How another process makes the environment.
+
+    Attributes:
+        target: a Gymnasium id (``namespace/Name-v0``, ``package.module:Name-v0``) or a factory (``module:function``).
+        kwargs: keyword arguments for `gymnasium.make` or the factory.
+    """
+
+    target: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_id(self) -> bool:
+        """Whether the target is a Gymnasium id."""
+        return bool(_VERSIONED.search(self.target))
+
+    def factory(self) -> Callable[[], AnyEnv]:
+        """A function that makes the environment.
+
+        Raises:
+            ValueError: the target is neither an id nor ``module:function``.
+            ImportError, AttributeError: there is no such module or function.
+        """
+        if self.is_id:
+            return functools.partial(gym.make, self.target, **self.kwargs)
+        module, _, name = self.target.partition(":")
+        if not module or not name:
+            raise ValueError(f"expected a Gymnasium id (…-v0) or module:function, found {self.target!r}")
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        return functools.partial(function, **self.kwargs)
+
+    def source(self) -> str:
+        """Python that defines ``make_env``."""
+        arguments = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
+        if self.is_id:
+            return f"def make_env():\n    return gym.make({self.target!r}{arguments})\n"
+        module, _, name = self.target.partition(":")
+        call = f"{name}({arguments[2:]})"
+        return f"from {module} import {name.partition('.')[0]}\n\n\ndef make_env():\n    return {call}\n"
+
+
+class Op(NamedTuple):
+    """One call on an environment: ``("reset", (seed, options))`` or ``("step", action)``."""
+
+    kind: Literal["reset", "step"]
+    value: Any
+
+
+class Outcome(NamedTuple):
+    """What a call gave, in canonical form; ``raised`` is the type of the exception instead."""
+
+    observation: Canonical = None
+    reward: Canonical = None
+    terminated: Canonical = None
+    truncated: Canonical = None
+    info: Canonical = None
+    raised: str | None = None
+    state: Canonical = None
+    """What `Subject.observe_state` saw afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An uninterrupted run: an episode, two steps after its end, and the start of the next episode."""
+
+    name: str
+    seed: int
+    ops: tuple[Op, ...]
+    outcomes: tuple[Outcome, ...]
+    ended: int | None
+    """How many ops the first episode took, its reset included; None if the end was not reached."""
+    repeatable: bool
+    """Whether a replay in a new environment gave the same."""
+    differs: str
+    """Where the replay differed."""
+    seconds: float
+    """One run of it."""
+
+    @property
+    def last(self) -> int:
+        """How many ops until the first episode ended, or until the recording stopped."""
+        return self.ended if self.ended is not None else len(self.ops)
+
+
+@dataclass(eq=False)
+class Subject:
+    """An environment to certify.
+
+    Attributes:
+        make_env: makes the environment as its user gets it, wrappers included.
+        name: for reports.
+        actions: from (observation, info, rng) to an action; default: one of ``info["admissible_commands"]`` where
+            there are any, else a sample of the action space.
+        observe_state: reads the environment's hidden state past its API, as a value that compares with ``==``.
+        normalize: from a `Transition` to one without what is declared nondeterministic.
+        reset_options: for every ``reset``; a list gives one per control run, in turn.
+        make_spec: how another process makes it; default: derived where ``make_env`` can be imported by name.
+        declared: what the snapshots cover; default: the environment's ``snapshot_spec``.
+        shell: runs a command (POSIX shell, several lines) in the sandbox as an agent would; what it printed.
+    """
+
+    make_env: Callable[[], AnyEnv]
+    name: str = ""
+    actions: Callable[[Any, dict[str, Any], np.random.Generator], Any] | None = None
+    observe_state: Callable[[AnyEnv], Any] | None = None
+    normalize: Callable[[Transition], Any] | None = None
+    reset_options: dict[str, Any] | list[dict[str, Any]] | None = None
+    make_spec: MakeSpec | None = None
+    declared: SnapshotSpec | None = None
+    shell: Callable[[AnyEnv, str], str] | None = None
+    seed: int = 0
+    _controls: dict[tuple[int, int], Control] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.make_spec is None:
+            self.make_spec = named_factory(self.make_env)
+        if not self.name:
+            self.name = self.make_spec.target if self.make_spec else _name(self.make_env)
+
+    @classmethod
+    def named(cls, target: str, make_kwargs: Mapping[str, Any] | None = None, **hooks: Any) -> Subject:
+        """The environment of a Gymnasium id or a factory; see `MakeSpec`."""
+        spec = MakeSpec(target, dict(make_kwargs or {}))
+        return cls(spec.factory(), name=hooks.pop("name", "") or target, make_spec=spec, **hooks)
+
+    @functools.cached_property
+    def capabilities(self) -> SnapshotSpec:
+        """What the environment declares; attributes that it lacks have their defaults.
+
+        Raises:
+            AttributeError: it has no ``snapshot_spec``.
+        """
+        if self.declared is not None:
+            return self.declared
+        env = self.make_env()
+        try:
+            return as_spec(declaration(env))
+        finally:
+            env.close()
+
+    def reseed(self, seed: int) -> None:
+        """Let all that is drawn from now on depend on another seed."""
+        if seed != self.seed:
+            self.seed = seed
+            self._controls.clear()
+            self.__dict__.pop("noise", None)
+
+    def options(self, index: int) -> dict[str, Any] | None:
+        """The reset options of the ``index``-th control run."""
+        if isinstance(self.reset_options, list):
+            return self.reset_options[index % len(self.reset_options)] if self.reset_options else None
+        return self.reset_options
+
+    def call(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
+        """Perform ``op``; what came, canonical and raw (None if it raised)."""
+        raw: tuple[Any, ...]
+        try:
+            if op.kind == "reset":
+                seed, options = op.value
+                observation, info = env.reset(seed=seed, options=copy.deepcopy(options))
+                raw = (observation, 0.0, False, False, info)
+            else:
+                raw = env.step(copy.deepcopy(op.value))
+                if not isinstance(raw, tuple) or len(raw) != 5:
+                    raise TypeError(f"expected 5 values of step(), found {raw!r:.200}")
+        except Exception as error:
+            return Outcome(raised=type(error).__qualname__, state=self._state(env)), None
+        return self.outcome(env, *raw), raw
+
+    def outcome(
+        self, env: AnyEnv, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any
+    ) -> Outcome:
+        """A transition in canonical form, without what is not part of it."""
+        if isinstance(info, dict):
+            info = without_clocks(env, info)
+        fields: Any = (observation, reward, terminated, truncated, info)
+        if self.normalize is not None:
+            fields = self.normalize(Transition(*copy.deepcopy(fields)))
+            if not isinstance(fields, tuple) or len(fields) != 5:
+                return Outcome(observation=canonical(fields), state=self._state(env))
+        return Outcome._make([*map(canonical, fields), None, self._state(env)])
+
+    def _state(self, env: AnyEnv) -> Canonical:
+        return None if self.observe_state is None else canonical(self.observe_state(env))
+
+    def control(self, index: int, steps: int) -> Control:
+        """The ``index``-th control run, recorded when first asked for; odd ones are off-policy."""
+        key = (index, steps)
+        if key not in self._controls:
+            self._controls[key] = self._record(index, steps)
+        return self._controls[key]
+
+    @property
+    def controls(self) -> tuple[Control, ...]:
+        """All control runs recorded so far."""
+        return tuple(self._controls.values())
+
+    def _record(self, index: int, steps: int) -> Control:
+        from sandboxgym.conformance.recording import record  # which needs this module
+
+        return record(self, index, steps)
+
+    @functools.cached_property
+    def noise(self) -> str:
+        """How a run differs by itself from another with the same seed or with other draws; empty if it does not."""
+        from sandboxgym.conformance.recording import noise
+
+        return noise(self)
+
+
+# The protocol, reached through any stack.
+
+
+def methods(env: Any) -> bool:
+    """Whether the outermost layer has the protocol's methods itself."""
+    return all(callable(getattr(env, name, None)) for name in ("snapshot", "restore", "fork"))
+
+
+def take(env: AnyEnv) -> Any:
+    """A snapshot of ``env`` with its wrappers."""
+    return env.snapshot() if methods(env) else sandboxgym.snapshot(env)  # type: ignore[attr-defined]
+
+
+def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """Restore ``snap`` in ``env``."""
+    if methods(env):  # without the keyword where it is not needed: a fault in it has a check of its own
+        result = env.restore(snap) if seed is None else env.restore(snap, seed=seed)  # type: ignore[attr-defined]
+    else:
+        result = sandboxgym.restore(env, snap, seed=seed)
+    return result  # type: ignore[no-any-return]
+
+
+def branch(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
+    """``k`` forks of ``env``."""
+    if methods(env):
+        return list(env.fork(k) if seed is None else env.fork(k, seed=seed))  # type: ignore[attr-defined]
+    return list(sandboxgym.fork(env, k, seed=seed))
+
+
+def layers(env: Any) -> Iterator[Any]:
+    """The wrappers from the outermost on, then the base environment."""
+    while isinstance(env, gym.Wrapper):
+        yield env
+        env = env.env
+    yield env
+
+
+def declaration(env: AnyEnv) -> Any:
+    """The ``snapshot_spec`` of the outermost layer that has one.
+
+    Raises:
+        AttributeError: none has.
+    """
+    for layer in layers(env):
+        spec = getattr(layer, "snapshot_spec", None)
+        if spec is not None:
+            return spec
+    raise AttributeError(f"{env} has no snapshot_spec, which declares what its snapshots cover")
+
+
+def as_spec(value: Any) -> SnapshotSpec:
+    """A declaration as a `SnapshotSpec`; it may be any object with such attributes."""
+    if isinstance(value, SnapshotSpec):
+        return value
+    names = SnapshotSpec.__dataclass_fields__
+    return SnapshotSpec(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+
+
+def without_clocks(env: AnyEnv, info: dict[str, Any]) -> dict[str, Any]:
+    """``info`` without the elapsed seconds that Gymnasium's `RecordEpisodeStatistics` writes into it."""
+    for layer in layers(env):
+        if isinstance(layer, gym.wrappers.RecordEpisodeStatistics):
+            key = getattr(layer, "_stats_key", "episode")
+            if isinstance(info.get(key), dict) and "t" in info[key]:
+                info = {**info, key: {name: value for name, value in info[key].items() if name != "t"}}
+    return info
+
+
+def named_factory(factory: Any) -> MakeSpec | None:
+    """How to name a factory for another process; None where it has no importable name."""
+    kwargs: dict[str, Any] = {}
+    while isinstance(factory, functools.partial):
+        if factory.args:
+            if factory.func is gym.make and len(factory.args) == 1 and isinstance(factory.args[0], str):
+                return MakeSpec(factory.args[0], {**factory.keywords, **kwargs})
+            return None
+        kwargs = {**factory.keywords, **kwargs}
+        factory = factory.func
+    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
+    if not module or not name or "<" in name or module == "__main__":
+        return None
+    with contextlib.suppress(Exception):
+        spec = MakeSpec(f"{module}:{name}", kwargs)
+        found = spec.factory()
+        if isinstance(found, functools.partial) and found.func == factory:
+            return spec
+    return None
+
+
+def _name(factory: Any) -> str:
+    return getattr(factory, "__qualname__", None) or type(factory).__qualname__

@@ -1,0 +1,149 @@
+"""The command line and the pytest plugin, as users call them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandboxgym.conformance import reports
+from sandboxgym.conformance.__main__ import main, parse_kwargs, parse_levels, parse_only
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def test_exit_codes(capsys):
+    assert main(["faulty:deep_copied", "--level", "0"]) == 0
+    assert main(["faulty:Unseeded", "--only", "restore.random_streams"]) == 1
+    assert "restore.random_streams failed" in capsys.readouterr().out
+    assert main(["faulty:nothing"]) == 3
+    assert main(["no/Such-v0"]) == 3
+    assert main(["nonsense"]) == 3
+    assert main(["faulty:Unseeded", "--level", "9"]) == 3
+    assert main(["faulty:Unseeded", "--json", "/no/such/folder/x.json"]) == 3
+    for wrong in ([], ["a", "b"], ["a", "--budget", "huge"]):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 3
+
+
+def test_inconclusive_only_is_two(monkeypatch, capsys):
+    from sandboxgym.conformance import runner
+    from sandboxgym.conformance.check import Check, Inconclusive, Level
+
+    def unsure(*_):
+        raise Inconclusive("too few samples")
+
+    monkeypatch.setitem(runner.REGISTRY, "api.spec", Check("api.spec", Level.API, unsure, (), (), "", ""))
+    assert main(["faulty:deep_copied", "--only", "api.spec"]) == 2
+    assert "too few samples" in capsys.readouterr().out
+
+
+def test_a_report_for_people_and_one_for_programs(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert main(["faulty:deep_copied", "--make-kwargs", "id=Blackjack-v1", "--level", "0", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "NOT tested" in out and "pass  api.protocol" in out and "\x1b" not in out
+    content = json.loads(file.read_text())
+    assert content["make_kwargs"] == {"id": "Blackjack-v1"} and content["target"] == "faulty:deep_copied"
+    assert main(["faulty:deep_copied", "--level", "0", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == 1
+
+
+def test_colour_is_for_terminals(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert reports.coloured(Terminal()) and not reports.coloured(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not reports.coloured(Terminal())
+
+
+def test_the_list_of_checks(capsys):
+    assert main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert "restore.trace_equality (level 1, needs exact)" in out and "hazard:" in out and "blind:" in out
+
+
+def test_arguments():
+    assert parse_levels(None) == (0, 1, 2, 3, 4, 5, 6)
+    assert parse_levels(["0-2", "5"]) == (0, 1, 2, 5)
+    assert parse_kwargs(['{"a": [1]}', "b=2", "c=x", "d=true"]) == {"a": [1], "b": 2, "c": "x", "d": True}
+    assert "restore.many" in (parse_only(["restore"]) or [])
+    for wrong in (["x"], ["3-9"], ["-1"]):
+        with pytest.raises(ValueError):
+            parse_levels(wrong)
+    for wrong in ("{", "novalue", "1a=2"):
+        with pytest.raises(ValueError):
+            parse_kwargs([wrong])
+    with pytest.raises(ValueError):
+        parse_only(["restore.nothing"])
+
+
+def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(HERE), str(HERE.parent), str(HERE.parents[1])))
+    loaded = [] if _installed() else ["-p", "sandboxgym.conformance.plugin"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *loaded, *arguments]
+    environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def _installed() -> bool:
+    from importlib.metadata import entry_points
+
+    return any(entry.value == "sandboxgym.conformance.plugin" for entry in entry_points(group="pytest11"))
+
+
+def test_the_plugin_makes_one_item_a_check(tmp_path):
+    options = (
+        "--sandboxgym-env",
+        "faulty:Unseeded",
+        "--sandboxgym-env",
+        "toy_envs:Corridor",
+        "--sandboxgym-level",
+        "0",
+    )
+    result = run_pytest(tmp_path, "--pyargs", "sandboxgym.conformance.test_conformance", *options)
+    assert result.returncode == 0, result.stdout
+    assert re.search(r"PASSED .*test_conformance\[faulty:Unseeded-api\.protocol\]", result.stdout)
+    assert re.search(r"PASSED .*test_conformance\[toy_envs:Corridor-api\.protocol\]", result.stdout)
+
+
+def test_the_plugin_is_silent_without_the_option(tmp_path):
+    result = run_pytest(tmp_path, "--pyargs", "sandboxgym.conformance.test_conformance")
+    assert result.returncode == 5 and "no tests ran" in result.stdout
+
+
+def test_the_plugin_refuses_an_unknown_environment(tmp_path):
+    options = ("--sandboxgym-env", "faulty:nothing", "--sandboxgym-level", "0")
+    result = run_pytest(tmp_path, "--pyargs", "sandboxgym.conformance.test_conformance", *options)
+    assert result.returncode != 0 and "faulty:nothing" in result.stdout + result.stderr
+
+
+def test_a_module_of_ones_own_overrides_the_subject(tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        "import faulty, pytest\n"
+        "from sandboxgym.conformance import Subject\n"
+        "from sandboxgym.conformance.test_conformance import test_conformance\n"
+        "@pytest.fixture(scope='session')\n"
+        "def snapshot_subject():\n"
+        "    return Subject(faulty.Unseeded)\n"
+    )
+    result = run_pytest(tmp_path, "test_mine.py", "--sandboxgym-level", "1", "-k", "streams or api")
+    assert result.returncode == 1
+    assert re.search(r"FAILED .*test_conformance\[restore\.random_streams\]", result.stdout), result.stdout
+    assert "env.restore(snap)" in result.stdout or ".restore(snap0)" in result.stdout
