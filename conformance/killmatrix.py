@@ -159,7 +159,7 @@ def markdown(rows: dict[str, Row], alarms: list[Row], sweep: dict[str, int], com
     lines = [
         "# Kill matrix",
         "",
-        "Each row is an environment with exactly one fault ([the zoo](../../conformance/zoo)), each column a family of",
+        "Each row is an environment with exactly one fault (`conformance/zoo`), each column a family of",
         "checks: ✗ found a fault, · found none, ? could not tell, empty: skipped. A mutant counts as killed only if a",
         "check failed whose job it is to find that hazard; the last column names it.",
         "",
