@@ -136,3 +136,11 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         base._np_random, base._np_random_seed = gym.utils.seeding.np_random(seed)
         self.inner.action_space.seed(seed)
         self.inner.observation_space.seed(seed)
+
+
+def deep_copied(id: str, **kwargs: Any) -> DeepCopySnapshots:
+    """An environment by its Gymnasium id, snapshotted by deep copies: a factory for the command line.
+
+    ``python -m sandboxgym.conformance sandboxgym.conformance.adapters:deep_copied --make-kwargs id=CartPole-v1``
+    """
+    return DeepCopySnapshots(gym.make(id, **kwargs))

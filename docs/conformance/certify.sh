@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Writes the certificates of this folder: docs/conformance/certify.sh [NAME…] from the root of the repository.
+set -u
+copied=sandboxgym.conformance.adapters:deep_copied
+certify() {
+    local name=$1
+    shift
+    ((${#chosen[@]} == 0)) || [[ " ${chosen[*]} " == *" $name "* ]] || return 0
+    "${PYTHON:-.venv/bin/python}" -m sandboxgym.conformance "$@" \
+        --markdown "docs/conformance/$name.md" --html "docs/conformance/$name.html" | tail -n 1 | sed "s/^/$name: /"
+}
+chosen=("$@")
+certify alfworld sandboxgym/ALFWorld-v0
+certify cartpole-deepcopy $copied --make-kwargs id=CartPole-v1
+certify mountaincar-deepcopy $copied --make-kwargs id=MountainCar-v0
+certify pendulum-deepcopy $copied --make-kwargs id=Pendulum-v1
+certify frozenlake-deepcopy $copied --make-kwargs id=FrozenLake-v1
+certify taxi-deepcopy $copied --make-kwargs id=Taxi-v4
+certify blackjack-deepcopy $copied --make-kwargs id=Blackjack-v1
+certify cliffwalking-deepcopy $copied --make-kwargs id=CliffWalking-v1
+
+# The table of all certificates of this folder.
+{
+    echo "# Certificates"
+    echo
+    echo "Each line is a run of the suite; the pages have every check, what it measured, and what was not tested."
+    echo 'Written by `docs/conformance/certify.sh`. "Deep copies" are environments of Gymnasium snapshotted by'
+    echo '`copy.deepcopy`, the obvious way, for comparison: in-process it is faithful for these, and it declares nothing more.'
+    echo
+    echo "| environment | result | |"
+    echo "|---|---|---|"
+    for page in docs/conformance/*.md; do
+        name=$(basename "$page" .md)
+        if title=$(sed -n '1s/^# Snapshot conformance of //p' "$page") && [ -n "$title" ]; then
+            title=$(sed -E 's/^sandboxgym\.conformance\.adapters:deep_copied \{"id": "(.*)"\}$/\1, deep copies/' <<< "$title")
+            echo "| $title | $(sed -n '3s/, sandboxgym.*//;3s/; sandboxgym.*//;3p' "$page") | [checks]($name.md), [page]($name.html) |"
+        fi
+    done
+} > docs/conformance/certificates.md
