@@ -114,7 +114,9 @@ class Control:
     @property
     def last(self) -> int:
         """How many ops until the first episode ended, or until the recording stopped."""
-        return self.ended if self.ended is not None else len(self.ops)
+        if self.ended is not None:
+            return self.ended
+        return next((index for index, op in enumerate(self.ops) if index and op.kind == "reset"), len(self.ops))
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ class Terminal:
         env.pop("NO_COLOR", None)
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job of a script ignores it, and so its children
             try:
                 os.execve(command[0], command, env)
             finally:
