@@ -39,7 +39,8 @@ def test_known_good_raises_no_alarm(good: zoo.Good) -> None:
 
 
 def test_known_good_with_the_quick_budget() -> None:
-    jobs = [(good.name, "quick", 0, None) for good in zoo.KNOWN_GOOD]
+    untimed = [check.id for check in killmatrix.CHECKS if not check.id.startswith("cost.")]
+    jobs = [(good.name, "quick", 0, untimed) for good in zoo.KNOWN_GOOD]
     rows = killmatrix.in_own_process(jobs, processes=os.cpu_count() or 1)
     assert {row.name: row.messages for row in rows if row.failed} == {}
 
