@@ -5,9 +5,11 @@ A change of these alone is no fault (a cache may fill). It names the hazard wher
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+import shutil
 import sys
 import tempfile
 import types
@@ -125,3 +127,20 @@ def _files(path: Path) -> Iterator[Path]:
             yield from (Path(folder) / name for name in files)
     else:
         yield path
+
+
+@contextlib.contextmanager
+def private_temporary() -> Iterator[Path]:
+    """Temporary files of this process go to a folder of its own, so that other processes are not counted."""
+    path = Path(tempfile.mkdtemp(prefix="sandboxgym-conformance-"))
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(path)
+    try:
+        yield path
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = variable
+        shutil.rmtree(path, ignore_errors=True)

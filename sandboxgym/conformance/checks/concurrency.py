@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import processes
+from sandboxgym.conformance import ambient, processes
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.fork import variation
-from sandboxgym.conformance.checks.resources import private_temporary
 from sandboxgym.conformance.checks.restore import controls
 from sandboxgym.conformance.recording import Scene, Walk, first_difference, outcome_difference
 from sandboxgym.conformance.subject import AnyEnv, Subject, branch, layers, put, take
@@ -165,7 +164,7 @@ def partial_fork(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
     tried = []
     for name in ("restore", "_apply", "reset", "__init__"):
         for seed, calls in ((None, 3), (1, 3), (1, 6)):  # at the third child; late, where children are visited twice
-            with private_temporary() as path:
+            with ambient.private_temporary() as path:
                 outcome = _broken_fork(subject, control, name, path, seed, calls)
             if outcome is not None:
                 tried.append({"failing": name, "call": calls, "seed": seed, **outcome})

@@ -6,10 +6,7 @@ was changed in between. What changes without an effect (a cache that fills) is t
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -175,26 +172,16 @@ def files(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     """Looks at the files that environments make in temporary folders, /dev/shm and the working directory; fails where
     forks change files that were there before they were forked and the source or a sibling then behaves differently.
     """
-    folder = tempfile.mkdtemp(prefix="sandboxgym-conformance-")
-    old, tempfile.tempdir = tempfile.tempdir, folder
-    variable = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
-    try:
+    with ambient.private_temporary() as folder:
         places = [*ambient.places(), Path("/tmp")]
         known = ambient.names(places)
 
         def look(env: AnyEnv) -> dict[str, Any]:
-            return ambient.contents(ambient.names(places) - known - {Path(folder)})
+            return ambient.contents(ambient.names(places) - known - {folder})
 
         rounds, seen = _disturbed(subject, budget, rng, look, "files")
-        return {"rounds": rounds, "changed without effect": [name.replace(folder, "$TMPDIR") for name in seen][:20]}
-    finally:
-        tempfile.tempdir = old
-        if variable is None:
-            os.environ.pop("TMPDIR", None)
-        else:
-            os.environ["TMPDIR"] = variable
-        shutil.rmtree(folder, ignore_errors=True)
+        effectless = [name.replace(str(folder), "$TMPDIR") for name in seen][:20]
+        return {"rounds": rounds, "changed without effect": effectless}
 
 
 @check(

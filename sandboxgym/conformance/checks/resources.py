@@ -6,20 +6,17 @@ import contextlib
 import itertools
 import os
 import pickle
-import shutil
 import signal
 import statistics
-import tempfile
 import time
 import tracemalloc
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import elsewhere, processes
+from sandboxgym.conformance import ambient, elsewhere, processes
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.durable import folder
 from sandboxgym.conformance.recording import Scene, opened, release
@@ -31,23 +28,6 @@ _NOISE = 16_384
 """Growth of a round (bytes) that caches and interned values explain where a round has few cycles."""
 _NATIVE_SLACK = 128 * 1024
 """Bytes of resident memory that a cycle may keep, in each of three rounds; allocators are not exact."""
-
-
-@contextlib.contextmanager
-def private_temporary() -> Iterator[Path]:
-    """Temporary files of this process go to a folder of its own, so that other processes are not counted."""
-    path = Path(tempfile.mkdtemp(prefix="sandboxgym-conformance-"))
-    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    tempfile.tempdir = os.environ["TMPDIR"] = str(path)
-    try:
-        yield path
-    finally:
-        tempfile.tempdir = before
-        if variable is None:
-            os.environ.pop("TMPDIR", None)
-        else:
-            os.environ["TMPDIR"] = variable
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @check(
@@ -63,7 +43,7 @@ def baseline(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
     """
     control = subject.control(0, min(budget.steps, 12))
     growing: dict[str, list[int]] = {}
-    with private_temporary() as path:
+    with ambient.private_temporary() as path:
         others = [Path("/tmp"), Path("/dev/shm")]
         mine = uuid.uuid4().hex  # processes of other programs come and go; ours carry this
         os.environ["SANDBOXGYM_CONFORMANCE_MARK"] = mine
