@@ -20,6 +20,7 @@ from sandboxgym import (
     SnapshotReleased,
     SnapshotSpec,
 )
+from sandboxgym.conformance.adapters import DeepCopySnapshots, deep_copied
 from zoo import streams
 from zoo.corridor import Corridor
 from zoo.mutant import good
@@ -161,89 +162,28 @@ def forked(source: Any, make: Any, k: int, seed: int | None) -> list[Any]:
 good()(Replayed)
 
 
-class DeepCopied(gym.Env[Any, Any]):
-    """Any environment that ``copy.deepcopy`` copies whole, its wrappers included: a snapshot is such a copy."""
-
-    snapshot_spec = SnapshotSpec(cross_process=False, cross_host=False)
-
-    def __init__(self, env_id: str, **kwargs: Any) -> None:
-        self.arguments = (env_id, kwargs)
-        self.env: gym.Env[Any, Any] = gym.make(env_id, **kwargs)
-        self.metadata, self.render_mode = self.env.metadata, self.env.render_mode
-        self.last: Output | None = None
-
-    @property
-    def action_space(self) -> Any:
-        return self.env.action_space
-
-    @property
-    def observation_space(self) -> Any:
-        return self.env.observation_space
-
-    @property
-    def np_random(self) -> Any:
-        return self.env.unwrapped.np_random
-
-    @np_random.setter
-    def np_random(self, value: Any) -> None:
-        self.env.unwrapped.np_random = value
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
-        observation, info = self.env.reset(seed=seed, options=options)
-        self.last = copy.deepcopy((observation, info))
-        return observation, info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self.last = copy.deepcopy((observation, info))
-        return observation, reward, terminated, truncated, info
-
-    def render(self) -> Any:
-        return self.env.render()
-
-    def close(self) -> None:
-        self.env.close()
-
-    def snapshot(self) -> Handle:
-        if self.last is None:
-            raise ResetNeeded("there is no episode yet: call reset() first")
-        streams.captured(self.env)  # makes those that nothing was drawn from yet
-        return Handle(copy.deepcopy((self.env, self.last)), repr(self.arguments))
-
-    def restore(self, snap: Handle, *, seed: int | None = None) -> Output:
-        self.env, self.last = copy.deepcopy(opened(snap, repr(self.arguments)))
-        if seed is not None:
-            streams.seeded(self.env, seed)
-        assert self.last is not None
-        observation, info = copy.deepcopy(self.last)
-        return observation, info
-
-    def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
-        return forked(self, lambda: type(self)(self.arguments[0], **self.arguments[1]), k, seed)
-
-
 @good()
-def cart_pole(**kwargs: Any) -> DeepCopied:
+def cart_pole(**kwargs: Any) -> DeepCopySnapshots:
     """Continuous observations, a time limit."""
-    return DeepCopied("CartPole-v1", **kwargs)
+    return deep_copied("CartPole-v1", **kwargs)
 
 
 @good()
-def taxi(render_mode: str | None = "ansi") -> DeepCopied:
+def taxi(render_mode: str | None = "ansi") -> DeepCopySnapshots:
     """Arrays and probabilities in info."""
-    return DeepCopied("Taxi-v4" if "Taxi-v4" in gym.registry else "Taxi-v3", render_mode=render_mode)
+    return deep_copied("Taxi-v4" if "Taxi-v4" in gym.registry else "Taxi-v3", render_mode=render_mode)
 
 
 @good()
-def blackjack(**kwargs: Any) -> DeepCopied:
+def blackjack(**kwargs: Any) -> DeepCopySnapshots:
     """Stochastic, with tuples for observations and very short episodes."""
-    return DeepCopied("Blackjack-v1", **kwargs)
+    return deep_copied("Blackjack-v1", **kwargs)
 
 
 @good()
-def frozen_lake(render_mode: str | None = "ansi") -> DeepCopied:
+def frozen_lake(render_mode: str | None = "ansi") -> DeepCopySnapshots:
     """Stochastic, renders as text."""
-    return DeepCopied("FrozenLake-v1", render_mode=render_mode)
+    return deep_copied("FrozenLake-v1", render_mode=render_mode)
 
 
 @good()

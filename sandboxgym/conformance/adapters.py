@@ -11,18 +11,24 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 
+from sandboxgym.conformance.subject import layers
 from sandboxgym.core import SnapshotSpec, copied
-from sandboxgym.errors import ResetNeeded, SnapshotReleased
-from sandboxgym.randomness import sibling_seed
+from sandboxgym.errors import ResetNeeded, SnapshotMismatch, SnapshotReleased
+from sandboxgym.randomness import materialise, sibling_seed
 
 AnyEnv = gym.Env[Any, Any]
 
 
 class DeepCopy:
-    """A deep copy of an environment, and what it had returned last."""
+    """A deep copy of an environment, and what it had returned last.
 
-    def __init__(self, env: AnyEnv, last: tuple[Any, dict[str, Any]]) -> None:
+    Attributes:
+        fits: names the environment and its arguments, wrappers included.
+    """
+
+    def __init__(self, env: AnyEnv, last: tuple[Any, dict[str, Any]], fits: str) -> None:
         self._held: tuple[AnyEnv, tuple[Any, dict[str, Any]]] | None = (env, last)
+        self.fits = fits
 
     def copy(self) -> tuple[AnyEnv, tuple[Any, dict[str, Any]]]:
         """Another deep copy of both.
@@ -62,6 +68,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         self.metadata = env.metadata
         self.render_mode = env.render_mode
         self.spec = env.spec
+        self._fits = f"{env} {env.spec.kwargs if env.spec else ''}"
 
     # Spaces and streams are those of whatever is inside now.
 
@@ -108,12 +115,17 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         """A deep copy."""
         if self._returned is None:
             raise ResetNeeded(f"{self.inner} has no state yet: call reset() before asking for a snapshot")
-        return DeepCopy(copy.deepcopy(self.inner), copied(self._returned))
+        for layer in layers(self.inner):  # streams that nothing was drawn from yet: else every copy would make its own
+            materialise(layer.action_space, layer.observation_space)
+        _ = self.inner.np_random
+        return DeepCopy(copy.deepcopy(self.inner), copied(self._returned), self._fits)
 
     def restore(self, snap: DeepCopy, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Put a copy of the copy inside."""
         if not isinstance(snap, DeepCopy):
             raise TypeError(f"expected a DeepCopy, found {type(snap).__qualname__}")
+        if snap.fits != self._fits:
+            raise SnapshotMismatch(f"this environment is {self._fits}, the snapshot is of {snap.fits}")
         self.inner, self._returned = snap.copy()
         if seed is not None:
             self._reseed(seed)
