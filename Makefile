@@ -45,8 +45,8 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: setup
-	$(BIN)/python -m sandboxgym.bench
-	$(BIN)/python -m sandboxgym.bench_pool
+	$(BIN)/python -m sandboxgym.bench snapshots
+	$(BIN)/python -m sandboxgym.bench pool
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -3,66 +3,111 @@
 A conversation is one list of ids that only ever grows. Sampled ids are kept as they were drawn; only what the
 environment says is tokenized, once, with the template's own tokens around it. So the ids that are trained on are the
 ids that were sampled, and two conversations share a prefix whenever their histories do.
+
+Text that a model writes token by token may tokenize otherwise (" drawer" as "dra", "wer"): decoding and encoding again
+would train on tokens that were never sampled. Nothing here does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+DATE = "26 Jul 2024"
+"""What templates that show today's date are given: a run must not change at midnight."""
+
 
 class TemplateError(ValueError):
-    """The chat template does not let a conversation grow by appending tokens."""
+    """The chat template, which the message names, does not let a conversation grow by appending tokens."""
 
 
 class ChatFormat:
     """Turns text into the ids a chat template would give, one appended turn at a time.
 
     The template is rendered once, on a dummy conversation, and cut into what stands before, between and after
-    the messages. Raises `TemplateError` unless a conversation rendered at once is the concatenation of its turns.
-    `stop_ids` end an assistant turn: the template's end-of-turn token and the tokenizer's eos token.
+    the messages. `stop_ids` end an assistant turn: the template's end-of-turn token, the tokenizer's eos token, and
+    those of the model. Of observations longer than `observation_tokens` (0: no limit) the middle is left out.
+
+    A conversation rendered at once must be the concatenation of its turns, but for two things that models that think
+    before they answer need. What the template hides of earlier turns (reasoning) stays in the conversation as it was
+    sampled: what was read and trained on is what was written. And what the header of the turn to be sampled has beyond
+    that of earlier ones (``<think>``, or an empty block of it) stays there, too.
+
+    Args:
+        tokenizer: with a chat template.
+        system: system prompt.
+        observation_tokens: see above.
+        stop_ids: further tokens that end a turn.
+
+    Raises:
+        TemplateError: anything else differs between the conversation at once and appended.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        observation_tokens: int = 0,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._limit = 0
+        self._name = f"chat template of {tokenizer.name_or_path or type(tokenizer).__name__}"
         texts = [" Question one. ", "answer one", " Question two. ", "answer two", " Question three. "]
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        rendered = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string=DATE)
+        )
 
         self._strips = texts[0] not in rendered  # as Llama 3's template does
         pieces, rest = [], rendered
         for text in map(self._content, texts):
             before, found, rest = rest.partition(text)
             if not found:
-                raise TemplateError(f"the template drops or changes the message {text!r}: {rendered!r}")
+                raise TemplateError(f"{self._name}: it drops or changes the message {text!r}: {rendered!r}")
             pieces.append(before)
-        self._head, self._tail, self._gap = pieces[:3]
+        self._head, header, self._gap = pieces[:3]
+        self._tail = rest if rest.startswith(header) else header
         added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         end = max(filter(self._gap.startswith, added), key=len, default=None)
         if end is None:
-            raise TemplateError(f"a turn must end in a special token, but is followed by {self._gap!r}")
+            raise TemplateError(f"{self._name}: a turn must end in a special token, found {self._gap!r} after it")
         self.end_id: int = added[end]
-        self.stop_ids = tuple({self.end_id, tokenizer.eos_token_id} - {None})
+        self.stop_ids = tuple({self.end_id, tokenizer.eos_token_id, *stop_ids} - {None})
 
-        ids = self.demonstration(texts[0:4:2], texts[1:4:2])[0] + self.turn(texts[4], truncated=False)
-        if ids != self._encode(rendered):
+        opened = self._tail.removeprefix(header)
+        self._thinks = "<think>" in opened and "</think>" not in opened
+        self._check(rendered, texts, header)
+        self._limit = observation_tokens
+
+    def _check(self, rendered: str, texts: Sequence[str], header: str) -> None:
+        """The prefix property, on the ids of the dummy conversation."""
+        tail, self._tail = self._tail, header
+        thinks, self._thinks = self._thinks, False
+        ids = self.demonstration(texts[0:4:2], texts[1:4:2])[0]
+        self._tail, self._thinks = tail, thinks
+        ids += self.turn(texts[4], truncated=False)
+        whole = self._encode(rendered)
+        if ids != whole:
+            at = next((i for i, (a, b) in enumerate(zip(ids, whole)) if a != b), min(len(ids), len(whole)))
             raise TemplateError(
-                "three turns rendered at once differ from three appended turns, as with templates that hide "
-                f"earlier reasoning. At once: {rendered!r}; appended: {tokenizer.decode(ids)!r}"
+                f"{self._name}: three turns rendered at once differ from three appended turns after {at} tokens, at "
+                f"{self._tokenizer.decode(whole[at : at + 8])!r} and {self._tokenizer.decode(ids[at : at + 8])!r}"
             )
 
     def start(self, observation: str) -> list[int]:
         """The ids of the system prompt, the first observation and the header of the assistant's turn."""
-        return self._encode(self._head + self._content(observation) + self._tail)
+        return self._encode(self._head + self._content(self._shortened(observation)) + self._tail)
 
     def turn(self, observation: str, *, truncated: bool) -> list[int]:
         """The ids to append after a sampled turn, up to the header of the next one. A `truncated` turn lacks its
         end-of-turn token: it comes first here, as context that was not sampled.
         """
-        ids = self._encode(self._gap + self._content(observation) + self._tail)
+        ids = self._encode(self._gap + self._content(self._shortened(observation)) + self._tail)
         return ids if truncated else ids[1:]
 
     def action(self, ids: Sequence[int]) -> str:
@@ -82,16 +127,31 @@ class ChatFormat:
     ) -> tuple[list[int], list[float]]:
         """The ids of an episode in which `actions[i]` answered `observations[i]`, as sampling would have left
         them, and each one's weight in the loss: 1 in actions with their end-of-turn tokens (0 where not `learn[i]`),
-        `observation_weight` elsewhere.
+        `observation_weight` elsewhere. A block of reasoning that the template has opened is closed at once.
         """
         ids: list[int] = []
         weights: list[float] = []
         for observation, action, wanted in zip(observations, actions, learn or [True] * len(actions), strict=True):
             prompt = self.turn(observation, truncated=False) if ids else self.start(observation)
-            answer = [*self._encode(action.strip()), self.end_id]
+            answer = [*self._encode(("\n</think>\n\n" if self._thinks else "") + action.strip()), self.end_id]
             ids += prompt + answer
             weights += [observation_weight] * len(prompt) + [float(wanted)] * len(answer)
         return ids, weights
+
+    def _shortened(self, text: str) -> str:
+        """The text with its middle cut out where it is too long: beginning and end of an output tell most."""
+        if not self._limit or len(text) <= self._limit:  # a token is at least a character
+            return text
+        spans = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if len(spans) <= self._limit:
+            return text
+        head = self._limit // 2
+        tail = self._limit - head
+        return f"{text[: spans[head - 1][1] if head else 0].rstrip()} … {text[spans[-tail][0] :].lstrip()}"
+
+    def length(self, text: str) -> int:
+        """Tokens of a text by itself."""
+        return len(self._encode(text))
 
     def _content(self, text: str) -> str:
         return text.strip() if self._strips else text

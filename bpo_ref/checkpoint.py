@@ -15,18 +15,29 @@ from transformers.utils import logging
 logging.disable_progress_bar()  # of writing and loading weights: a line for every checkpoint
 
 STATE = "trainer_state.pt"
+FIELDS = {"args", "stage", "step", "counters", "memory", "scores", "optimizer", "value_head", "sharded"}
 
 
 class CheckpointError(ValueError):
     """The folder is not a checkpoint of this run; the message names the file and the field."""
 
 
-def save_checkpoint(folder: Path, model: Any, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write beside ``folder`` and then swap: a crash leaves the old checkpoint or the new one."""
+def save_checkpoint(
+    folder: Path, model: Any, tokenizer: Any, state: dict[str, Any], *, weights: dict[str, Any] | None = None
+) -> None:
+    """Write beside ``folder`` and then swap: a crash leaves the old checkpoint or the new one.
+
+    Args:
+        folder: of the checkpoint.
+        model: of transformers or PEFT, which writes its adapters alone.
+        tokenizer: goes with it.
+        state: the trainer's.
+        weights: of the model, where they are not its own parameters (shards).
+    """
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    model.save_pretrained(fresh)
+    model.save_pretrained(fresh, **({} if weights is None else {"state_dict": weights}))
     tokenizer.save_pretrained(fresh)
     torch.save(state, fresh / STATE)
     if folder.exists():
@@ -51,7 +62,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many types on files that are not its own
         raise CheckpointError(f"{path}: cannot be read as a trainer's state: {error}") from error
-    missing = {"args", "stage", "step", "counters", "entropies", "scores", "optimizer"} - set(state)
+    missing = FIELDS - set(state)
     if missing:
         raise CheckpointError(f"{path}: lacks {', '.join(sorted(missing))}")
     return state

@@ -1,6 +1,16 @@
-"""Runs side by side: mean and spread over seeds of every algorithm, as a Markdown table and a plot.
+"""Runs side by side: mean and spread over seeds of every variant, as Markdown tables and a plot.
 
-python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
+    python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
+
+Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. Metrics, as the BPO paper
+defines them:
+
+- steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
+  evaluations, linear between them;
+- gradient-norm variance: running variance of ‖∇L‖₂ over 50 mini-batches, mean over the run, and its ratio to GRPO's.
+  It mixes in the scale of the estimator (docs/theory.md);
+- non-degenerate share: tasks with an advantage beyond 0.1;
+- success on easy and hard tasks of the panel: those that the start solved, and those that it did not.
 """
 
 from __future__ import annotations
@@ -8,43 +18,162 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bpo_ref.plots import learning_curve, read_scores
+from bpo_ref.plots import label_of, learning_curve, read_scores
+
+WINDOW = 50  # mini-batches of the running variance
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run's logs."""
+
+    folder: Path
+
+    @cached_property
+    def scores(self) -> list[dict[str, Any]]:
+        """Evaluations from the start of reinforcement learning on."""
+        return read_scores(self.folder)
+
+    @cached_property
+    def updates(self) -> list[dict[str, Any]]:
+        """The log's lines of updates."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "update/grad_norm" in line]
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Settings and totals."""
+        return dict(json.loads((self.folder / "results.json").read_text()))
+
+    @property
+    def final(self) -> float:
+        """Success at the end."""
+        return float(self.scores[-1]["success"])
+
+    @property
+    def area(self) -> float:
+        """Mean success over the evaluations after the start."""
+        return float(np.mean([record["success"] for record in self.scores[1:]]))
+
+    def spent_until(self, success: float, unit: str) -> float:
+        """Updates, tokens or seconds until an evaluation reached this success, linear between them; NaN: never."""
+        points = [(record[unit], record["success"]) for record in self.scores]
+        if points[0][1] >= success:
+            return float(points[0][0])
+        for (x0, y0), (x1, y1) in pairwise(points):
+            if y1 >= success:
+                return float(x0 + (x1 - x0) * (success - y0) / (y1 - y0))
+        return float("nan")
+
+    @property
+    def norm_variance(self) -> float:
+        """Running variance of the gradient's norm."""
+        norms = [line["update/grad_norm"] for line in self.updates]
+        window = min(WINDOW, len(norms))
+        return float(np.mean([np.var(norms[i : i + window]) for i in range(len(norms) - window + 1)]))
+
+    @property
+    def nondegenerate(self) -> float:
+        """Share of tasks that anything can be learnt from."""
+        return float(1.0 - np.mean([line["rollout/degenerate_tasks"] for line in self.updates]))
+
+    def success_where(self, solved_at_start: bool) -> float:
+        """Success at the end on the tasks that the start solved, or did not; NaN without a record."""
+        start, end = (self.scores[i].get("outcomes", []) for i in (0, -1))
+        chosen = [after for before, after in zip(start, end) if bool(before) == solved_at_start]
+        return float(np.mean(chosen)) if chosen else float("nan")
+
+
+def grouped(runs: Sequence[Path]) -> dict[str, list[Finished]]:
+    """Runs by label."""
+    groups: dict[str, list[Finished]] = {}
+    for run in runs:
+        groups.setdefault(label_of(run), []).append(Finished(run))
+    return groups
 
 
 def summary(runs: Sequence[Path]) -> str:
-    """One line an algorithm. AUC is the mean success over the evaluations after the start; ± is the standard
-    deviation over seeds; the budget columns are means a run.
-    """
-    by_algo: dict[str, list[tuple[list[dict[str, Any]], dict[str, Any]]]] = {}
-    for run in runs:
-        results = json.loads((run / "results.json").read_text())
-        by_algo.setdefault(results["args"]["algo"], []).append((read_scores(run), results))
+    """One line a variant: ± is the standard deviation over seeds, budget columns are means a run."""
     lines = [
-        "| algorithm | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
+        "| variant | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for algo, entries in by_algo.items():
-        curves = [[point["success"] for point in scores] for scores, _ in entries]
-        ends = np.array([curve[-1] for curve in curves])
-        areas = np.array([np.mean(curve[1:]) for curve in curves])
-        start = np.mean([curve[0] for curve in curves])
-        budget = {name: np.mean([r["counters"][name] for _, r in entries]) for name in entries[0][1]["counters"]}
+    for label, group in grouped(runs).items():
+        ends, areas = np.array([run.final for run in group]), np.array([run.area for run in group])
+        start = np.mean([run.scores[0]["success"] for run in group])
+        counters = [run.results["counters"] for run in group]
+        budget = {name: np.mean([spent[name] for spent in counters]) for name in counters[0]}
         each = " ".join(f"{end:.3f}" for end in ends)
         lines.append(
-            f"| {algo} | {len(entries)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_sd(areas)} "
+            f"| {label} | {len(group)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_sd(areas)} "
             f"| {budget['returns']:,.0f} | {budget['env_steps'] / 1e3:,.0f}k | {budget['tokens'] / 1e3:,.0f}k "
             f"| {budget['seconds']:,.0f} |"
         )
     return "\n".join(lines)
 
 
+def efficiency(runs: Sequence[Path]) -> str:
+    """The paper's metrics, one line a variant. The baselines are the variants that are not named bpo-…."""
+    groups = grouped(runs)
+    finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
+    baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
+    target, grpo = 0.9 * max(baselines), groups.get("grpo")
+    noise = float(np.mean([run.norm_variance for run in grpo])) if grpo else float("nan")
+    lines = [
+        f"| variant | updates, tokens, seconds to {target:.3f} | updates to GRPO's final | Var of grad norm (/ GRPO's) "
+        "| non-degenerate | easy | hard |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for label, group in groups.items():
+        to = [_mean([run.spent_until(target, unit) for run in group]) for unit in ("update", "tokens", "seconds")]
+        to_grpo = _mean([run.spent_until(finals["grpo"], "update") for run in group]) if grpo else "-"
+        variance = float(np.mean([run.norm_variance for run in group]))
+        easy, hard = (_mean([run.success_where(solved) for run in group], "{:.3f}") for solved in (True, False))
+        lines.append(
+            f"| {label} | {', '.join(to)} | {to_grpo} | {variance:.3g} ({variance / noise:.2f}) "
+            f"| {np.mean([run.nondegenerate for run in group]):.2f} | {easy} | {hard} |"
+        )
+    return "\n".join(lines)
+
+
+def overhead(runs: Sequence[Path]) -> str:
+    """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it."""
+    lines = ["| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % |", "|---|---|---|---|---|"]
+    for label, group in grouped(runs).items():
+        updates = [line for run in group for line in run.updates]
+        tasks = group[0].results["args"]["prompts"]
+        snap = 1e3 * float(np.mean([line["time/snapshot"] for line in updates]))
+        count = float(np.mean([line["rollout/snapshots"] for line in updates]))
+        rollout = 1e3 * float(np.mean([line["time/rollout"] for line in updates])) / tasks
+        lines.append(f"| {label} | {snap:.3f} | {count:.1f} | {rollout:.1f} | {100 * snap * count / rollout:.2f} |")
+    return "\n".join(lines)
+
+
+def write(runs: Sequence[Path], out: Path) -> str:
+    """Write OUT-table.md and OUT.png; returns the tables."""
+    text = f"{summary(runs)}\n\n{efficiency(runs)}\n"
+    out.with_name(out.name + "-table.md").write_text(text)
+    learning_curve(runs, out.with_name(out.name + ".png"))
+    return text
+
+
 def _mean_sd(values: np.ndarray) -> str:
     return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
+
+
+def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:
+    """Mean of those that are numbers, and how many are not."""
+    found = [value for value in values if value == value]
+    missing = len(values) - len(found)
+    return (form.format(np.mean(found)) if found else "never") + (f" ({missing} never)" if found and missing else "")
 
 
 def main() -> None:
@@ -53,10 +182,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
     arguments = parser.parse_args()
-    table = summary(arguments.runs)
-    print(table)
-    arguments.out.with_name(arguments.out.name + "-table.md").write_text(table + "\n")
-    learning_curve(arguments.runs, arguments.out.with_suffix(".png"))
+    print(write(arguments.runs, arguments.out))
 
 
 if __name__ == "__main__":

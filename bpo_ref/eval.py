@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import yaml
 
+from bpo_ref.backends import BackendName, make_backend
+from sandboxgym.prompts import PromptName, make_prompt
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
 
@@ -32,6 +34,10 @@ class Score:
     """Share of actions that the environment did not understand."""
     by_type: dict[str, tuple[int, int]]
     """Successes and episodes of each task type."""
+    reward: float = 0.0
+    """Mean total reward of an episode (WebShop's score)."""
+    outcomes: tuple[int, ...] = ()
+    """1 for every task of the panel that was solved, in its order."""
 
     @property
     def rate(self) -> float:
@@ -47,11 +53,20 @@ class Score:
 
 
 def make_env(env_id: str, kwargs: Sequence[str], max_turns: int) -> gym.Env[Any, Any]:
-    """``gym.make`` with arguments written as ``name=value`` (the value is YAML)."""
+    """``gym.make`` with arguments written as ``name=value``."""
+    return gym.make(env_id, max_episode_steps=max_turns, **parse_kwargs(kwargs))
+
+
+def parse_kwargs(kwargs: Sequence[str]) -> dict[str, Any]:
+    """Arguments written as ``name=value`` (the value is YAML).
+
+    Raises:
+        ValueError: one is not.
+    """
     pairs = [pair.partition("=") for pair in kwargs]
     if bad := [pair for pair, (_, equals, _) in zip(kwargs, pairs) if not equals]:
-        raise ValueError(f"expected environment arguments as name=value, found {bad}")
-    return gym.make(env_id, max_episode_steps=max_turns, **{name: yaml.safe_load(value) for name, _, value in pairs})
+        raise ValueError(f"expected arguments as name=value, found {bad}")
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def evaluate(
@@ -62,6 +77,7 @@ def evaluate(
     seed: Sequence[int] = (0,),
     part: tuple[int, int] = (0, 1),
     gather: Callable[[list[Any]], list[Any]] = list,
+    overlap: bool = False,
 ) -> Score:
     """Play one episode of each of the first ``episodes`` tasks.
 
@@ -72,6 +88,7 @@ def evaluate(
         seed: key of the random streams.
         part: (rank, number of processes) that share the panel.
         gather: collects lists from all processes.
+        overlap: of `rollout`.
     """
     env = envs.take()
     available = getattr(env.unwrapped, "num_tasks", None)
@@ -79,10 +96,11 @@ def evaluate(
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]
     outcomes = []
-    for tree in rollout(envs, policy, Schedule(roots=1), tasks=tasks, seed=seed, indices=mine):
+    for tree in rollout(envs, policy, Schedule(roots=1), tasks=tasks, seed=seed, indices=mine, overlap=overlap):
         edges = tree.paths[0].edges
-        outcomes.append((tree.kind, edges[-1].success, len(edges), tree.tokens, sum(not edge.valid for edge in edges)))
-    every = gather(outcomes)
+        invalid, reward = sum(not edge.valid for edge in edges), tree.paths[0].total_reward
+        outcomes.append((tree.kind, edges[-1].success, len(edges), tree.tokens, invalid, reward, tree.index))
+    every = sorted(gather(outcomes), key=lambda outcome: outcome[6])
     by_type: dict[str, tuple[int, int]] = {}
     for kind, success, *_ in sorted(every, key=lambda outcome: outcome[0]):
         won, n = by_type.get(kind, (0, 0))
@@ -95,6 +113,8 @@ def evaluate(
         tokens=sum(outcome[3] for outcome in every) / len(every),
         invalid=sum(outcome[4] for outcome in every) / steps,
         by_type=by_type,
+        reward=sum(outcome[5] for outcome in every) / len(every),
+        outcomes=tuple(int(outcome[1]) for outcome in every),
     )
 
 
@@ -118,8 +138,12 @@ class Args:
     """Folder of a saved policy."""
     env_id: str = "sandboxgym/ALFWorld-v0"
     """The environment."""
-    env_kwargs: tuple[str, ...] = ("games=embedded:unseen",)
+    env_kwargs: tuple[str, ...] = ()
     """Its arguments, as name=value."""
+    env_threads: int = 1
+    """Environments that work at the same time."""
+    env_overlap: bool = False
+    """Sample for one half of the tasks while the environments of the other half step."""
     episodes: int = 256
     """Size of the panel."""
     max_turns: int = 24
@@ -130,8 +154,20 @@ class Args:
     """Most tokens of an action."""
     temperature: float = 1.0
     """Sampling temperature."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    prompt: PromptName = "plain"
+    """Of the environment, as in training."""
+    list_actions: bool = False
+    """Name the possible actions, as in training."""
+    history: int = 0
+    """Turns that a message recalls, as in training."""
     system: str | None = None
     """System prompt, as in training."""
+    observation_tokens: int = 0
+    """Most tokens of an observation, as in training."""
+    backend: BackendName = "hf"
+    """What samples, as in training."""
     seed: int = 0
     """Of the sampling."""
     threads: int = 1
@@ -146,25 +182,32 @@ def main() -> None:
     import tyro
 
     from bpo_ref.chat import ChatFormat
-    from bpo_ref.generate import Generator
+    from bpo_ref.models import eos_ids, load_policy
     from bpo_ref.policy import ChatPolicy
-    from bpo_ref.train import load_policy
 
     args = tyro.cli(Args, config=(tyro.conf.FlagConversionOff,))
     if args.threads:
         torch.set_num_threads(args.threads)
-    model, tokenizer = load_policy(args.checkpoint)
-    chat = ChatFormat(tokenizer, system=args.system)
-    generator = Generator(
+    model, tokenizer = load_policy(args.checkpoint, dtype=args.dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    prompt = make_prompt(
+        args.prompt, args.env_id, system=args.system, list_actions=args.list_actions, history=args.history
+    )
+    chat = ChatFormat(
+        tokenizer, system=prompt.system, observation_tokens=args.observation_tokens, stop_ids=eos_ids(model)
+    )
+    backend = make_backend(
+        args.backend,
         model,
         stop_ids=chat.stop_ids,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         context_limit=args.context,
+        entropies=False,
     )
-    envs = Envs(lambda: make_env(args.env_id, args.env_kwargs, args.max_turns))
-    score = evaluate(ChatPolicy(generator, chat), envs, args.episodes, seed=(args.seed, 3))
-    envs.close()
+    with Envs(lambda: make_env(args.env_id, args.env_kwargs, args.max_turns), threads=args.env_threads) as envs:
+        policy = ChatPolicy(backend, chat, prompt=prompt)
+        score = evaluate(policy, envs, args.episodes, seed=(args.seed, 3), overlap=args.env_overlap)
     print(results_table({args.checkpoint: score}))
     for kind, (won, n) in score.by_type.items():
         print(f"  {kind}: {won}/{n}")

@@ -21,10 +21,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from bpo_ref.models import Output
+from bpo_ref.packing import pack
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 
@@ -96,9 +100,13 @@ class Session:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._weights = _version(generator.model)
+        self._weights = weights_version(generator.model)
         self._rows: dict[int, _Row] = {}
         self._opened = 0
+        self.prefilled = 0
+        """Tokens of context that the model has read."""
+        self.reused = 0
+        """Tokens of context that rows took over from others, read."""
 
     def add(self, context: Sequence[int]) -> int:
         """A new row that begins with `context`, which is fed with its first turn."""
@@ -111,7 +119,20 @@ class Session:
         if parent.keys is None or parent.values is None:
             return self.add(ids)
         cached = slice(len(ids) - 1)  # the last token is always fed, for the logits after it
-        return self._insert(_Row(ids, parent.keys[:, :, cached], parent.values[:, :, cached]))
+        fork = _Row(ids, parent.keys[:, :, cached], parent.values[:, :, cached])
+        self.reused += fork.cached
+        return self._insert(fork)
+
+    def prefill(self, rows: Sequence[int]) -> None:
+        """Have the model read all but the last token of those of these rows that have room for a turn."""
+        self._check()
+        most = self._generator.max_rows
+        able = [self._rows[row] for row in rows if self.room(row) >= 1]
+        pending = [row for row in able if row.cached < len(row.ids) - 1]
+        with torch.inference_mode(), _evaluating(self._generator.model):
+            for batch in (pending[i : i + most] for i in range(0, len(pending), most)):
+                self.prefilled += sum(len(row.ids) - 1 - row.cached for row in batch)
+                _read(self._generator, batch)
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Append tokens of the environment; they are fed with the row's next turn."""
@@ -137,8 +158,7 @@ class Session:
         Raises `ContextOverflow` for rows without room and `StaleSession` before anything is drawn.
         """
         generator = self._generator
-        if _version(generator.model) != self._weights:
-            raise StaleSession("the weights changed after this session was opened; open a new one")
+        self._check()
         if full := [row for row in rows if self.room(row) < 1]:
             raise ContextOverflow(f"rows {full} have reached the limit of {generator.context_limit} tokens")
         streams = [None] * len(rows) if rngs is None else rngs
@@ -146,10 +166,15 @@ class Session:
             _Draft(self._rows[row], rng, min(generator.max_new_tokens, self.room(row)))
             for row, rng in zip(rows, streams, strict=True)
         ]
+        self.prefilled += sum(len(draft.row.ids) - draft.row.cached for draft in drafts)
         with torch.inference_mode(), _evaluating(generator.model):
             for i in range(0, len(drafts), generator.max_rows):
                 _sample(generator, drafts[i : i + generator.max_rows])
         return [draft.finished(generator.stop_ids) for draft in drafts]
+
+    def _check(self) -> None:
+        if weights_version(self._generator.model) != self._weights:
+            raise StaleSession("the weights changed after this session was opened; open a new one")
 
     def _insert(self, row: _Row) -> int:
         if not row.ids:
@@ -191,6 +216,23 @@ class _Draft:
     def finished(self, stop_ids: frozenset[int]) -> Generation:
         ids = self.row.ids[-len(self.logps) :]
         return Generation(ids, self.logps, self.entropies, truncated=ids[-1] not in stop_ids)
+
+
+def _read(generator: Generator, rows: Sequence[_Row]) -> None:
+    """Feeds what is pending but for the last token of each row."""
+    cache, mask = _join(rows, device=generator.model.device)
+    tokens, fed = _pad([row.ids[row.cached : -1] for row in rows], side="left", device=generator.model.device)
+    cached = torch.tensor([[row.cached] for row in rows], device=tokens.device)
+    mask = torch.cat([mask, fed], dim=1)
+    generator.model(
+        input_ids=tokens,
+        attention_mask=mask.long(),
+        position_ids=cached + (fed.cumsum(dim=1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    _split(cache, mask, rows)
 
 
 def _sample(generator: Generator, drafts: list[_Draft]) -> None:
@@ -270,26 +312,83 @@ def _split(cache: DynamicCache, mask: Tensor, rows: Sequence[_Row]) -> None:
 
 
 def token_logps(
-    model: CausalLM, ids: Tensor, lengths: Tensor, *, temperature: float = 1.0, chunk: int = 4096
+    model: CausalLM,
+    ids: Tensor,
+    lengths: Tensor,
+    *,
+    where: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """The trainer's forward pass over right-padded `ids` [B, T] with `lengths` [B]: log-probabilities of
     ids[:, 1:] and entropies of the distributions behind them, both [B, T-1], fp32, differentiable, 0 in padding.
 
-    To bound memory, the fp32 softmax is taken `chunk` tokens at a time and again in the backward pass. The model stays
-    in the mode it is in: where it has dropout, call `eval()` first, or the sampler's log-probabilities do not recur.
+    Of the tokens that `where` [B, T-1] names (default: all), 0 elsewhere. To bound memory, the fp32 softmax is taken
+    `chunk` tokens at a time and again in the backward pass. The model stays in the mode it is in: where it has
+    dropout, call `eval()` first, or the sampler's log-probabilities do not recur.
+    """
+    return forward(model, ids, lengths, where=where, temperature=temperature, chunk=chunk)[:2]
+
+
+def forward(
+    model: CausalLM,
+    ids: Tensor,
+    lengths: Tensor,
+    *,
+    where: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int = 4096,
+    packed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`token_logps` and, where the model has a value head, values of the states before these tokens, [B, T-1] as well.
+
+    ``packed``: prefixes that rows share are computed once; the model is one that `packing.enable` has passed.
     """
     inside = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    logits = model(input_ids=ids, attention_mask=inside.long(), use_cache=False).logits  # [B, T, V]
+    where = inside[:, 1:] if where is None else where & inside[:, 1:]
+    if packed:
+        packing = pack(ids, lengths)
+        chosen = packing.source[where]
+        inputs = {"input_ids": packing.ids, "position_ids": packing.positions, "attention_mask": packing.mask()}
+    else:
+        chosen = pad(where, (0, 1)).flatten().nonzero()[:, 0]
+        inputs = {"input_ids": ids, "attention_mask": inside.long()}
+    with _head_at(model, chosen) as narrowed:
+        output = model(**inputs, use_cache=False)
+    logits = output.logits[0] if narrowed else output.logits.flatten(0, 1)[chosen]
 
     def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         distribution = _log_distribution(logits, temperature)
         return distribution.gather(-1, targets[:, None])[:, 0], _entropy(distribution)
 
-    targets = ids.roll(-1, dims=1).flatten()
-    parts = zip(torch.split(logits.flatten(0, 1), chunk), torch.split(targets, chunk))
-    measured = zip(*(checkpoint(measure, *part, use_reentrant=False) for part in parts))
-    logps, entropies = (torch.cat(part).view_as(ids)[:, :-1] * inside[:, 1:] for part in measured)
-    return logps, entropies
+    parts = zip(torch.split(logits, chunk), torch.split(ids[:, 1:][where], chunk))
+    measured = [torch.cat(part) for part in zip(*(checkpoint(measure, *part, use_reentrant=False) for part in parts))]
+    if isinstance(output, Output):
+        measured.append(output.values.flatten()[chosen])
+    logps, entropies, *rest = (torch.zeros(where.shape, device=ids.device).masked_scatter(where, m) for m in measured)
+    return logps, entropies, rest[0] if rest else None
+
+
+@contextmanager
+def _head_at(model: CausalLM, chosen: Tensor) -> Iterator[bool]:
+    """Give the output layer only the chosen ones of the B x T hidden states, as [1, n, D]; False: there is none.
+
+    The layer is often as large as the rest of the network, and most tokens are the environment's.
+    """
+    bare: Any = getattr(model, "module", model)  # data parallel
+    head = getattr(bare, "policy", bare).get_output_embeddings()
+    if head is None:
+        yield False
+        return
+
+    def select(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].flatten(0, 1)[chosen][None],)
+
+    hook = head.register_forward_pre_hook(select)
+    try:
+        yield True
+    finally:
+        hook.remove()
 
 
 def score(
@@ -317,7 +416,7 @@ def _entropy(distribution: Tensor) -> Tensor:
     return -(distribution.exp() * distribution).sum(dim=-1)
 
 
-def _version(model: CausalLM) -> int:
+def weights_version(model: CausalLM) -> int:
     """A number that grows with every in-place change of a weight."""
     return sum(parameter._version for parameter in model.parameters())
 

@@ -6,6 +6,7 @@ python -m bpo_ref.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,20 @@ def read_scores(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+def label_of(run: Path) -> str:
+    """What a run is shown as: LABEL of a folder named LABEL-seedN, else its algorithm."""
+    named = re.fullmatch(r"(.+)-seed\d+", run.name)
+    if named:
+        return named[1]
+    algorithms = [record["name"].partition("@")[0] for record in read_scores(run) if "@" in record["name"]]
+    return algorithms[0] if algorithms else "sft"
+
+
 def learning_curve(runs: Sequence[Path], path: Path) -> None:
-    """Success against updates and against generated tokens; runs of one algorithm as mean and spread over seeds."""
+    """Success against updates and against generated tokens; runs of one label as mean and spread over seeds."""
     by_algo: dict[str, list[list[dict[str, Any]]]] = {}
     for run in runs:
-        scores = read_scores(run)
-        named = [record["name"].partition("@")[0] for record in scores if "@" in record["name"]]
-        by_algo.setdefault(named[0] if named else "sft", []).append(scores)
+        by_algo.setdefault(label_of(run), []).append(read_scores(run))
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for colour, (algo, curves) in enumerate(sorted(by_algo.items())):
         length = min(map(len, curves))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
+from bpo_ref.backends import Backend
 from bpo_ref.chat import ChatFormat
-from bpo_ref.generate import Generator
-from sandboxgym.tree import Action, Context, Envs, Path
+from bpo_ref.config import ConfigError
+from bpo_ref.generate import Generation
+from bpo_ref.packing import common_prefix
+from sandboxgym.prompts import Exchange, Prompt
+from sandboxgym.tree import Action, Context, Envs, Path, PathKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +24,12 @@ class Turn:
     """What one turn added to a conversation: `Action.memory`. Forks share the turns before them."""
 
     before: Turn | None
+    """None where a conversation begins: at the root, and at every turn if the prompt shows a window."""
     prompt: list[int]
     sampled: list[int]
     truncated: bool
+    past: tuple[Exchange, ...] = ()
+    """The episode so far in words, this turn included: what prompts are made from."""
 
     def ids(self) -> list[int]:
         """The exact ids of the conversation up to here."""
@@ -34,89 +44,202 @@ class Turn:
 class ChatPolicy:
     """Samples the next turn of every live path in one batch (`sandboxgym.tree.Policy`).
 
-    Rows live as long as their paths; make a new policy after the weights have changed.
+    A conversation is read once: paths go on from the keys and values of the path that they leave, root paths from those
+    of the prompt. Rows live until nothing can go on from them (one turn, where the prompt shows a window, and without
+    any reuse); make a new policy after the weights have changed.
+
+    Args:
+        generator: samples (`backends`).
+        chat: from text to ids and back.
+        prompt: what is told and how answers are read.
+        entropy_skip: tokens that every answer begins with: `Action.entropy` is that of the token after them.
     """
 
-    def __init__(self, generator: Generator, chat: ChatFormat) -> None:
+    def __init__(
+        self, generator: Backend, chat: ChatFormat, *, prompt: Prompt | None = None, entropy_skip: int = 0
+    ) -> None:
         self._chat = chat
+        self._prompt = prompt or Prompt()
+        self._skip = entropy_skip
         self._session = generator.open()
         self._rows: dict[Any, int] = {}
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
         """One action a context, None where the conversation has no room left for one."""
-        live = {context.path for context in contexts}
-        finished = [path for path in self._rows if path not in live]
-        self._session.drop([self._rows.pop(path) for path in finished])
-        prompts = [self._read(context) for context in contexts]
+        told = [self._prompt.message(_past(context), context.observation, context.info) for context in contexts]
+        prompts = [self._encode(context, message) for context, message in zip(contexts, told)]
+        self._append(contexts, prompts)
         rows = [self._rows[context.path] for context in contexts]
         able = [i for i, row in enumerate(rows) if self._session.room(row) >= 1]
         positions = {i: len(self._session.context(rows[i])) for i in able}
         generations = self._session.generate([rows[i] for i in able], [contexts[i].rng for i in able]) if able else []
         actions: list[Action | None] = [None] * len(contexts)
         for i, generation in zip(able, generations):
+            answer = self._chat.action(generation.ids)
+            text, complaint = self._prompt.hear(answer, contexts[i].info)
+            exchange = Exchange(str(contexts[i].observation), told[i], answer, text, complaint)
+            before = None if self._prompt.history else contexts[i].memory
+            past = (*_past(contexts[i]), exchange)
             actions[i] = Action(
-                text=self._chat.action(generation.ids),
-                entropy=generation.entropies[0],
-                logp=sum(generation.logps),
+                text=text,
+                entropy=self._entropy(generation),
+                logp=sum(generation.logps) if generation.logps else math.nan,
                 position=positions[i],
                 tokens=len(generation.ids),
-                memory=Turn(contexts[i].memory, prompts[i], generation.ids, generation.truncated),
+                memory=Turn(before, prompts[i], generation.ids, generation.truncated, past),
                 data=generation,
+                valid=not complaint,
             )
         return actions
 
-    def _read(self, context: Context) -> list[int]:
-        """Append the observation to the path's row, opening the row if the path is new; returns what was appended."""
+    def release(self, path: tuple[int, PathKey]) -> None:
+        """Forget a path that nothing will go on from."""
+        if path in self._rows:
+            self._session.drop([self._rows.pop(path)])
+
+    @property
+    def prefilled(self) -> int | None:
+        """Tokens of context that the model has read; None: the backend does not tell."""
+        return self._session.prefilled
+
+    @property
+    def reused(self) -> int | None:
+        """Tokens of context whose keys and values were taken over from another path."""
+        return self._session.reused
+
+    def _entropy(self, generation: Generation) -> float:
+        """Of the token that decides; NaN if not known."""
+        known = generation.entropies
+        return known[min(self._skip, len(known) - 1)] if known else math.nan
+
+    def _encode(self, context: Context, message: str) -> list[int]:
+        """What the message adds to the conversation."""
         before: Turn | None = context.memory
-        if before is None:
-            prompt = self._chat.start(context.observation)
-        else:
-            prompt = self._chat.turn(context.observation, truncated=before.truncated)
-        if context.path in self._rows:
-            self._session.extend(self._rows[context.path], prompt)
-        else:
-            self._rows[context.path] = self._session.add((before.ids() if before else []) + prompt)
-        return prompt
+        if before is None or self._prompt.history:
+            return self._chat.start(message)
+        return self._chat.turn(message, truncated=before.truncated)
+
+    def _append(self, contexts: Sequence[Context], prompts: Sequence[list[int]]) -> None:
+        """Append each prompt to its path's row; a new path's begins as that of the path that it leaves."""
+        opening = []
+        for context, prompt in zip(contexts, prompts):
+            root = context.path[0], ()
+            if self._prompt.history:
+                self.release(context.path)
+                self._rows[context.path] = self._session.add(prompt)
+            elif context.path in self._rows:
+                self._session.extend(self._rows[context.path], prompt)
+            elif context.memory is None and root not in self._rows:
+                self._rows[root] = self._session.add(prompt)
+                opening.append(self._rows[root])
+        self._session.prefill(opening)
+        for context, prompt in zip(contexts, prompts):
+            if context.path not in self._rows:
+                before: Turn | None = context.memory
+                self._rows[context.path] = self._fork(context.path, (before.ids() if before else []) + prompt)
+
+    def _fork(self, path: tuple[int, PathKey], ids: list[int]) -> int:
+        """As much of the row that the path leaves as both begin with, then the rest."""
+        parent = self._rows.get((path[0], path[1][:-2]))
+        shared = 0 if parent is None else common_prefix(self._session.context(parent), ids)
+        if parent is None or not shared:
+            return self._session.add(ids)
+        row = self._session.fork(parent, length=shared)
+        self._session.extend(row, ids[shared:])
+        return row
+
+
+def _past(context: Context) -> tuple[Exchange, ...]:
+    return context.memory.past if context.memory is not None else ()
 
 
 def collect_demonstrations(
-    envs: Envs, episodes: int, *, noise: float, seed: int, progress: Callable[[int], Any] = lambda _: None
+    envs: Envs,
+    episodes: int,
+    *,
+    noise: float,
+    seed: int,
+    least: float | None = None,
+    expert_kwargs: Mapping[str, Any] | None = None,
+    prompt: Prompt | None = None,
+    progress: Callable[[int], Any] = lambda _: None,
 ) -> list[dict[str, list[Any]]]:
-    """Successful expert episodes, played through the environment's own API; tasks in turn.
+    """Expert episodes with a total reward of ``least``, or the successful ones (None), played through the API.
+
+    ``env.unwrapped.expert(rng=…, noise=…)`` gives a player with ``reset(observation)``, ``act(observation)`` and
+    ``noisy``, which tells of the last action whether it was a deliberate mistake.
 
     Args:
-        envs: of an environment whose base has ``num_tasks`` and ``expert(rng=…, noise=…)``.
+        envs: where the environment comes from.
         episodes: how many to play.
-        noise: probability of a random action of the expert.
-        seed: of tasks' order and noise.
-        progress: called with 1 after each.
+        noise: probability of a deliberate mistake.
+        seed: of the tasks' order and the mistakes.
+        least: see above.
+        expert_kwargs: further arguments of ``expert``.
+        prompt: what would have been shown and answered.
+        progress: called after each episode.
 
     Returns:
-        ``{"observations": […], "actions": […], "learn": […]}`` of equal length; ``learn`` is False for noise.
+        Conversations, as ``{"observations": […], "actions": […], "learn": […]}`` of equal length (messages, answers,
+        False for noise): one an episode, or one a turn where the prompt shows a window.
     """
+    prompt = prompt or Prompt()
     env = envs.take()
     base: Any = env.unwrapped
     if not hasattr(base, "expert"):
-        raise NotImplementedError(f"{base} has no expert to demonstrate: set sft_steps=0 and a pretrained model")
-    order = list(range(base.num_tasks))
+        raise ConfigError(f"sft_steps: {base} has no expert to learn from: give sft_data, or a pretrained model")
+    order = list(range(getattr(base, "num_tasks", 1)))
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []
     for episode in range(episodes):
-        expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise)
-        observation, info = env.reset(options={"task": order[episode % len(order)]})
+        expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise, **(expert_kwargs or {}))
+        options = {"task": order[episode % len(order)]} if hasattr(base, "num_tasks") else None
+        observation, info = env.reset(seed=seed + episode, options=options)
         expert.reset(observation)
-        observations, actions, learn, over = [], [], [], False
+        past: list[Exchange] = []
+        learn, over, total = [], False, 0.0
         while not over:
-            observations.append(observation)
-            actions.append(expert.act(observation))
+            action = expert.act(observation)
+            shown = prompt.message(past, observation, info)
+            past.append(Exchange(str(observation), shown, prompt.write(action, info), action))
             learn.append(not expert.noisy)
-            observation, _, terminated, truncated, info = env.step(actions[-1])
+            observation, reward, terminated, truncated, info = env.step(action)
+            total += float(reward)
             over = terminated or truncated
-        if info["success"]:
-            collected.append({"observations": observations, "actions": actions, "learn": learn})
+        if info.get("success", True) if least is None else total >= least:
+            columns: dict[str, list[Any]] = {
+                "observations": [e.shown for e in past],
+                "actions": [e.answer for e in past],
+                "learn": learn,
+            }
+            parts = [slice(i, i + 1) for i in range(len(past))] if prompt.history else [slice(None)]
+            collected += [{name: column[part] for name, column in columns.items()} for part in parts]
         progress(1)
     envs.give(env)
     return collected
+
+
+def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:
+    """Episodes from a file of chats, one ``{"messages": [{"role", "content"}, …]}`` a line, roles in turn.
+
+    A system message is left out: give it as the run's own. What follows the last answer is left out, too.
+
+    Raises:
+        ConfigError: naming the line that is none.
+    """
+    episodes = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            messages = [m for m in json.loads(line)["messages"] if m["role"] != "system"]
+            roles, texts = [m["role"] for m in messages], [m["content"] for m in messages]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"sft_data: {path}:{number}: expected {{'messages': […]}}, found {line:.80}") from error
+        turns = len(messages) // 2
+        if roles[: 2 * turns] != ["user", "assistant"] * turns or not turns:
+            raise ConfigError(f"sft_data: {path}:{number}: expected user and assistant in turn, found {roles}")
+        observations, actions = texts[: 2 * turns : 2], texts[1 : 2 * turns : 2]
+        episodes.append({"observations": observations, "actions": actions, "learn": [True] * turns})
+    return episodes
 
 
 def episode_text(path: Path) -> str:

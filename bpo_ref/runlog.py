@@ -1,15 +1,23 @@
-"""What a run writes down: numbers of every step, scores of every evaluation, and what a batch of trees amounts to."""
+"""What a run writes down: numbers of every step, scores of every evaluation, samples, and a report at the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from sandboxgym.tree import RolloutTree
+from bpo_ref.eval import Score, results_table
+from bpo_ref.policy import ChatPolicy, episode_text
+from sandboxgym.tree import Clock, RolloutTree
+from sandboxgym.tree_file import save_trees
+from sandboxgym.tree_page import write_page
+
+if TYPE_CHECKING:
+    from bpo_ref.train import Args
 
 
 class RunLog:
@@ -58,12 +66,17 @@ def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], lis
                 "env_steps": tree.env_steps,
                 "tokens": tree.tokens,
                 "success": sum(path.edges[-1].success for path in tree.paths),
+                "reward": sum(edge.reward for path in tree.paths for edge in path.from_root()),
                 "valid": sum(edge.valid for edge in edges),
                 "turns": sum(len(path.from_root()) for path in tree.paths),
                 "entropy": sum(sum(edge.action.data.entropies) for edge in edges),
-                "moving": sum(abs(edge.advantage) > 0.1 for edge in edges),
+                "moving": sum(abs(edge.advantage) > 0.1 for edge in edges if edge.weight),
+                "learnt": sum(edge.weight != 0 for edge in edges),
+                "degenerate": all(abs(edge.advantage) <= 0.1 for edge in edges),
+                "stopped": sum(path.edges[-1].child.stopped for path in tree.paths),
                 "branch_points": sum(node.depth > 0 for node in tree.branch_nodes),
                 "snapshots": tree.snapshots,
+                "snapshot_seconds": tree.snapshot_seconds,
                 "equal_groups": all(max(group) == min(group) for group in groups),
             }
         )
@@ -72,14 +85,76 @@ def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], lis
 
 
 def batch_metrics(total: dict[str, float]) -> dict[str, float]:
-    """Means to log: of an episode (success, turns), an action, a token, a tree."""
+    """Means to log: of an episode (success, reward as it is learnt from, turns), an action, a token, a tree."""
     return {
         "rollout/success": total["success"] / total["returns"],
+        "rollout/reward": total["reward"] / total["returns"],
         "rollout/turns": total["turns"] / total["returns"],
         "rollout/valid_actions": total["valid"] / total["env_steps"],
         "rollout/entropy": total["entropy"] / total["tokens"],
-        "rollout/nondegenerate": total["moving"] / total["env_steps"],
+        "rollout/nondegenerate": total["moving"] / max(1.0, total["learnt"]),
+        "rollout/degenerate_tasks": total["degenerate"] / total["trees"],
+        "rollout/stopped": total["stopped"] / total["returns"],
         "rollout/equal_groups": total["equal_groups"] / total["trees"],
         "rollout/forks_beyond_root": total["branch_points"] / total["trees"],
         "rollout/snapshots": total["snapshots"] / total["trees"],
+        "time/snapshot": total["snapshot_seconds"] / total["snapshots"],
     }
+
+
+def rollout_costs(
+    policy: ChatPolicy, clock: Clock, seconds: float, total: Callable[[float], float]
+) -> dict[str, float]:
+    """What to log of how a batch was rolled out.
+
+    Args:
+        policy: that has sampled.
+        clock: of the rollout, on this process.
+        seconds: that it took.
+        total: sum over all processes.
+    """
+    costs = {
+        "time/env": clock.steps,
+        "time/snapshots": clock.snapshots,
+        "time/env_share": clock.steps / seconds,
+        "time/snapshots_share": clock.snapshots / seconds,
+    }
+    if policy.prefilled is not None and policy.reused is not None:
+        costs["rollout/prefilled_tokens"] = total(policy.prefilled)
+        costs["rollout/reused_tokens"] = total(policy.reused)
+    return costs
+
+
+def write_report(
+    out: Path,
+    args: Args,
+    scores: Mapping[str, Score],
+    counters: Mapping[str, float],
+    *,
+    last: int,
+    processes: int,
+) -> None:
+    """``results.md``, ``results.json`` and ``learning_curve.png`` of a finished run."""
+    from bpo_ref.plots import learning_curve
+
+    rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
+    rows[f"{args.algo}@{last}"] = f"after {args.algo}"
+    table = results_table({row: scores[name] for name, row in rows.items() if name in scores})
+    totals = ", ".join(f"{value:,.0f} {name.replace('_', ' ')}" for name, value in counters.items())
+    panel = " ".join([args.env_id, *args.eval_kwargs])
+    text = f"{panel}, {args.eval_episodes} episodes\n\n{table}\n\nSpent by {args.algo}: {totals}"
+    (out / "results.md").write_text(text + "\n")
+    every = {name: {k: v for k, v in asdict(score).items() if k != "outcomes"} for name, score in scores.items()}
+    results = {"args": asdict(args), "processes": processes, "counters": counters, "scores": every}
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+    learning_curve([out], out / "learning_curve.png")
+    made = "learning_curve.png, results.md, samples.txt, trees.html, checkpoint/, tensorboard/"
+    print(f"\n{text}\n\nIn {out}: {made}")
+
+
+def write_samples(out: Path, trees: Sequence[RolloutTree], *, title: str) -> None:
+    """``samples.txt`` for reading, ``trees.json`` and ``trees.html`` for looking at."""
+    text = "\n\n".join(episode_text(tree.paths[0]) for tree in trees[:4])
+    (out / "samples.txt").write_text(f"Episodes sampled: {title}\n\n{text}\n")
+    save_trees(trees[:8], out / "trees.json")
+    write_page(trees[:8], out / "trees.html", title=title)

@@ -2,8 +2,9 @@
 
 What this module promises:
 
-1. `decode(encode(text)) == text` for every text with single spaces whose pieces are in the vocabulary, so an action
-   reads back exactly as the environment spells it ("put pan 1 in/on stoveburner 2", "search[red shoes]").
+1. `decode(encode(text)) == text`, so an action reads back exactly as it was spelled ("put pan 1 in/on stoveburner 2",
+   "search[red shoes]"): with `tiny_tokenizer` for every text with single spaces whose pieces are in the vocabulary,
+   with `tiny_bpe_tokenizer` for every text.
 2. Token ids and initial weights are functions of the arguments alone; the global random state is left as it was.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPACE = "▁"  # begins every piece that follows a space or begins a text; "in/on" is "▁in", "/", "on"
@@ -45,8 +46,8 @@ TINY_SIZES: dict[str, TinySize] = {  # named by the number of parameters with a 
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Cuts a text into words, single punctuation marks and line breaks; a space belongs to the piece after it."""
-    pattern = Regex(rf"{SPACE}?\w+|{SPACE}?[^\w\s{SPACE}]|\s|{SPACE}")
+    """Cuts a text into words, marks such as [SEP], punctuation and line breaks; a space belongs to what follows it."""
+    pattern = Regex(rf"{SPACE}?\[[A-Z]+\]|{SPACE}?\w+|{SPACE}?[^\w\s{SPACE}]|\s|{SPACE}")
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(SPACE, prepend_scheme="always"), pre_tokenizers.Split(pattern, "isolated")]
     )
@@ -73,6 +74,29 @@ def tiny_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme="always")
+    return _chat_tokenizer(tokenizer)
+
+
+def tiny_bpe_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level chat tokenizer of `size` pieces learnt on `texts`: common words are one, any text can be written.
+
+    For free text: queries, shell commands, patches. Spaces, line breaks and unknown words come back as they were.
+    """
+    specials = [PAD, UNK, END, *ROLES]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if size < len(specials) + len(alphabet):
+        raise ValueError(f"expected at least {len(specials) + len(alphabet)} pieces (every byte), found {size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=specials, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _chat_tokenizer(tokenizer)
+
+
+def _chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

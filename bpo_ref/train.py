@@ -1,65 +1,77 @@
-"""Branching Policy Optimization and its baselines, read from top to bottom: arguments, schedules, credit, loss, loop.
+"""Branching Policy Optimization and its baselines, read from top to bottom: arguments, credit, loss, loop.
 
     accelerate launch bpo_ref/train.py --config bpo_ref/configs/alfworld-tiny.yaml --algo bpo --seed 1
 
 Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it forks (the schedule), what an action is
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
-Left out here: a value head (so no PPO and no value baseline), Monte-Carlo values (VinePPO), packed tree forwards,
-LoRA, inference servers. One optimizer, one device type at a time, data parallel through accelerate.
+Beside this file: where trees fork (`schedules.py`), what credit and schedules know from other rollouts
+(`baselines.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
+(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `runlog.py`,
+`plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
+On many GPUs: data parallel or sharded (`parallel.py`), through accelerate. Left out: inference servers.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import signal
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
-import yaml
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.chat import ChatFormat
-from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from bpo_ref.eval import Score, evaluate, make_env, results_table
-from bpo_ref.generate import Generator, token_logps
-from bpo_ref.policy import ChatPolicy, collect_demonstrations, episode_text
-from bpo_ref.runlog import RunLog, batch_metrics, batch_totals
-from bpo_ref.tiny import TINY_SIZES, tiny_model, tiny_tokenizer, words_of
-from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, Schedule, rollout
-from sandboxgym.tree import Path as TreePath
-from sandboxgym.tree_file import save_trees
-from sandboxgym.tree_page import write_page
+from bpo_ref.annotate import annotate
+from bpo_ref.backends import BackendName
+from bpo_ref.baselines import (
+    ForkSample,
+    Gather,
+    Memory,
+    StateBaseline,
+    independent,
+    mean_value,
+    state_key,
+    summarize,
+)
+from bpo_ref.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
+from bpo_ref.checkpoint import CheckpointError
+from bpo_ref.config import ConfigError, parse
+from bpo_ref.eval import Score
+from bpo_ref.generate import forward
+from bpo_ref.models import CausalLM
+from bpo_ref.oracle import value_scores
+from bpo_ref.run import Interrupted, Run
+from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
+from bpo_ref.schedules import make_schedule
+from sandboxgym.prompts import PromptName
+from sandboxgym.tree import Clock, Edge, Node, RolloutTree, rollout
 
-CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
-Item = TypeVar("Item")
-
-
-class ConfigError(ValueError):
-    """The arguments contradict each other; the message names the field."""
-
-
-Algo = Literal["sft", "grpo", "rloo", "rloo-turn", "rloo-key", "bpo-paper", "bpo-tree", "bpo"]
-ScheduleName = Literal["none", "entropy", "entropy-online", "random", "spaced", "lowest", "root"]
-Credit = Literal["paper", "sibling", "tree", "group"]
-Baseline = Literal["none", "turn", "key"]
+Algo = Literal[
+    "sft", "ppo", "grpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "vineppo",
+    "bpo-paper", "bpo-sibling", "bpo-tree", "bpo-key", "bpo-forest", "bpo-split", "bpo",
+]  # fmt: skip
+ScheduleName = Literal[
+    "none",
+    "entropy",
+    "entropy-online",
+    "random",
+    "spaced",
+    "lowest",
+    "root",
+    "value-oracle",
+    "explained",
+    "split",
+    "mc",
+]
+Credit = Literal["paper", "sibling", "tree", "group", "gae", "mc"]
+Baseline = Literal["none", "turn", "key", "value", "critic"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,8 @@ class Args:
     """Settings of a run. Those that are None are set by ``algo`` (see ``PRESETS``)."""
 
     algo: Algo = "bpo"
-    """The algorithm: a preset of the settings under *Tree and credit*; each can be overridden."""
+    """The algorithm: a preset of the settings under *Tree and credit*; each can be overridden. ``bpo`` is ``bpo-key``
+    where the environment gives a ``progress_key``, else ``bpo-forest``."""
     out: str = "runs/alfworld"
     """Folder for logs, checkpoints, samples, plots and results."""
     seed: int = 0
@@ -82,32 +95,68 @@ class Args:
     """Any environment with snapshots, text observations and text actions."""
     env_kwargs: tuple[str, ...] = ()
     """Its arguments in training, as name=value."""
-    eval_kwargs: tuple[str, ...] = ("games=embedded:unseen",)
+    eval_kwargs: tuple[str, ...] = ()
     """Its arguments in evaluation."""
+    env_threads: int = 1
+    """Environments that work at the same time: more than 1 pays for sandboxes and browsers."""
+    env_overlap: bool = False
+    """Sample for one half of the tasks while the environments of the other half step: pays where steps take long."""
     max_turns: int = 24
     """Step limit of an episode (the original ALFWorld's is 50, the paper's 40)."""
 
     # Policy
     model: str = "tiny:0.2M"
     """``tiny:SIZE`` (built in code, see ``tiny.py``), or a folder or hub name of a transformers causal model."""
+    tiny_vocabulary: int = 0
+    """Pieces of a tiny policy's byte-level tokenizer, learnt on the expert episodes: any text can be read and written.
+    0: a word-level one that only knows the words of these episodes (ALFWorld's few)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights of a loaded model."""
+    """What is computed in, and frozen weights are kept in; weights that are trained stay in float32."""
+    lora_r: int = 0
+    """Rank of adapters that are trained in place of the weights (LoRA); 0: all weights are. The reference is then the
+    policy without them, and takes no memory."""
+    lora_alpha: int = 32
+    """Their output is scaled by this, divided by their rank."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass rather than keep what is inside."""
+    prompt: PromptName = "plain"
+    """``plain``: a message is the observation, an answer the action. ``react``: a system prompt for the environment,
+    and answers of thoughts between <think> tags and one action between <action> tags; others are invalid actions.
+    ``choice``: the possible actions are numbered, and a number is an answer."""
+    list_actions: bool = False
+    """Name the possible actions in every message, where the environment does."""
+    history: int = 0
+    """Turns that a message recalls, each turn being a conversation (and a row in training) of its own; 0: one
+    conversation grows with the episode."""
     system: str | None = None
-    """System prompt."""
+    """System prompt, in place of that of ``prompt``."""
     context: int = 768
     """Most tokens of an episode; one that does not fit is truncated."""
+    observation_tokens: int = 0
+    """Most tokens of an observation: the middle of longer ones is left out. 0: no limit."""
     max_new_tokens: int = 12
     """Most tokens of an action."""
+    entropy_skip: int | None = None
+    """Tokens that every answer begins with: its entropy is that of the token after them. Default: the prompt's tag."""
     temperature: float = 1.0
     """Sampling temperature in training; the policy is the tempered distribution."""
+    backend: BackendName = "hf"
+    """What samples: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
     threads: int = 1
     """CPU threads a process (0: PyTorch's choice)."""
 
     # Supervised stage on expert episodes
     sft_steps: int = 0
     """Optimizer steps; 0 leaves the stage out."""
+    sft_data: str | None = None
+    """Chats to learn from, one JSON object ``{"messages": [{"role", "content"}, …]}`` a line, instead of the
+    environment's own expert."""
     sft_episodes: int = 4000
-    """Expert episodes to collect; only the successful ones are used."""
+    """Expert episodes to collect."""
+    expert_kwargs: tuple[str, ...] = ()
+    """Further arguments of the environment's expert, as name=value."""
+    sft_reward: float | None = None
+    """Least total reward of an expert episode that is used; None: only the successful ones are."""
     sft_noise: float = 0.2
     """Probability of an action that is not the expert's, which it then recovers from; these are not learnt."""
     sft_batch: int = 16
@@ -119,7 +168,11 @@ class Args:
 
     # Reinforcement learning
     updates: int = 50
-    """Number of updates."""
+    """Number of updates; with a ``budget``, only the unit of ``eval_every`` and ``warmup``."""
+    match: Literal["returns", "env-steps", "tokens"] = "returns"
+    """What ``budget`` counts: episodes played to an end, environment steps, or generated tokens; all are logged."""
+    budget: int = 0
+    """Train until so much is spent, whatever the number of updates: algorithms with equal budgets can be compared."""
     prompts: int = 16
     """Tasks an update, over all processes."""
     lr: float = 5e-4
@@ -140,34 +193,70 @@ class Args:
     """Optimizer steps a pass; each takes whole tasks."""
     micro_tokens: int = 16384
     """Most tokens of a forward and backward pass; larger batches are accumulated."""
+    pack: Literal["tree", "flat"] = "tree"
+    """``tree``: prefixes that paths share are computed once an update; ``flat``: every path by itself, padded."""
 
     # Tree and credit
-    width: int = 4
+    width: int | None = None
     """K: children of a branch node."""
-    points: float = 2.0
-    """M: branch points of a backbone. A fraction is drawn per task between its two neighbours."""
+    points: float | None = None
+    """M: most branch points on the way from the root to a leaf. A fraction is drawn per task between its neighbours."""
     roots: int | None = None
     """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
     schedule: ScheduleName | None = None
-    """Where the backbone is forked. All but ``entropy-online`` and ``root`` look at its future, or its length."""
+    """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
+    ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
+    ``explained`` (at the depth that explains 30 % of the variance), ``split`` (by V̂). ``mc`` forks for values only."""
+    forks: Literal["backbone", "roots", "all"] | None = None
+    """Which paths are forked: the first root path, every root path, or every path, forks too."""
     root_branch: Literal["always", "free", "never"] | None = None
     """Whether the root is one of the M points: always, by the schedule's choice, or never."""
     spacing: int = 8
-    """Least distance of two branch points in tokens of context (the paper: 64)."""
+    """Least distance of two branch points in tokens of context (the paper: 64); not for ``split``, ``explained``."""
+    fill: Literal["none", "widen"] = "none"
+    """What becomes of points that a short path leaves unspent: nothing, or more siblings at those chosen."""
+    subsample_returns: int = 0
+    """Train on so many of a task's paths, drawn at random (0: all); credit is by all."""
     credit: Credit | None = None
-    """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO)."""
+    """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO),
+    ``gae`` (PPO), ``mc`` (VinePPO: differences of Monte-Carlo values from restored states)."""
     baseline: Baseline | None = None
-    """What replaces the siblings' mean: nothing, or the mean of other rollouts at this turn, or at this progress."""
+    """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
+    (``key``), a running mean by progress over earlier batches (``value``), or a learned value head (``critic``)."""
+    fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
+    """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
     step_weight_power: float | None = None
     """p: a step behind f forks of width K counts K^(-p f). 1 is unbiased, 0 counts all steps of a tree alike."""
+    roulette: float = 1.0
+    """q of ``split``: a path whose V̂ falls to ``roulette_below`` goes on with this probability and then counts 1/q."""
+    roulette_below: float = 0.02
+    """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
+    value_decay: float = 0.9
+    """Share of the running means (``value``, ``split``) that is kept at every update."""
+    mc_rollouts: int = 4
+    """VinePPO: rollouts from a restored state for its value; not trained on, but counted."""
+    mc_turns: int = 0
+    """VinePPO: turns of a path to value, drawn from ``max_turns`` before it begins; 0: all."""
     lam: float = 0.95
-    """λ of Eq. 8, in agent steps."""
+    """λ of Eq. 8, in agent steps; and of ``gae``, in its steps."""
     gamma: float = 1.0
     """Discount a turn."""
     invalid_penalty: float = 0.0
     """Taken off the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
     group_std: bool = True
     """Divide ``group`` advantages by the group's standard deviation."""
+    advantage_norm: Literal["none", "batch"] | None = None
+    """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
+
+    # Value head (``credit=gae`` or ``baseline=critic``)
+    gae_steps: Literal["turn", "token"] = "turn"
+    """What is a step of ``gae``: a turn of the episode, or a token."""
+    value_lr: float = 1e-3
+    """Learning rate of the value head; the rest of the network has the policy's."""
+    value_weight: float = 0.5
+    """Of the value loss."""
+    value_clip: float = 0.2
+    """Values move at most this far from those before the update without the loss noticing; 0: no clipping."""
 
     # Loss
     ratio: Literal["token", "step", "sequence"] = "token"
@@ -176,14 +265,22 @@ class Args:
     """The ratio is clipped below 1 minus this."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 plus this."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the ratio is clipped above this as well (0: not)."""
     kl: float = 0.0
-    """β: weight of the KL divergence to the policy that reinforcement learning started from (k3 estimator)."""
+    """β: weight of the KL divergence to the policy that reinforcement learning started from."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators of it: -log r, (log r)² / 2, r - 1 - log r."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it is counted; in the reward it is the log-ratio of each action (k1)."""
     aggregation: Literal["token", "path", "constant"] = "token"
     """Mean over all tokens of all processes, mean over paths of token means, or sum over tokens / tasks."""
 
     # Bookkeeping
     eval_episodes: int = 256
     """Size of the fixed panel of evaluation tasks: the first of the evaluation library, one episode each."""
+    eval_untrained: bool = True
+    """Evaluate before the supervised stage too; not worth it where random commands make an environment wait."""
     eval_every: int = 10
     """Updates between evaluations."""
     eval_temperature: float = 1.0
@@ -191,213 +288,133 @@ class Args:
     save_every: int = 10
     """Updates (and 20 times as many supervised steps) between checkpoints."""
 
+    @property
+    def critic(self) -> bool:
+        """Whether there is a value head."""
+        return self.credit == "gae" or self.baseline == "critic"
 
-MAY_CHANGE = {"resume", "out", "threads", "updates", "eval_every", "save_every", "micro_tokens"}  # on resuming
+    @property
+    def keyed(self) -> bool:
+        """Whether the environment's ``progress_key`` is used."""
+        return self.baseline in ("key", "value") or self.schedule == "split"
 
+
+DEFAULTS: dict[str, Any] = dict(  # of what a preset does not name: independent rollouts, plain RLOO
+    width=4, points=2.0, schedule="none", forks="backbone", root_branch="never", credit="tree", baseline="none",
+    fork_baseline=None, step_weight_power=1.0, advantage_norm="none",
+)  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
-    "sft": dict(schedule="none", credit="tree", baseline="none", step_weight_power=1.0, root_branch="never"),
-    "grpo": dict(schedule="none", credit="group", baseline="none", step_weight_power=1.0, root_branch="never"),
-    "rloo": dict(schedule="none", credit="tree", baseline="none", step_weight_power=1.0, root_branch="never"),
-    "rloo-turn": dict(schedule="none", credit="tree", baseline="turn", step_weight_power=1.0, root_branch="never"),
-    "rloo-key": dict(schedule="none", credit="tree", baseline="key", step_weight_power=1.0, root_branch="never"),
-    "bpo-paper": dict(schedule="entropy", credit="paper", baseline="none", step_weight_power=0.0, root_branch="free"),
-    "bpo-tree": dict(
-        schedule="entropy-online", credit="tree", baseline="none", step_weight_power=0.0, root_branch="always"
+    "sft": {},
+    "ppo": dict(credit="gae", advantage_norm="batch"),
+    "grpo": dict(credit="group"),
+    "rloo": {},
+    "rloo-turn": dict(baseline="turn"),
+    "rloo-key": dict(baseline="key"),
+    "rloo-value": dict(baseline="value"),
+    "vineppo": dict(schedule="mc", credit="mc", roots=8),
+    "bpo-paper": dict(schedule="entropy", credit="paper", step_weight_power=0.0, root_branch="free"),
+    "bpo-sibling": dict(schedule="entropy-online", credit="sibling", step_weight_power=0.0, root_branch="always"),
+    "bpo-tree": dict(schedule="entropy-online", step_weight_power=0.0, root_branch="always"),
+    "bpo-key": dict(schedule="entropy-online", baseline="key", step_weight_power=0.75, root_branch="always"),
+    "bpo-forest": dict(
+        roots=8, width=2, points=1.0, schedule="explained", forks="roots", baseline="turn", fork_baseline="shrunk"
     ),
-    "bpo": dict(schedule="entropy-online", credit="tree", baseline="key", step_weight_power=0.75, root_branch="always"),
+    "bpo-split": dict(roots=4, width=2, points=3.0, schedule="split", forks="all", baseline="value"),
 }
+PRESETS["bpo"] = PRESETS["bpo-key"]  # trains as docs/results/ shows; bpo-split has yet to
 
 
-def resolved(args: Args) -> Args:
+def resolved(args: Args, *, keyed: bool = True) -> Args:
     """The settings with the preset of ``algo`` filled in, checked.
+
+    Args:
+        args: as given.
+        keyed: whether the environment gives a ``progress_key``.
 
     Raises:
         ConfigError: naming the field that cannot be.
     """
-    preset = {name: value for name, value in PRESETS[args.algo].items() if getattr(args, name) is None}
-    args = replace(args, **preset)
-    forks = args.schedule != "none"
+    preset = DEFAULTS | PRESETS["bpo-forest" if args.algo == "bpo" and not keyed else args.algo]
+    given = {name: value for name, value in asdict(args).items() if value is not None}
+    settings = preset | given
+    preset["fork_baseline"] = preset["fork_baseline"] or ("siblings" if settings["baseline"] == "none" else "parent")
+    args = replace(args, **{name: value for name, value in preset.items() if name not in given})
+    width, points = args.width or 0, args.points or 0.0
+    forks = args.schedule not in ("none", "mc")
+    n = 1 + points * (width - 1)
     if args.roots is None:
-        n = 1 + args.points * (args.width - 1)
         if not forks and n != round(n):
             raise ConfigError(f"roots: N = 1 + points (width - 1) = {n} is not a whole number; set roots")
-        args = replace(args, roots=(args.width if args.root_branch == "always" else 1) if forks else round(n))
-    assert args.roots is not None
-    if forks and args.width < 2:
-        raise ConfigError(f"width: a branch node has at least 2 children (K >= 2), found width={args.width}")
-    if forks and args.points <= 0:
-        raise ConfigError(
-            f"points: schedule={args.schedule} needs at least one branch point, found points={args.points}"
+        args = replace(args, roots=(width if args.root_branch == "always" else 1) if forks else round(n))
+    roots = args.roots or 0
+
+    def refuse(wrong: bool, field: str, message: str) -> None:
+        if wrong:
+            raise ConfigError(f"{field}: {message}")
+
+    if forks:
+        always, too_far = args.root_branch == "always", args.spacing >= args.context
+        refuse(width < 2, "width", f"a branch node has at least 2 children (K >= 2), found width={width}")
+        refuse(
+            points <= 0, "points", f"schedule={args.schedule} needs at least one branch point, found points={points}"
         )
-    if forks and args.root_branch == "always" and args.points < 1:
-        raise ConfigError(f"points: a root that always branches is one already, found points={args.points}")
-    if forks and args.spacing >= args.context:
-        raise ConfigError(f"spacing: {args.spacing} tokens between branch points exceed the context of {args.context}")
-    if args.credit == "group" and (forks or args.roots < 2):
-        raise ConfigError(
-            f"credit: group is for two or more independent rollouts, found schedule={args.schedule}, roots={args.roots}"
-        )
-    if args.baseline != "none" and args.credit != "tree":
-        raise ConfigError(f"baseline: {args.baseline} goes with credit=tree, found credit={args.credit}")
-    if args.roots == 1 and not forks and args.baseline == "none" and args.prompts < 2:
-        raise ConfigError("roots: one rollout of one task has nothing to be compared with; set roots or prompts")
-    for name in ("updates", "sft_steps"):
-        if getattr(args, name) < 0:
-            raise ConfigError(f"{name}: expected 0 or more, found {getattr(args, name)}")
-    for name in ("prompts", "roots", "max_turns", "epochs", "minibatches", "eval_episodes", "eval_every", "save_every"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name}: expected at least 1, found {getattr(args, name)}")
+        refuse(always and points < 1, "points", f"a root that always branches is one already, found points={points}")
+        refuse(too_far, "spacing", f"{args.spacing} tokens between branch points exceed the context of {args.context}")
+        refuse(args.credit in ("gae", "mc"), "credit", f"{args.credit} goes without forks, found {args.schedule}")
+    branched = f"found schedule={args.schedule}, roots={roots}"
+    alone = f"group is for two or more independent rollouts, {branched}"
+    refuse(args.credit == "group" and (forks or roots < 2), "credit", alone)
+    refuse((args.credit == "mc") != (args.schedule == "mc"), "credit", f"mc goes with schedule=mc, {branched}")
+    refuse(
+        args.baseline != "none" and args.credit != "tree", "baseline",
+        f"{args.baseline} goes with credit=tree, found credit={args.credit}",
+    )  # fmt: skip
+    refuse(
+        args.keyed and not keyed, "baseline" if args.baseline in ("key", "value") else "schedule",
+        f"needs info['progress_key'], which {args.env_id} does not give",
+    )  # fmt: skip
+    refuse(
+        roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
+        "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
+    )  # fmt: skip
+    refuse(args.roulette != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
+    refuse(not 0 < args.roulette <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
+    for name in ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"):
+        refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
+    at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads")
+    for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
+        refuse(getattr(args, name) < 1, name, f"expected at least 1, found {getattr(args, name)}")
     for name in ("gamma", "temperature", "eval_temperature"):
-        if getattr(args, name) <= 0:
-            raise ConfigError(f"{name}: expected more than 0, found {getattr(args, name)}")
-    if args.minibatches > args.prompts:
-        raise ConfigError(f"minibatches: {args.minibatches} of {args.prompts} prompts: each needs a whole task")
-    if args.max_new_tokens >= args.context:
-        raise ConfigError(f"max_new_tokens: {args.max_new_tokens} do not fit the context of {args.context}")
+        refuse(getattr(args, name) <= 0, name, f"expected more than 0, found {getattr(args, name)}")
+    split = f"{args.minibatches} of {args.prompts} prompts: each needs a whole task"
+    refuse(args.minibatches > args.prompts, "minibatches", split)
+    pretrained = not args.model.startswith("tiny:") or args.init_from is not None
+    refuse(args.lora_r > 0 and not pretrained, "lora_r", f"goes with a pretrained model, found model={args.model}")
+    window = f"with history={args.history} every turn is a row, found "
+    refuse(args.history > 0 and args.aggregation == "path", "aggregation", f"{window}{args.aggregation}")
+    refuse(args.history > 0 and args.ratio == "sequence", "ratio", f"{window}{args.ratio}")
+    refuse(args.history > 0 and forks and args.spacing > 0, "spacing", f"{window}{args.spacing} tokens; set it to 0")
+    too_long = args.max_new_tokens >= args.context
+    refuse(too_long, "max_new_tokens", f"{args.max_new_tokens} do not fit the context of {args.context}")
     return args
-
-
-# ---------------------------------------------------------------------------------------------------------- schedules
-
-
-class BackboneForks(Schedule):
-    """Forks off the first root path, the backbone: up to M branch points, ``spacing`` tokens apart."""
-
-    def __init__(self, args: Args, seed: Sequence[int]) -> None:
-        assert args.roots is not None
-        super().__init__(args.roots)
-        self.args = args
-        self._seed = seed
-        self._root_used = args.root_branch == "always"
-        self._points: dict[int, int] = {}
-
-    def budget(self, tree: RolloutTree) -> int:
-        """Branch points of this tree beside the root's own, drawn once a tree where M is a fraction."""
-        if tree.index not in self._points:
-            low = math.floor(self.args.points)
-            stream = np.random.default_rng([*self._seed, tree.index, 0])
-            self._points[tree.index] = low + int(stream.random() < self.args.points - low) - int(self._root_used)
-        return self._points[tree.index]
-
-    def eligible(self, node: Node) -> bool:
-        """Whether the schedule may branch here at all."""
-        return self.args.root_branch == "free" or node.depth > 0
-
-    def apart(self, position: int, chosen: Iterable[int]) -> bool:
-        """Whether a context position keeps the spacing to those chosen before."""
-        return all(abs(position - other) >= self.args.spacing for other in chosen)
-
-
-class PostHoc(BackboneForks):
-    """Rank the steps of the finished backbone: `entropy` (the paper's top-M), `lowest`, `random`, `spaced`, `root`."""
-
-    def watches(self, path: TreePath) -> bool:
-        """The backbone."""
-        return path.key == (0, 0)
-
-    def after(self, tree: RolloutTree, path: TreePath) -> Iterable[tuple[Node, int]]:
-        """The M best steps by rank that keep the spacing; ties go to the earlier step."""
-        edges = [edge for edge in path.edges if self.eligible(edge.parent)]
-        chosen = [path.edges[0].action.position] if self._root_used else []
-        left = self.budget(tree)
-        for edge in sorted(edges, key=self._rank(tree, edges)):
-            if left and self.apart(edge.action.position, chosen):
-                chosen.append(edge.action.position)
-                left -= 1
-                yield edge.parent, self.args.width - 1
-
-    def _rank(self, tree: RolloutTree, edges: Sequence[Edge]) -> Callable[[Edge], tuple[float, int]]:
-        name = self.args.schedule
-        if name == "entropy":
-            return lambda edge: (-edge.action.entropy, edge.parent.depth)
-        if name == "lowest":
-            return lambda edge: (edge.action.entropy, edge.parent.depth)
-        if name == "root":
-            return lambda edge: (edge.parent.depth, edge.parent.depth)
-        if name == "spaced":  # the depths nearest to M equal parts of the backbone
-            part = len(edges) / (self.budget(tree) + 1)
-            marks = [int((i + 1) * part + 0.5) for i in range(self.budget(tree))]
-            return lambda edge: (min((abs(edge.parent.depth - mark) for mark in marks), default=0.0), edge.parent.depth)
-        stream = np.random.default_rng([*self._seed, tree.index, 1])
-        order = {id(edge): place for edge, place in zip(edges, stream.permutation(len(edges)))}
-        return lambda edge: (float(order[id(edge)]), 0)
-
-
-class Online(BackboneForks):
-    """Branch when the entropy exceeds a threshold fixed before the episode: causal, so siblings stay exchangeable.
-
-    Without a threshold (the first batch) branch at evenly spaced depths of an episode of half the turn limit.
-    """
-
-    def __init__(self, args: Args, seed: Sequence[int], threshold: float | None) -> None:
-        super().__init__(args, seed)
-        self._threshold = threshold
-        self._chosen: dict[int, list[int]] = {}
-
-    def now(self, tree: RolloutTree, path: TreePath, node: Node, action: Action) -> int:
-        """K - 1 siblings if the rule, the spacing and the budget allow."""
-        if path.key != (0, 0):
-            return 0
-        chosen = self._chosen.setdefault(tree.index, [action.position] if self._root_used else [])
-        budget = self.budget(tree)
-        if not self.eligible(node) or len(chosen) - self._root_used >= budget:
-            return 0
-        if self._threshold is None:
-            wanted = node.depth in {round((i + 1) * self.args.max_turns / 2 / (budget + 1)) for i in range(budget)}
-        else:
-            wanted = action.entropy > self._threshold
-        if not wanted or not self.apart(action.position, chosen):
-            return 0
-        chosen.append(action.position)
-        return self.args.width - 1
-
-
-class EntropyThreshold:
-    """Running quantile of the backbones' entropies in earlier batches, set to spend nearly M branch points a tree.
-
-    High entropies come in clusters, and a tree branches at no more than its M points: so each backbone counts with
-    its M highest only. All of the budget would be spent by no threshold at all, hence ``SPENT`` of it.
-    """
-
-    SPENT = 0.9
-
-    def __init__(self, args: Args, history: Iterable[Sequence[float]] = ()) -> None:
-        self._first = 0 if args.root_branch == "free" else 1  # depth from which on the schedule may choose
-        self._points = args.points - (args.root_branch == "always")
-        self.history: deque[list[float]] = deque((list(h) for h in history), maxlen=8 * args.prompts)
-
-    def observe(self, backbones: Iterable[Sequence[float]]) -> None:
-        """The entropies of a batch's backbones, one sequence each, by depth."""
-        self.history.extend(list(b)[self._first :] for b in backbones)
-
-    def value(self) -> float | None:
-        """The threshold; None before the first batch."""
-        highest = [h for backbone in self.history for h in sorted(backbone)[-math.ceil(self._points) :]]
-        if not highest or not self._points:
-            return None
-        share = self.SPENT * self._points * len(self.history) / len(highest)
-        return float(np.quantile(highest, max(0.0, 1.0 - share)))
-
-
-def make_schedule(args: Args, seed: Sequence[int], threshold: float | None) -> Schedule:
-    """The schedule of one batch; ``seed`` keys what it draws."""
-    assert args.roots is not None
-    if args.schedule == "none":
-        return Schedule(args.roots)
-    return Online(args, seed, threshold) if args.schedule == "entropy-online" else PostHoc(args, seed)
 
 
 # ------------------------------------------------------------------------------------------------------------- credit
 
 
-def back_up(tree: RolloutTree, gamma: float) -> list[Node]:
-    """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes; returns the nodes, deepest first."""
-    nodes = sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth)
-    for node in nodes:
+def back_up(tree: RolloutTree, gamma: float, guess: Callable[[Node], float] = lambda node: 0.0) -> None:
+    """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes.
+
+    Where roulette was played with survival q, what is handed up is ``guess`` + [survived] (V̂ - ``guess``) / q: of the
+    same expectation whatever the guess, which must not know the coin.
+    """
+    for node in sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth):
         for edge in node.children:
             edge.value = edge.reward + gamma * edge.child.value
-        node.value = sum(edge.value for edge in node.children) / len(node.children) if node.children else 0.0
-    return nodes
+        node.value = mean_value(node) if node.children else 0.0
+        if node.survival < 1.0:
+            low = guess(node)
+            node.value = low if node.stopped else low + (node.value - low) / node.survival
 
 
 def local_advantages(node: Node, returns: Sequence[float]) -> list[float]:
@@ -455,192 +472,172 @@ def group_credit(tree: RolloutTree, args: Args) -> None:
             edge.advantage, edge.weight = float(value), 1.0 / len(returns)
 
 
-def tree_credit(tree: RolloutTree, args: Args, baseline: Callable[[Edge, int], float], others: float) -> None:
-    """Â = Q̂ - b with backed-up values; weights fall by K^-p at every fork.
+def mc_credit(tree: RolloutTree, args: Args) -> None:
+    """VinePPO: Σ γ^i r_i + γ^n V̂(next) - V̂(last) between one valued state and the next, for every step between.
 
-    b is the nearest fork's leave-one-out mean, carried forward along one-edge nodes (minus the rewards since), or
-    ``others`` (the mean of the other tasks' values) above the first fork; with a state baseline, that baseline.
+    V̂ is the mean return of the rollouts that were started there for it; a root without any has the leave-one-out mean
+    of the other root paths. These rollouts weigh 0.
+    """
+    returns, gamma = path_returns(tree, args.gamma), args.gamma
+    paths = [path for path in tree.paths if independent(path, args)]
+    mine = {id(edge) for path in paths for edge in path.edges}
+
+    def value(node: Node) -> float | None:
+        found = [returns[id(edge)] for edge in node.children if id(edge) not in mine]
+        return sum(found) / len(found) if found else None
+
+    for edge in tree.edges():
+        edge.advantage, edge.weight = 0.0, 0.0
+    totals = [returns[id(path.edges[0])] for path in paths]
+    for path, total in zip(paths, totals):
+        at_root = value(tree.root)
+        b = at_root if at_root is not None else (sum(totals) - total) / max(1, len(totals) - 1)
+        baselines = []
+        for edge in path.edges:
+            valued = value(edge.parent) if edge.parent.depth else None
+            b = b if valued is None else valued
+            baselines.append(b)
+            b = (b - edge.reward) / gamma
+        target = 0.0
+        for edge, b in zip(reversed(path.edges), reversed(baselines)):
+            target = edge.reward + gamma * target
+            edge.advantage, edge.weight = target - b, 1.0 / len(paths)
+            valued = value(edge.parent) if edge.parent.depth else None
+            target = target if valued is None else valued
+
+
+def gae_credit(tree: RolloutTree, args: Args) -> None:
+    """Generalized advantage estimation over the turns of each path, or over its tokens; an end is worth 0."""
+    for path in tree.paths:
+        following, advantage = 0.0, 0.0
+        for edge in reversed(path.edges):
+            data: Critique = edge.data
+            edge.weight = 1.0 / len(tree.paths)
+            if args.gae_steps == "turn":
+                advantage = edge.reward + args.gamma * following - data.values[0] + args.gamma * args.lam * advantage
+                data.targets = [advantage + data.values[0]] + [math.nan] * (len(data.values) - 1)
+                following, edge.advantage = data.values[0], advantage
+                continue
+            data.advantages = []
+            reward, gamma = edge.reward, args.gamma  # of the action's last token; those before lead on undiscounted
+            for value in reversed(data.values):
+                advantage = reward + gamma * following - value + gamma * args.lam * advantage
+                data.advantages.insert(0, advantage)
+                following, reward, gamma = value, 0.0, 1.0
+            data.targets = [a + v for a, v in zip(data.advantages, data.values)]
+            edge.advantage = float(np.mean(data.advantages))
+
+
+Parent = Callable[[Edge, int, float], float]
+"""(edge, index of its root path, mean of the other root paths less the rewards since) -> value of the state."""
+
+
+def tree_credit(
+    tree: RolloutTree, args: Args, parent: Parent, share: Callable[[int], float], prior: tuple[float, float]
+) -> list[ForkSample]:
+    """Â = Q̂ - b with backed-up values; weights fall by K^-p at every fork, and rise by 1/q where roulette was survived.
+
+    b = a S + (1 - a) ``parent`` at and below a fork, with S the leave-one-out mean of the nearest fork's children,
+    carried forward along one-edge nodes (minus the rewards since); ``parent`` above the first fork and behind roulette.
 
     Args:
         tree: backed up (`back_up`).
-        args: ``gamma``, ``baseline`` and ``step_weight_power`` are used.
-        baseline: (edge, index of its root path) -> value, from other rollouts only.
-        others: see above.
+        args: ``gamma`` and ``step_weight_power`` are used.
+        parent: from other rollouts only.
+        share: a of a fork of so many children.
+        prior: pseudo-counts that the mean of the other root paths is shrunk by, and their mean.
+
+    Returns:
+        What `Shrinkage` wants to know of every fork.
     """
     assert args.step_weight_power is not None
-    todo = [(tree.root, others, 1.0, -1)]
+    samples = []
+    count, overall = prior
+    # a node, S of the nearest fork, the other root paths' mean, a, the weight, the index of the root path
+    todo: list[tuple[Node, float, float, float, float, int]] = [(tree.root, 0.0, 0.0, 0.0, 1.0, -1)]
     while todo:
-        node, carried, weight, root = todo.pop()
-        n = len(node.children)
-        power = 1.0 if node is tree.root else args.step_weight_power
+        node, siblings, roots, a, weight, root = todo.pop()
+        n, at_root, mean = len(node.children), node is tree.root, mean_value(node)
+        if node.survival < 1.0:
+            a, weight = 0.0, weight / node.survival
+        if n > 1 and not at_root:
+            a = share(n)
+            within = sum((edge.value - mean) ** 2 for edge in node.children) / (n - 1)
+            samples.append(ForkSample(tree.index, n, within, mean - parent(node.children[0], root, roots)))
         for index, edge in enumerate(node.children):
-            b = (n * node.value - edge.value) / (n - 1) if n > 1 else carried
-            origin = index if node is tree.root else root
-            edge.weight = weight * n**-power
-            edge.advantage = edge.value - (b if args.baseline == "none" else baseline(edge, origin))
-            todo.append((edge.child, (b - edge.reward) / args.gamma, edge.weight, origin))
+            rest = n * mean - edge.value
+            near = rest / (n - 1) if n > 1 else siblings
+            around = (rest + count * overall) / (n - 1 + count) if at_root else roots
+            origin = index if at_root else root
+            b = near if a == 1.0 else a * near + (1.0 - a) * parent(edge, origin, around)
+            edge.weight = weight * n ** -(1.0 if at_root else args.step_weight_power)
+            edge.advantage = edge.value - b
+            if edge.child.children:
+                near, around = (near - edge.reward) / args.gamma, (around - edge.reward) / args.gamma
+                todo.append((edge.child, near, around, a, edge.weight, origin))
+    return samples
 
 
-StateKey: TypeAlias = Any
-RootTable: TypeAlias = dict[
-    StateKey, tuple[float, float]
-]  # state key -> (share of the rollout that was there, mean value)
-
-
-@dataclass(frozen=True)
-class TreeSummary:
-    """What other tasks' baselines need of a tree: small, so that processes can exchange it."""
-
-    index: int
-    value: float
-    roots: list[RootTable]
-
-
-def state_key(node: Node, kind: str) -> StateKey:
-    """Where states are pooled: the turn, or the environment's progress key and half the turn."""
-    return node.depth if kind == "turn" else (node.key, node.depth // 2)
-
-
-def summarize(tree: RolloutTree, kind: str) -> TreeSummary:
-    """Mean value of each root path's subtree at each state key, every return counted once."""
-    roots: list[RootTable] = []
-    for root_edge in tree.root.children:
-        sums: dict[StateKey, list[float]] = {state_key(tree.root, kind): [1.0, root_edge.value]}
-        todo = [(root_edge.child, 1.0)]
-        while todo:
-            node, share = todo.pop()
-            if node.children:
-                entry = sums.setdefault(state_key(node, kind), [0.0, 0.0])
-                entry[0] += share
-                entry[1] += share * node.value
-                todo += [(edge.child, share / len(node.children)) for edge in node.children]
-        roots.append({key: (min(1.0, n), total / n) for key, (n, total) in sums.items()})
-    return TreeSummary(tree.index, tree.root.value, roots)
-
-
-class StateBaseline:
-    """Value of a state from other rollouts: the same task's other root paths, shrunk to the other tasks'.
-
-    With n and S the number and summed value of this task's other root paths at the key, and likewise n', S' over the
-    other tasks, whose mean value is v̄:  m = (S' + 2 v̄) / (n' + 2),  b = (S + 6 m) / (n + 6).
-    Unbiased: nothing in it depends on the action or on what came of it.
-    """
-
-    SHRINK_TASK, SHRINK_ALL = 6.0, 2.0
-
-    def __init__(self, summaries: Sequence[TreeSummary]) -> None:
-        self._by_index = {summary.index: summary for summary in summaries}
-        self._values = sum(summary.value for summary in summaries)
-        self._all: dict[StateKey, list[float]] = {}
-        for summary in summaries:
-            for table in summary.roots:
-                _accumulate(self._all, table)
-
-    def others(self, index: int) -> float:
-        """Mean value of the other tasks (0 if there are none)."""
-        n = len(self._by_index) - 1
-        return (self._values - self._by_index[index].value) / n if n else 0.0
-
-    def __call__(self, index: int, root: int, key: StateKey) -> float:
-        """The baseline at a state key for a step of one root path (or of forks off it) of one task."""
-        task: dict[StateKey, list[float]] = {}
-        for table in self._by_index[index].roots:
-            _accumulate(task, {key: table[key]} if key in table else {})
-        n_task, s_task = task.get(key, (0.0, 0.0))
-        n_all, s_all = self._all.get(key, (0.0, 0.0))
-        n_own, mean_own = self._by_index[index].roots[root].get(key, (0.0, 0.0))
-        shared = (s_all - s_task + self.SHRINK_ALL * self.others(index)) / (n_all - n_task + self.SHRINK_ALL)
-        return (s_task - n_own * mean_own + self.SHRINK_TASK * shared) / (n_task - n_own + self.SHRINK_TASK)
-
-
-def _accumulate(sums: dict[StateKey, list[float]], table: RootTable) -> None:
-    for key, (n, mean) in table.items():
-        entry = sums.setdefault(key, [0.0, 0.0])
-        entry[0] += n
-        entry[1] += n * mean
-
-
-def assign_credit(
-    trees: Sequence[RolloutTree], args: Args, gather: Callable[[list[TreeSummary]], list[TreeSummary]] = list
-) -> None:
+def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gather: Gather = list) -> list[ForkSample]:
     """Set every edge's advantage and weight.
 
     Args:
         trees: this process's share of the batch.
         args: resolved.
-        gather: collects the summaries of all processes.
+        memory: of earlier batches.
+        gather: collects lists of all processes.
+
+    Returns:
+        The forks of these trees, for `Memory.observe`.
     """
-    assert args.baseline is not None
+    table, forks = memory.values, []
+    kind = "turn" if args.baseline == "turn" else "key"
     for tree in trees:
-        back_up(tree, args.gamma)
-    baseline = StateBaseline(gather([summarize(tree, args.baseline) for tree in trees]))
+        back_up(tree, args.gamma, lambda node: table.value(state_key(node, "key")))
+    means = dict(sorted(gather([(tree.index, tree.root.value) for tree in trees])))
+    summaries = gather([summarize(tree, kind) for tree in trees]) if args.baseline in ("turn", "key") else []
+    batch = StateBaseline(sorted(summaries, key=lambda summary: summary.index))
+    shares: dict[str, Callable[[int], float]] = {"siblings": lambda n: 1.0, "parent": lambda n: 0.0}
+    share = shares.get(str(args.fork_baseline), memory.shrinkage.weight)
     for tree in trees:
+        others = (sum(means.values()) - means[tree.index]) / (len(means) - 1) if len(means) > 1 else 0.0
+
+        def parent(edge: Edge, root: int, roots: float, index: int = tree.index, others: float = others) -> float:
+            if args.baseline in ("turn", "key"):
+                return batch(index, root, state_key(edge.parent, kind))
+            if args.baseline == "value":
+                return 0.9 * table.value(state_key(edge.parent, "key"), prior=others) + 0.1 * roots
+            return float(edge.data.values[0]) if args.baseline == "critic" else roots
+
         if args.credit == "tree":
-
-            def at(edge: Edge, root: int, index: int = tree.index) -> float:
-                return baseline(index, root, state_key(edge.parent, str(args.baseline)))
-
-            tree_credit(tree, args, at, baseline.others(tree.index))
-        elif args.credit == "group":
-            group_credit(tree, args)
+            alone = len(tree.root.children) == 1
+            prior = (2.0, table.mean if table.known else others) if args.baseline == "value" else (float(alone), others)
+            forks += tree_credit(tree, args, parent, share, prior)
         else:
-            (paper_credit if args.credit == "paper" else sibling_credit)(tree, args)
+            by_name = {"paper": paper_credit, "sibling": sibling_credit, "group": group_credit, "gae": gae_credit}
+            by_name.get(str(args.credit), mc_credit)(tree, args)
+        if args.baseline == "critic":
+            for edge in tree.edges():
+                edge.data.targets = [edge.value] + [math.nan] * (edge.action.tokens - 1)
+    if args.advantage_norm == "batch":
+        normalize(trees, gather)
+    return forks
+
+
+def normalize(trees: Sequence[RolloutTree], gather: Gather) -> None:
+    """Scale advantages to mean 0 and variance 1 over the sampled tokens of all processes."""
+    edges = [edge for tree in trees for edge in tree.edges() if edge.weight]
+    values = np.array([a for e in edges for a in getattr(e.data, "advantages", []) or [e.advantage] * e.action.tokens])
+    n, total, squares = (sum(part) for part in zip(*gather([(len(values), values.sum(), (values**2).sum())])))
+    mean = total / n
+    scale = math.sqrt(max(0.0, squares / n - mean**2)) + 1e-8
+    for edge in edges:
+        edge.advantage = (edge.advantage - mean) / scale
+        if isinstance(edge.data, Critique):
+            edge.data.advantages = [(a - mean) / scale for a in edge.data.advantages]
 
 
 # --------------------------------------------------------------------------------------------------------------- loss
-
-
-@dataclass
-class Row:
-    """One path as the trainer sees it: the ids of the whole episode, and the actions sampled on this path."""
-
-    ids: list[int]
-    edges: list[Edge]
-
-    @property
-    def mass(self) -> float:
-        """Σ weight x tokens of its actions."""
-        return sum(edge.weight * edge.action.tokens for edge in self.edges)
-
-
-@dataclass
-class Batch:
-    """Rows padded on the right. T is the longest; position t of the [B, T-1] tensors belongs to token t + 1."""
-
-    ids: Tensor  # [B, T]
-    lengths: Tensor  # [B]
-    step: Tensor  # [B, T-1] number of the action in the batch that the token belongs to, -1 where it was not sampled
-    advantage: Tensor  # [B, T-1]
-    weight: Tensor  # [B, T-1]
-    old_logps: Tensor  # [B, T-1] as sampled
-
-    @property
-    def mask(self) -> Tensor:
-        """[B, T-1]: exactly the sampled tokens."""
-        return self.step >= 0
-
-
-def rows_of(trees: Iterable[RolloutTree]) -> list[Row]:
-    """A row a path; the prefix a path was forked from is context, so every action is trained on once."""
-    return [Row(path.edges[-1].action.memory.ids(), path.edges) for tree in trees for path in tree.paths]
-
-
-def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
-    """Rows as tensors."""
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    step = torch.full((len(rows), longest - 1), -1)
-    advantage, weight, old = (torch.zeros(len(rows), longest - 1) for _ in range(3))
-    number = 0
-    for i, row in enumerate(rows):
-        ids[i, : len(row.ids)] = torch.tensor(row.ids)
-        for edge in row.edges:
-            span = slice(edge.action.position - 1, edge.action.position - 1 + edge.action.tokens)
-            step[i, span], advantage[i, span], weight[i, span] = number, edge.advantage, edge.weight
-            old[i, span] = torch.tensor(edge.action.data.logps)
-            number += 1
-    lengths = torch.tensor([len(row.ids) for row in rows])
-    return Batch(*(tensor.to(device) for tensor in (ids, lengths, step, advantage, weight, old)))
 
 
 def policy_loss(
@@ -648,13 +645,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of every token, unweighted, [B, T-1], 0 where it was not sampled; and sums for the log.
 
-    Clipped surrogate (Schulman et al., 2017) with separate bounds, plus ``kl`` times the k3 estimate
-    exp(q - p) - (q - p) - 1 of the divergence from the reference, with p and q the two log-probabilities.
+    Clipped surrogate (Schulman et al., 2017) with separate bounds, plus ``kl`` times an estimate of the divergence
+    from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1.
 
     Args:
         logps: log-probabilities under the current policy, [B, T-1].
         batch: what was sampled.
-        args: ``ratio``, ``clip_low``, ``clip_high`` and ``kl`` are used.
+        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl`` and ``kl_estimator`` are used.
         reference: log-probabilities under the reference policy, [B, T-1].
     """
     mask = batch.mask
@@ -664,14 +661,17 @@ def policy_loss(
     else:  # an action counts once, its term spread evenly over its tokens; a row's ratio is that of every token in it
         rows = torch.arange(len(change), device=change.device)[:, None].expand_as(change)
         group = (batch.step if args.ratio == "step" else rows)[mask]
-        sums = change.new_zeros(int(group.max()) + 1).index_add(0, group, change[mask])
+        sums = change.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, change[mask])
         sizes = change.new_zeros(len(sums)).index_add(0, group, torch.ones_like(change[mask]))
         level = sums if args.ratio == "step" else sums / sizes
         ratio = torch.ones_like(change).masked_scatter(mask, level.exp()[group])
         share = torch.zeros_like(change)
         share = share.masked_scatter(mask, 1.0 / sizes[group]) if args.ratio == "step" else mask.to(change)
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
-    loss = -torch.minimum(ratio * batch.advantage, clipped * batch.advantage) * share
+    surrogate = torch.minimum(ratio * batch.advantage, clipped * batch.advantage)
+    if args.dual_clip:
+        surrogate = torch.where(batch.advantage < 0, surrogate.maximum(args.dual_clip * batch.advantage), surrogate)
+    loss = -surrogate * share
     stats = {
         "ratio": (ratio.detach() * mask).sum(),
         "clipped": ((clipped != ratio) & mask).sum().float(),
@@ -680,17 +680,34 @@ def policy_loss(
     }
     if reference is not None:
         apart = (reference - logps).masked_fill(~mask, 0.0)
-        divergence = apart.exp() - apart - 1
+        divergence = {"k1": -apart, "k2": apart**2 / 2, "k3": apart.exp() - apart - 1}[args.kl_estimator]
         loss = loss + args.kl * divergence
         stats["kl"] = (divergence.detach() * mask).sum()
     return loss, stats
+
+
+def value_loss(values: Tensor, batch: Batch, args: Args) -> tuple[Tensor, int]:
+    """½ (V - target)², clipped as in PPO, summed over the states whose value is learnt; and their number.
+
+    Args:
+        values: [B, T-1], of the state in which each token was drawn.
+        batch: with ``old_values`` and ``targets``.
+        args: ``value_clip`` is used.
+    """
+    assert batch.old_values is not None and batch.targets is not None
+    learnt = ~batch.targets.isnan()
+    value, old, target = values[learnt], batch.old_values[learnt], batch.targets[learnt]
+    error = (value - target) ** 2
+    if args.value_clip:
+        error = error.maximum((old + (value - old).clamp(-args.value_clip, args.value_clip) - target) ** 2)
+    return 0.5 * error.sum(), int(learnt.sum())
 
 
 def aggregate(loss: Tensor, batch: Batch, rows: Sequence[Row], denominator: float, args: Args) -> Tensor:
     """Σ weight x loss over the tokens, by the whole (minibatch's) denominator; see ``aggregation``."""
     per_row = (loss * batch.weight).sum(dim=1)  # [B]
     if args.aggregation == "path":
-        per_row = per_row / per_row.new_tensor([row.mass for row in rows])
+        per_row = per_row / per_row.new_tensor([row.mass or 1.0 for row in rows])
     return per_row.sum() / denominator
 
 
@@ -700,77 +717,30 @@ def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
     return parts[args.aggregation]
 
 
-def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
-    """Rows in batches of at most ``micro_tokens`` padded tokens.
-
-    Rows without any advantage are left out where they cannot matter; one stays, for data parallel processes must
-    all take part in the reduction of the gradients.
-    """
-    moving = [row for row in rows if args.kl or any(edge.advantage for edge in row.edges)] or list(rows[:1])
-    return by_length(moving, lambda row: len(row.ids), args.micro_tokens)
-
-
-def by_length(items: Iterable[Item], length: Callable[[Item], int], most: int) -> list[list[Item]]:
-    """Items of like length together, so that little is padded: at most ``most`` padded tokens a batch, or one item."""
-    batches: list[list[Item]] = []
-    for item in sorted(items, key=length, reverse=True):
-        if batches and (len(batches[-1]) + 1) * length(batches[-1][0]) <= most:
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-    return batches
-
-
 # --------------------------------------------------------------------------------------------------------------- loop
 
 
-class Trainer:
+class Trainer(Run):
     """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step)."""
 
     def __init__(self, args: Args) -> None:
-        self.args = args
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
-        self._check_processes()
-        if args.threads and self.accelerator.device.type == "cpu":
-            torch.set_num_threads(args.threads)
-        self.out = Path(args.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.envs = Envs(lambda: make_env(args.env_id, args.env_kwargs, args.max_turns))
-        self.eval_envs = Envs(lambda: make_env(args.env_id, args.eval_kwargs, args.max_turns))
-        for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
-            try:
-                envs.give(envs.take())
-            except (OSError, ValueError, TypeError, gym.error.Error) as error:
-                raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
-        self.threshold = EntropyThreshold(args)
-        self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
-        self.scores: dict[str, Score] = {}
-        self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
-        self._interrupted = False
+        super().__init__(args, lambda keyed: resolved(args, keyed=keyed))
 
-        saved = self._saved()
-        self.demonstrations = self._load_demonstrations()
-        model, self.tokenizer = self._build(saved)
-        self.chat = ChatFormat(self.tokenizer, system=args.system)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=args.betas, weight_decay=args.weight_decay)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if saved is not None:
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.stage, self.step, self.counters = saved["stage"], saved["step"], saved["counters"]
-            self.threshold = EntropyThreshold(args, saved["entropies"])
-            self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
-        self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
-        self.log = RunLog(self.out, self._done(), enabled=self.accelerator.is_main_process)
+    def state(self) -> dict[str, Any]:
+        """With what was learnt about schedules and baselines."""
+        return {**super().state(), "memory": self.memory.state()}
 
-    # What a run is.
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Likewise."""
+        super().restore(saved)
+        self.memory = Memory.of(self.args, saved and saved["memory"])
 
     def run(self) -> dict[str, Score]:
         """Train to the end; returns the scores by stage."""
         args = self.args
-        signal.signal(signal.SIGTERM, self._interrupt)
-        signal.signal(signal.SIGINT, self._interrupt)
+        self.catch_signals()
         try:
-            if not self._done():
+            if not self.done() and (args.init_from or args.eval_untrained):
                 self._evaluate("untrained" if not args.init_from else "start")
             if self.stage == "sft":
                 self._supervised()
@@ -778,14 +748,11 @@ class Trainer:
                 self._enter_rl()
             if args.algo != "sft":
                 self._reinforce()
-            if self.accelerator.is_main_process:
-                self._report()
-        except _Stopped:
+            self._report()
+        except Interrupted:
             self.accelerator.print(f"stopped at {self.stage} step {self.step}; go on with --resume")
         finally:
-            self.envs.close()
-            self.eval_envs.close()
-            self.log.close()
+            self.close()
         return self.scores
 
     def _supervised(self) -> None:
@@ -806,7 +773,7 @@ class Trainer:
             loss = self._supervised_step(mine)
             smooth = loss if smooth is None else 0.98 * smooth + 0.02 * loss
             self.step = step + 1
-            self.log.scalars({"sft/loss": loss, "sft/grad_norm": self.grad_norm}, self._done())
+            self.log.scalars({"sft/loss": loss, "sft/grad_norm": self.grad_norm}, self.done())
             bar.set_postfix(loss=f"{smooth:.3f}")
             bar.update()
             self._maybe_save(20 * args.save_every)
@@ -818,64 +785,87 @@ class Trainer:
         losses: list[float] = []
 
         def backward(part: Sequence[tuple[list[int], list[float]]]) -> None:
-            ids, weights = (pad_sequence([torch.tensor(row[i]) for row in part], batch_first=True) for i in (0, 1))
-            lengths = torch.tensor([len(row) for row, _ in part])
-            device = self.accelerator.device
-            logps, _ = token_logps(self.model, ids.to(device), lengths.to(device))
-            loss = -(logps * weights[:, 1:].to(device)).sum() / total
+            padded = (pad_sequence([torch.tensor(row[i]) for row in part], batch_first=True) for i in (0, 1))
+            ids, weights = (tensor.to(self.accelerator.device) for tensor in padded)
+            lengths = torch.tensor([len(row) for row, _ in part], device=ids.device)
+            logps, _, values = forward(self.model, ids, lengths, where=weights[:, 1:] > 0)
+            loss = -(logps * weights[:, 1:]).sum() / total
+            if values is not None:
+                loss = loss + 0.0 * values.sum()  # every parameter takes part in the reduction over processes
             self.accelerator.backward(loss * self.accelerator.num_processes)
             losses.append(float(loss.detach()))
 
-        self._accumulate(by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens), backward)
+        batches = by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens)
+        self._accumulate(batches, backward, idle=(episodes[0][0][:2], [0.0, 0.0]))
         self._optimizer_step()
         return self._sum(sum(losses))
 
     def _reinforce(self) -> None:
-        """Rollouts, credit, loss; an evaluation every ``eval_every`` updates."""
+        """Rollouts, credit, loss; an evaluation every ``eval_every`` updates, or as large a part of the budget."""
         args = self.args
         bar = self._bar(args.algo, args.updates)
-        for update in range(self.step, args.updates):
+        while (before := self._position()) < args.updates:
             began = time.perf_counter()
-            seed = (args.seed, 2, update)
-            self._set_lr(args.lr * learning_rate_factor(update, args))
-            trees = self._rollouts(seed)
+            self._set_lr(args.lr * learning_rate_factor(before, args))
+            with self._gathered():
+                trees = self._rollouts((args.seed, 2, self.step))
             sampled = time.perf_counter()
-            assign_credit(trees, args, self._gather)
+            forks = assign_credit(trees, args, self.memory, self._gather)
+            self.memory.observe(trees, forks, args, self._gather)
+            leave_out(trees, args, (args.seed, 4, self.step))
             metrics = self._optimize(trees)
-            self.step = update + 1
+            self.step += 1
             finished = time.perf_counter()
             metrics |= self._count(trees, finished - began)
-            metrics |= {"time/rollout": sampled - began, "time/update": finished - sampled}
-            self.log.scalars(metrics, self._done())
+            metrics |= {"time/rollout": sampled - began, "time/update": finished - sampled, **self.rollout_costs}
+            self.log.scalars(metrics, self.done())
             bar.set_postfix(
                 success=f"{metrics['rollout/success']:.2f}",
                 entropy=f"{metrics['rollout/entropy']:.2f}",
                 tokens=f"{self.counters['tokens'] / 1e3:.0f}k",
             )
-            bar.update()
-            if self.step % args.eval_every == 0 or self.step == args.updates:
+            now = self._position()
+            bar.n = now
+            bar.refresh()
+            last = now >= args.updates
+            if last or now // args.eval_every > before // args.eval_every:
                 score = self._evaluate(f"{args.algo}@{self.step}")
                 bar.set_description(f"{args.algo} eval {score.rate:.2f}")
-                self._write_samples(trees)
-            self._maybe_save(args.save_every)
+                if self.accelerator.is_main_process:
+                    write_samples(self.out, trees, title=f"{args.algo}, update {self.step}")
+            self._maybe_save(args.save_every, last=last)
         bar.close()
+
+    def _position(self) -> float:
+        """How far the run is, in updates: of its ``updates``, or as the same part of its budget."""
+        args = self.args
+        if not args.budget:
+            return self.step
+        return min(1.0, self.counters[args.match.replace("-", "_")] / args.budget) * args.updates
 
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
         """Trees of the update's tasks, every N-th on each of N processes: the same tasks whatever N is."""
         args = self.args
         env = self.envs.take()
-        tasks = draw_tasks(env, args.prompts, seed)
+        drawn = draw_tasks(env, args.prompts, seed)
         self.envs.give(env)
         indices = range(self.accelerator.process_index, args.prompts, self.accelerator.num_processes)
-        threshold = self.threshold.value() if args.schedule == "entropy-online" else None
-        schedule = make_schedule(args, seed, threshold)
-        policy = ChatPolicy(self._generator(args.temperature), self.chat)
-        trees = rollout(self.envs, policy, schedule, tasks=[tasks[i] for i in indices], seed=seed, indices=indices)
-        for tree in trees:
-            for edge in tree.edges():
-                edge.reward -= args.invalid_penalty * (not edge.valid)
-        backbones = [(t.index, [e.action.entropy for e in t.paths[0].edges]) for t in trees]
-        self.threshold.observe(entropies for _, entropies in sorted(self._gather(backbones)))
+        tasks, scores = [drawn[i] for i in indices], None
+        if args.schedule == "value-oracle":
+            probing = self._player(args.temperature)
+            scores = value_scores(self.envs, probing, tasks, seed=seed, indices=indices, width=args.width or 2)
+        schedule = make_schedule(args, seed, self.memory, scores)
+        policy = self._player(args.temperature)
+        clock, began = Clock(), time.perf_counter()
+        trees = rollout(
+            self.envs, policy, schedule, tasks=tasks, seed=seed, indices=indices, overlap=args.env_overlap, clock=clock
+        )
+        self.rollout_costs = rollout_costs(policy, clock, time.perf_counter() - began, self._sum)
+        for edge in (edge for tree in trees for edge in tree.edges()):
+            edge.reward -= args.invalid_penalty * (not edge.valid)
+        whole = self.accelerator.unwrap_model(self.model)
+        measure, reference = (partial(self._forward, model) for model in (whole, self.reference))
+        annotate(trees, args, measure, reference, self.accelerator.device)
         return trees
 
     def _optimize(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
@@ -888,76 +878,42 @@ class Trainer:
                 chosen = [tree for tree in trees if tree.index * args.minibatches // args.prompts == part]
                 rows = rows_of(chosen)
                 denominator = self._sum(denominator_of(rows, len(chosen), args))
+                learnt = self._sum(sum(row.learnt for row in rows))
 
-                def backward(micro: Sequence[Row], denominator: float = denominator) -> None:
-                    for name, value in self._backward(micro, denominator).items():
+                def backward(micro: Sequence[Row], scale: tuple[float, float] = (denominator, learnt)) -> None:
+                    for name, value in self._backward(micro, *scale).items():
                         sums[name] = sums.get(name, 0.0) + value
 
-                self._accumulate(micro_batches(rows, args), backward)
+                self._accumulate(micro_batches(rows, args), backward, idle=Row(rows[0].ids[:2], []))
                 self._optimizer_step()
                 norms.append(self.grad_norm)
         sums = {name: self._sum(value) for name, value in sums.items()}
         tokens = max(sums.pop("tokens"), 1.0)
-        metrics = {f"update/{name}": value / tokens for name, value in sums.items() if name != "loss"}
-        return {**metrics, "update/loss": sums["loss"], "update/grad_norm": float(np.mean(norms))}
+        metrics = {f"update/{name}": value / tokens for name, value in sums.items() if not name.endswith("loss")}
+        steps = {f"update/{name}": value / len(norms) for name, value in sums.items() if name.endswith("loss")}
+        return {**metrics, **steps, "update/grad_norm": float(np.mean(norms))}
 
-    def _backward(self, rows: Sequence[Row], denominator: float) -> dict[str, float]:
+    def _backward(self, rows: Sequence[Row], denominator: float, learnt: float) -> dict[str, float]:
         args = self.args
         batch = collate(rows, self.accelerator.device)
         reference = None
-        if self.reference is not None:
+        if self.reference is not None and args.kl_in == "loss":
             with torch.no_grad():
-                reference, _ = token_logps(self.reference, batch.ids, batch.lengths, temperature=args.temperature)
-        logps, _ = token_logps(self.model, batch.ids, batch.lengths, temperature=args.temperature)
+                reference, *_ = self._forward(self.reference, batch)
+        logps, _, values = self._forward(self.model, batch)
         losses, stats = policy_loss(logps, batch, args, reference)
         loss = aggregate(losses, batch, rows, denominator, args)
+        if values is not None:
+            error, _ = value_loss(values, batch, args)
+            stats["value_loss"] = error.detach() / learnt
+            loss = loss + args.value_weight * error / learnt
         self.accelerator.backward(loss * self.accelerator.num_processes)  # the reduction takes the mean of processes
         return {"loss": float(loss.detach()), **{name: float(value) for name, value in stats.items()}}
 
-    # Evaluation and reports.
-
-    def _evaluate(self, name: str) -> Score:
-        args = self.args
-        policy = ChatPolicy(self._generator(args.eval_temperature), self.chat)
-        score = evaluate(
-            policy,
-            self.eval_envs,
-            args.eval_episodes,
-            seed=(args.seed, 3),
-            part=(self.accelerator.process_index, self.accelerator.num_processes),
-            gather=self._gather,
-        )
-        self.scores[name] = score
-        self.log.scalars({"eval/success": score.rate, "eval/turns": score.turns}, self._done())
-        self.log.point({"step": self._done(), "name": name, **self.counters, "success": score.rate, "n": score.n})
-        return score
-
-    def _report(self) -> None:
-        from bpo_ref.plots import learning_curve
-
-        args = self.args
-        rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
-        rows[f"{args.algo}@{self.step}"] = f"after {args.algo}"
-        table = results_table({row: self.scores[name] for name, row in rows.items() if name in self.scores})
-        totals = ", ".join(f"{value:,.0f} {name.replace('_', ' ')}" for name, value in self.counters.items())
-        games = " ".join(args.eval_kwargs)
-        text = f"{args.env_id} {games}, {args.eval_episodes} episodes\n\n{table}\n\nSpent by {args.algo}: {totals}"
-        (self.out / "results.md").write_text(text + "\n")
-        scores = {name: asdict(score) for name, score in self.scores.items()}
-        processes = self.accelerator.num_processes
-        results = {"args": asdict(args), "processes": processes, "counters": self.counters, "scores": scores}
-        (self.out / "results.json").write_text(json.dumps(results, indent=1))
-        learning_curve([self.out], self.out / "learning_curve.png")
-        made = "learning_curve.png, results.md, samples.txt, trees.html, checkpoint/, tensorboard/"
-        print(f"\n{text}\n\nIn {self.out}: {made}")
-
-    def _write_samples(self, trees: Sequence[RolloutTree]) -> None:
-        if self.accelerator.is_main_process:
-            picked = [path for tree in trees[:4] for path in tree.paths[:1]]
-            text = "\n\n".join(episode_text(path) for path in picked)
-            (self.out / "samples.txt").write_text(f"Episodes sampled at update {self.step}\n\n{text}\n")
-            save_trees(trees[:8], self.out / "trees.json")
-            write_page(trees[:8], self.out / "trees.html", title=f"{self.args.algo}, update {self.step}")
+    def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and entropies of the sampled tokens, and values of their states, [B, T-1]."""
+        packed, temperature = self.args.pack == "tree", self.args.temperature
+        return forward(model, batch.ids, batch.lengths, where=batch.mask, temperature=temperature, packed=packed)
 
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""
@@ -967,159 +923,14 @@ class Trainer:
         self.counters["seconds"] += seconds
         return batch_metrics(total) | {f"total/{name}": float(value) for name, value in self.counters.items()}
 
-    # State of the run.
 
-    def _enter_rl(self) -> None:
-        self.stage, self.step = "rl", 0
-        fresh = torch.optim.AdamW(
-            self.accelerator.unwrap_model(self.model).parameters(),
-            lr=self.args.lr,
-            betas=self.args.betas,
-            weight_decay=self.args.weight_decay,
-        )
-        self.optimizer = self.accelerator.prepare(fresh)
-        self._save(self.out / "sft")
-        self._save(self.out / "checkpoint")
-        self.reference = self._build_reference() if self.args.kl else None
-
-    def _saved(self) -> dict[str, Any] | None:
-        checkpoint = self.out / "checkpoint"
-        if not self.args.resume:
-            return None
-        saved = load_checkpoint(checkpoint)
-        for name, mine in json.loads(json.dumps(asdict(self.args))).items():
-            theirs = saved["args"].get(name)
-            if mine != theirs and name not in MAY_CHANGE:
-                raise CheckpointError(f"{checkpoint}: was made with {name}={theirs!r}, now it is {mine!r}")
-        return saved
-
-    def _maybe_save(self, every: int) -> None:
-        stop = self._any_interrupted()
-        if stop or self.step % every == 0 or (self.stage == "rl" and self.step == self.args.updates):
-            self._save(self.out / "checkpoint")
-        if stop:
-            raise _Stopped
-
-    def _save(self, folder: Path) -> None:
-        if self.accelerator.is_main_process:
-            state = {
-                "args": json.loads(json.dumps(asdict(self.args))),
-                "stage": self.stage,
-                "step": self.step,
-                "counters": self.counters,
-                "entropies": list(self.threshold.history),
-                "scores": {name: asdict(score) for name, score in self.scores.items()},
-                "optimizer": self.optimizer.state_dict(),
-            }
-            save_checkpoint(folder, self.accelerator.unwrap_model(self.model), self.tokenizer, state)
-        self.accelerator.wait_for_everyone()
-
-    def _interrupt(self, *_: object) -> None:
-        if self._interrupted:
-            raise KeyboardInterrupt  # the second time, at once
-        self._interrupted = True
-
-    def _any_interrupted(self) -> bool:
-        return self._sum(float(self._interrupted)) > 0 if self.accelerator.num_processes > 1 else self._interrupted
-
-    def _done(self) -> int:
-        """Steps since the start, over both stages: the x axis of the logs."""
-        return self.step if self.stage == "sft" or self.args.init_from else self.args.sft_steps + self.step
-
-    # Small parts.
-
-    def _build(self, saved: dict[str, Any] | None) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-        args = self.args
-        folder = self.out / "checkpoint" if saved is not None else args.init_from
-        if folder is None and args.model.startswith("tiny:"):
-            size = args.model.removeprefix("tiny:")
-            if size not in TINY_SIZES:
-                raise ConfigError(f"model: expected tiny: with one of {', '.join(TINY_SIZES)}, found {args.model}")
-            texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
-            tokenizer = tiny_tokenizer(words_of(texts))
-            model = tiny_model(tokenizer, **TINY_SIZES[size], max_position_embeddings=args.context, seed=args.seed)
-            return model, tokenizer
-        return load_policy(folder or args.model, dtype=args.dtype)
-
-    def _build_reference(self) -> CausalLM:
-        """The policy that reinforcement learning started from, frozen."""
-        warm = self.args.sft_steps and not self.args.init_from
-        model, _ = load_policy(self.out / "sft", dtype=self.args.dtype) if warm else self._build(None)
-        return model.to(self.accelerator.device).eval().requires_grad_(False)
-
-    def _load_demonstrations(self) -> list[dict[str, Any]]:
-        """Expert episodes, collected once and kept in ``out``: they warm the policy up and give its vocabulary."""
-        args = self.args
-        if not (args.sft_steps or args.model.startswith("tiny:")) or args.init_from:
-            return []
-        path = self.out / "demonstrations.jsonl"
-        if self.accelerator.is_main_process and not (args.resume and path.exists()):
-            with tqdm(total=args.sft_episodes, desc="expert episodes") as bar:
-                episodes = collect_demonstrations(
-                    self.envs, args.sft_episodes, noise=args.sft_noise, seed=args.seed, progress=bar.update
-                )
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
-            temporary.replace(path)
-        self.accelerator.wait_for_everyone()
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    def _generator(self, temperature: float) -> Generator:
-        return Generator(
-            self.accelerator.unwrap_model(self.model),
-            stop_ids=self.chat.stop_ids,
-            max_new_tokens=self.args.max_new_tokens,
-            temperature=temperature,
-            context_limit=self.args.context,
-        )
-
-    def _accumulate(self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None]) -> None:
-        """Backward passes whose gradients are reduced over the processes once, in the last."""
-        for batch in batches[:-1]:
-            with self.accelerator.no_sync(self.model):
-                backward(batch)
-        backward(batches[-1])
-
-    def _optimizer_step(self) -> None:
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-        self.grad_norm = float(norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def _sum(self, value: float) -> float:
-        if self.accelerator.num_processes == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)
-        return float(self.accelerator.reduce(tensor, reduction="sum"))
-
-    def _gather(self, local: list[Any]) -> list[Any]:
-        return gather_object(local) if self.accelerator.num_processes > 1 else local
-
-    def _bar(self, description: str, total: int) -> Any:
-        return tqdm(desc=description, total=total, initial=self.step, disable=not self.accelerator.is_main_process)
-
-    def _check_processes(self) -> None:
-        """A launcher that meant several processes but started one would train on a part of the batch."""
-        wanted = int(os.environ.get("WORLD_SIZE", "1"))
-        if wanted != self.accelerator.num_processes:
-            raise ConfigError(
-                f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
-            )
-        if self.args.prompts % (self.args.minibatches * wanted):
-            raise ConfigError(
-                f"prompts: {self.args.prompts} cannot be split evenly into {self.args.minibatches} minibatches "
-                f"for {wanted} processes"
-            )
-        if self.args.sft_batch < wanted:
-            raise ConfigError(f"sft_batch: {self.args.sft_batch} episodes for {wanted} processes")
-
-
-class _Stopped(Exception):
-    """Interrupted, with the state saved."""
+def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> None:
+    """Give the paths beyond ``subsample_returns`` of each task weight 0."""
+    for tree in trees if args.subsample_returns else ():
+        order = np.random.default_rng([*seed, tree.index]).permutation(len(tree.paths))
+        for place in order[args.subsample_returns :]:
+            for edge in tree.paths[place].edges:
+                edge.weight = 0.0
 
 
 def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:
@@ -1131,82 +942,23 @@ def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[
     return [int(i) for i in rng.choice(available, count, replace=available < count)]
 
 
-def learning_rate_factor(update: int, args: Args) -> float:
-    """Warm-up, then constant, linear or cosine."""
-    if update < args.warmup:
-        return (update + 1) / args.warmup
-    rest = (update - args.warmup) / max(1, args.updates - args.warmup)
+def learning_rate_factor(position: float, args: Args) -> float:
+    """Warm-up, then constant, linear or cosine; ``position`` in updates."""
+    if position < args.warmup:
+        return (position + 1) / args.warmup
+    rest = (position - args.warmup) / max(1, args.updates - args.warmup)
     return {"constant": 1.0, "linear": 1.0 - rest, "cosine": 0.5 * (1 + math.cos(math.pi * rest))}[args.lr_decay]
 
 
-def load_policy(folder: str | Path, *, dtype: str = "float32") -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """A transformers causal model and its tokenizer, from a folder or the hub."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)), tokenizer
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot load {folder} as a transformers causal model: {error}") from error
-
-
 def parse_args(argv: Sequence[str] | None = None) -> Args:
-    """Defaults, then the YAML file of ``--config``, then the command line.
-
-    Raises:
-        ConfigError: a file that cannot be read, or a field in it that does not exist; the message names both.
-    """
-    given = sys.argv[1:] if argv is None else argv
-    argv = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    values: dict[str, Any] = {}
-    if "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 == len(argv):
-            raise ConfigError("--config: expected a YAML file")
-        values = read_config(Path(argv[at + 1]))
-        del argv[at : at + 2]
-    return tyro.cli(Args, default=Args(**values), args=argv, config=(tyro.conf.FlagConversionOff,))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Fields of `Args` from a YAML file; environment arguments may be written as a mapping."""
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected lines of the form name: value, found {values!r:.80}")
-    known = get_type_hints(Args)
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{path}: there is no setting {name!r}; see --help for those that are")
-        if name.endswith("_kwargs") and isinstance(value, dict):
-            values[name] = tuple(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items())
-        elif isinstance(value, list):
-            values[name] = tuple(value)
-        if not _fits(values[name], known[name]):
-            expected = "a number (5e-4 is text in YAML, 5.0e-4 a number)" if known[name] is float else known[name]
-            raise ConfigError(f"{path}: {name}: expected {expected}, found {value!r}")
-    return values
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of a field of `Args`."""
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        return value in options
-    if get_origin(hint) is tuple:
-        if not isinstance(value, tuple):
-            return False
-        wanted = options[:1] * len(value) if options[-1] is ... else options
-        return len(value) == len(wanted) and all(map(_fits, value, wanted))
-    if options:
-        return any(_fits(value, option) for option in options)
-    return type(value) is hint or (hint is float and type(value) is int)
+    """Defaults, then the YAML file of ``--config``, then the command line; raises `ConfigError`."""
+    return parse(Args, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
     """Parse, check, train."""
     try:
-        return Trainer(resolved(parse_args(argv))).run()
+        return Trainer(parse_args(argv)).run()
     except (ConfigError, CheckpointError) as error:
         raise SystemExit(f"error: {error}") from error
 

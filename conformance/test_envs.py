@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 import sandboxgym  # noqa: F401  # registers the ids
 from sandboxgym.conformance import Subject, Verdict, all_checks, run
 
-ENVS = ["sandboxgym/ALFWorld-v0"]
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from components import missing
+
+ENVS = ["sandboxgym/ALFWorld-v0", "sandboxgym/WebShop-v0"]
 REASONS = ("no randomness seen", "no shell hook")  # why a check may be skipped
 
 
@@ -23,3 +29,33 @@ def test_no_check_fails(target: str) -> None:
     assert len(report.of(Verdict.PASS)) >= 50
     untold = {id: reason for id, reason in report.not_tested if id in untimed and not reason.startswith(REASONS)}
     assert untold == {}
+
+
+CONTAINER_CHECKS = (
+    "api.protocol",
+    "api.spec",
+    "api.snapshot_before_reset",
+    "restore.trace_equality",
+    "snapshot.noninterference",
+    "freshness.last_info",
+    "fork.unseeded_exact",
+    "probes.matrix",
+    "probes.losses",
+    "durable.round_trip",
+    "resources.killed_owner",
+)
+"""A sample: the whole suite takes a quarter of an hour where every step is a process (docs/conformance/certify.sh)."""
+
+
+@pytest.mark.slow
+def test_the_sandboxed_environment_holds_to_the_contract() -> None:
+    from sandboxgym.envs.swebench import probing
+    from sandboxgym.sandbox.namespace import why_unavailable
+
+    if reason := why_unavailable():
+        missing("overlay", reason)
+    arguments = {"backend": "overlay", "instances": ["tally-12"]}
+    subject = Subject.named("sandboxgym/SWEBench-v0", arguments, actions=probing.actions, shell=probing.shell)
+    report = run(subject, only=CONTAINER_CHECKS)
+    assert {result.id: result.message for result in report.failures} == {}
+    assert len(report.of(Verdict.PASS)) >= len(CONTAINER_CHECKS) - 1

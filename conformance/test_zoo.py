@@ -16,7 +16,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import killmatrix  # noqa: E402  (found beside this file)
+import examining  # noqa: E402  (found beside this file)
+import falsealarms  # noqa: E402
+import killmatrix  # noqa: E402
 import zoo  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
@@ -26,22 +28,22 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("mutant", zoo.MUTANTS, ids=lambda mutant: mutant.name)
 def test_killed_by_a_check_that_names_the_hazard(mutant: zoo.Mutant) -> None:
-    (row,) = killmatrix.in_own_process([(mutant.name, mutant.budget, 0, killmatrix.NAMED)], processes=1)
-    assert killmatrix.killed(mutant, row), f"{mutant.hazard}: {mutant.note}\n{row.verdicts}\n{row.messages}"
+    (row,) = examining.in_own_process([(mutant.name, mutant.budget, 0, examining.NAMED)], processes=1)
+    assert examining.killed(mutant, row), f"{mutant.hazard}: {mutant.note}\n{row.verdicts}\n{row.messages}"
 
 
 @pytest.mark.parametrize("good", zoo.KNOWN_GOOD, ids=lambda good: good.name)
 def test_known_good_raises_no_alarm(good: zoo.Good) -> None:
-    ids = [check.id for check in killmatrix.CHECKS if not check.id.startswith(killmatrix.SLOW_ALARMS)]
-    (row,) = killmatrix.in_own_process([(good.name, killmatrix.SEEDS_BUDGET, 1, ids)], processes=1)
+    ids = [check.id for check in examining.CHECKS if not check.id.startswith(examining.SLOW_ALARMS)]
+    (row,) = examining.in_own_process([(good.name, examining.SEEDS_BUDGET, 1, ids)], processes=1)
     assert not row.failed, row.messages
     assert row.verdicts["restore.many"] is Verdict.PASS or good.name == "entropy"
 
 
 def test_known_good_with_the_quick_budget() -> None:
-    untimed = [check.id for check in killmatrix.CHECKS if not check.id.startswith("cost.")]
+    untimed = [check.id for check in examining.CHECKS if not check.id.startswith("cost.")]
     jobs = [(good.name, "quick", 0, untimed) for good in zoo.KNOWN_GOOD]
-    rows = killmatrix.in_own_process(jobs, processes=os.cpu_count() or 1)
+    rows = examining.in_own_process(jobs, processes=os.cpu_count() or 1)
     assert {row.name: row.messages for row in rows if row.failed} == {}
 
 
@@ -50,7 +52,7 @@ def test_specimens_are_well_described() -> None:
     assert len(set(names)) == len(names)
     assert len(zoo.MUTANTS) >= 50
     assert len({mutant.family for mutant in zoo.MUTANTS}) >= 4
-    known = {check.id for check in killmatrix.CHECKS}
+    known = {check.id for check in examining.CHECKS}
     for mutant in zoo.MUTANTS:
         assert mutant.killed_by <= known, mutant.name
         assert mutant.hazard and mutant.note, mutant.name
@@ -61,6 +63,15 @@ def test_every_family_of_checks_has_a_mutant() -> None:
     assert set(killmatrix.families()) - named <= {"probes", "machine"}
 
 
+def test_an_interrupted_command_is_resumed(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    jobs: list[examining.Job] = [("corridor", "quick", seed, ["api.protocol"]) for seed in range(2)]
+    (first,) = examining.journaled(jobs[:1], journal, processes=1)
+    assert [row for row in examining.journaled(jobs, journal, processes=0)] == [first]
+    assert [row.seed for row in examining.journaled(jobs, journal, processes=1)] == [0, 1]
+    assert len(journal.read_text().splitlines()) == 2
+
+
 def test_the_command_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "kill-matrix.md"
     command = [sys.executable, str(HERE / "killmatrix.py"), "--only", "done-lost", "corridor"]
@@ -69,7 +80,26 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     text = page.read_text(encoding="utf-8")
     assert "1 of 1 mutants killed" in text and "| corridor: done-lost | the done flag is lost |" in text
-    assert "| corridor | 1 | 0 |" in text
+    assert "| corridor | 0 |" in text
+
+
+def test_what_a_mutant_writes_beside_the_program_goes_with_its_process(tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "killmatrix.py"), "--only", "file-besides", "--named"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_false_alarms_are_looked_for_where_it_is_asked() -> None:
+    goods = [good.name for good in zoo.KNOWN_GOOD]
+    jobs = falsealarms.jobs(5, ["limited", "dice"], rest=1)
+    chosen = [goods[index] for index in sorted((goods.index("limited"), goods.index("dice")))]
+    assert [job[0] for job in jobs[:5]] == [chosen[index % 2] for index in range(5)]
+    assert sorted(job[0] for job in jobs[5:]) == sorted(set(goods) - set(chosen))
+    assert [job[2] for job in jobs] == list(range(1, len(jobs) + 1))
+    assert [job[0] for job in falsealarms.jobs(len(goods))] == goods
+    with pytest.raises(SystemExit, match="found dicee"):
+        falsealarms.jobs(1, ["dicee"])
 
 
 def test_a_third_party_package_certifies_itself_in_one_line() -> None:

@@ -302,6 +302,8 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     state_version: ClassVar[int] = 1
     """Raise it when the meaning of the captured state changes; older snapshots are then refused."""
     immutable_state: ClassVar[bool] = False
+    step_limit: int | None = None
+    """Steps after which a ``TimeLimit`` ends an episode, as far as `SnapshotWrapper` finds one (``gym.make``)."""
 
     _last: Transition | None = None
     _was_reset: bool = False

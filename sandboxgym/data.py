@@ -161,7 +161,8 @@ DATASETS: dict[str, DataSet] = {
 CACHES = {
     "alfworld": "compiled games",
     "webshop": "catalogue and search index",
-    "swebench": "repositories and image layers",
+    "swebench": "repositories of tasks",
+    "sandbox": "root file systems: the host's tool chain, unpacked images",
 }
 """Directories under `cache_dir` and what they hold; ``sandboxgym gc --all`` deletes these and no others."""
 

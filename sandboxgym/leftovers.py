@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -42,8 +43,15 @@ STALE_SECONDS = 24 * 3600
 """Age in seconds at which a file that no owner is recorded for counts as left behind."""
 
 Reaper = Callable[[Path], None]
-_reapers: dict[str, Reaper | str] = {}
+_reapers: dict[str, Reaper | str] = {  # of this package: a process that has not imported them must reap them, too
+    "sandbox": "sandboxgym.sandbox.reaper:clear",
+    "copy": "sandboxgym.sandbox.plain_processes:reap",
+    "docker": "sandboxgym.sandbox.docker_images:reap",
+    "browser": "sandboxgym.envs.webshop.chromium:reap",
+}
 _claimed: dict[Path, int] = {}
+_CLAIM = ".claim-"
+"""Begins the name of a run directory that is not complete yet; who makes it follows, for nothing else says so yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +137,11 @@ def claim(kind: str) -> Path:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind):
         raise ValueError(f"expected a kind such as 'namespace' or 'docker', found {kind!r}")
-    root = runtime_dir()
-    staging = Path(tempfile.mkdtemp(prefix=".claim-", dir=root))
+    root, owner = runtime_dir(), Owner.me()
+    staging = Path(tempfile.mkdtemp(prefix=f"{_CLAIM}{_name(owner)}-", dir=root))
     try:
-        (staging / OWNER).write_text(json.dumps(asdict(Owner.me())), encoding="utf-8")
-        path = root / f"{kind}-{os.getpid()}-{staging.name.removeprefix('.claim-')}"
+        (staging / OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
+        path = root / f"{kind}-{owner.pid}-{staging.name.rpartition('-')[2]}"
         os.rename(staging, path)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -196,10 +204,14 @@ def older_than(path: Path, seconds: float) -> bool:
 
 
 def tree_nbytes(path: Path) -> int:
-    """Size in bytes of a file, or of all files in a directory."""
+    """Size in bytes of a file, or of all files in a directory; those that go away meanwhile count nothing."""
     if not path.is_dir() or path.is_symlink():
         return path.lstat().st_size
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in _files(path))
+    total = 0
+    for entry in _files(path):
+        with contextlib.suppress(FileNotFoundError):
+            total += entry.stat(follow_symlinks=False).st_size
+    return total
 
 
 def remove_tree(path: Path) -> None:
@@ -222,8 +234,8 @@ def remove_tree(path: Path) -> None:
 
 def _is_left(path: Path) -> bool:
     try:
-        if path.name.startswith(".claim-"):  # killed between two system calls
-            return older_than(path, STALE_SECONDS)
+        if path.name.startswith(_CLAIM):
+            return _is_abandoned(path)
         if path.name.startswith(".") or not path.is_dir():
             return False
         if not any(path.iterdir()):  # killed while removing it: a claim appears with its owner inside
@@ -231,6 +243,25 @@ def _is_left(path: Path) -> bool:
         return Owner.read(path).gone()
     except (OSError, ValueError):
         return False  # not of our making, or going away just now
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether the owner of a run directory ended before it could complete it."""
+    here, _, rest = path.name.removeprefix(_CLAIM).partition("-")
+    pid, _, rest = rest.partition("-")
+    if here != _digest(_boot(), _namespace(), socket.gethostname()) or not pid.isdigit():
+        return older_than(path, STALE_SECONDS)
+    return rest.partition("-")[0] != _digest(_started(int(pid)))
+
+
+def _name(owner: Owner) -> str:
+    """Of a process, as a part of a name: where it is, its id, when it started."""
+    return f"{_digest(owner.boot, owner.namespace, owner.host)}-{owner.pid}-{_digest(owner.started)}"
+
+
+def _digest(*what: str | None) -> str:
+    """A part of a name that stands for these."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:12]
 
 
 def _reap_one(path: Path, dry_run: bool) -> Leftover:
@@ -313,11 +344,10 @@ def _mount_points() -> list[Path]:
 
 
 def _files(path: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(path) as entries:
+    with contextlib.suppress(PermissionError, FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(PermissionError):
-                    yield from _files(Path(entry.path))
+                yield from _files(Path(entry.path))
             else:
                 yield entry
 

@@ -31,24 +31,11 @@ import cloudpickle  # type: ignore[import-untyped]  # a requirement of Gymnasium
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from sandboxgym.host import Call, CallTimedOut, EnvFailure, MakeEnv, NotKept, WorkerDied, env_maker, snapshot_key
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.remote import Crew, RemoteEnv
 from sandboxgym.tree import Envs
-from sandboxgym.workers import (
-    Call,
-    CallTimedOut,
-    EnvFailure,
-    InlineWorker,
-    MakeEnv,
-    NotKept,
-    ProcessWorker,
-    ThreadWorker,
-    Worker,
-    WorkerDied,
-    close_workers,
-    env_maker,
-    snapshot_key,
-)
+from sandboxgym.workers import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
 
 T = TypeVar("T")
 Run = Callable[[gym.Env[Any, Any], Any, dict[str, Any]], T]

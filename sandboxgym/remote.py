@@ -21,8 +21,9 @@ from gymnasium.envs.registration import EnvSpec
 from sandboxgym import randomness
 from sandboxgym.core import SnapshotSpec, Transition
 from sandboxgym.errors import SnapshotNotSupported
+from sandboxgym.host import Description, MakeEnv, WorkerDied, env_maker
 from sandboxgym.randomness import sibling_seed
-from sandboxgym.workers import Description, MakeEnv, Mode, Worker, WorkerDied, env_maker, make_worker
+from sandboxgym.workers import Mode, Worker, make_worker
 
 
 class Crew:

@@ -22,6 +22,9 @@ sampled on a path does not depend on which other paths are rolled out, in which 
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -57,6 +60,8 @@ class Action:
     """Given back to the policy at the next step of this path, and of forks off that step. Never mutated."""
     data: Any = None
     """Whatever else a trainer keeps of the decision."""
+    valid: bool = True
+    """False where the policy's answer could not be read: the edge is then invalid whatever the environment says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +80,10 @@ class Node:
     """Paths started or continued here so far: the index of the next sibling."""
     value: float = 0.0
     """Estimate of the return from here, backed up from the leaves below by a trainer."""
+    survival: float = 1.0
+    """Probability with which the path went on from here (`Schedule.survival`)."""
+    stopped: bool = False
+    """Whether it did not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +103,8 @@ class Edge:
     """Estimate of the return of taking this action here, backed up likewise."""
     advantage: float = 0.0
     weight: float = 1.0
+    data: Any = None
+    """Whatever else a trainer keeps of the edge."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +142,8 @@ class RolloutTree:
     """``info["task_type"]``, where the environment has types of tasks."""
     paths: list[Path] = field(default_factory=list)
     snapshots: int = 0
+    snapshot_seconds: float = 0.0
+    """Time taken by them, each one's own."""
 
     def edges(self) -> Iterator[Edge]:
         """Every action taken, each once."""
@@ -170,7 +183,12 @@ class Context:
 
 
 class Policy(Protocol):
-    """Decides for all live paths at once: any function of the contexts."""
+    """Decides for all live paths at once: any function of the contexts.
+
+    One that keeps something of its paths, to go on from it in their forks, may have a method ``release(path)`` as well:
+    it is called with `Context.path` once the path has ended and nothing will start from its states any more. A fork's
+    key is that of the path which reached its first state, followed by one pair.
+    """
 
     def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
         """One action a context; None ends that path as truncated (no room left to act)."""
@@ -190,6 +208,13 @@ class Schedule:
         A sibling asks again at the node it starts from (``path.edges`` is empty then).
         """
         return 0
+
+    def survival(self, tree: RolloutTree, path: Path, node: Node) -> float:
+        """Probability with which ``path`` goes on from ``node``, asked after each of its steps: Russian roulette.
+
+        The coin has a stream of its own. A path that is stopped ends truncated at the node.
+        """
+        return 1.0
 
     def watches(self, path: Path) -> bool:
         """Whether `after` is asked about this path: a snapshot is kept at each of its steps until it has ended."""
@@ -262,6 +287,7 @@ class Envs:
         self._made: list[gym.Env[Any, Any]] = []
         self._idle: list[gym.Env[Any, Any]] = []
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="sandboxgym-envs") if threads > 1 else None
+        self._alone = threading.Lock()  # one environment at a time, whoever calls
 
     def take(self) -> gym.Env[Any, Any]:
         """An environment in any state: reset or restore it."""
@@ -279,8 +305,9 @@ class Envs:
 
         All have ended when this returns or raises the first job's error.
         """
-        if self._executor is None or len(jobs) == 1:
-            return [job() for job in jobs]
+        if self._executor is None:
+            with self._alone:
+                return [job() for job in jobs]
         futures = [self._executor.submit(job) for job in jobs]
         wait(futures)
         return [future.result() for future in futures]
@@ -301,13 +328,24 @@ class Envs:
 
 
 @dataclass(slots=True)
+class Clock:
+    """Wall-clock seconds that rollouts spent waiting, by what for; `rollout` adds to it."""
+
+    policy: float = 0.0
+    steps: float = 0.0
+    """Steps and resets of environments; those that work at the same time as others, or as the policy, count once."""
+    snapshots: float = 0.0
+    """Snapshots and restores, likewise."""
+
+
+@dataclass(slots=True)
 class _Point:
     """A captured node and how many paths still have to start from it."""
 
     node: Node
-    snap: Any
     memory: Any
     pending: int = 0
+    snap: Any = None
 
 
 @dataclass(slots=True)
@@ -322,6 +360,35 @@ class _Live:
     points: list[_Point] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Acting:
+    """A path whose environment is about to be captured, where it forks or may yet, and to step."""
+
+    run: _Live
+    action: Action
+    point: _Point | None
+
+    def step(self) -> tuple[Any, float, float]:
+        """What ``env.step`` returns, and the seconds that capture and step took."""
+        began = time.perf_counter()
+        if self.point is not None:
+            self.point.snap = snapshot(self.run.env)
+        captured = time.perf_counter()
+        return self.run.env.step(self.action.text), captured - began, time.perf_counter() - captured
+
+
+@dataclass(slots=True)
+class _Part:
+    """Paths that advance in lockstep."""
+
+    live: list[_Live] = field(default_factory=list)
+    started: list[tuple[int, PathKey]] = field(default_factory=list)
+    """Paths whose last forks have started, but not acted yet."""
+    acting: list[_Acting] = field(default_factory=list)
+    outcomes: Callable[[], list[tuple[Any, float, float]]] | None = None
+    """Waits for the steps of ``acting``; None while nothing is under way."""
+
+
 def rollout(
     envs: EnvSource,
     policy: Policy,
@@ -331,11 +398,18 @@ def rollout(
     seed: Sequence[int] = (0,),
     indices: Sequence[int] | None = None,
     max_live: int = 1024,
+    overlap: bool = False,
+    clock: Clock | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree a task.
 
     Paths advance in lockstep, one call of the policy for all that are live; paths that start while others run are
     rolled out in the next wave.
+
+    With ``overlap`` the tasks are two halves, and while the policy decides for one, the environments of the other step
+    in threads. The halves take turns, whichever is ready first, so that the trees are the same each time; and those
+    without ``overlap``, of a policy that decides alike whatever other paths it is asked about. It pays where
+    environments take long: to decide for two halves takes longer than for all paths at once.
 
     Args:
         envs: where live environments come from; all are given back at the end, also after an error.
@@ -345,22 +419,38 @@ def rollout(
         seed: key of all random streams (a trainer's seed and update number, say).
         indices: the tasks' numbers in a larger batch, of which these are a part (default 0, 1, …).
         max_live: most environments live at once.
+        overlap: see above.
+        clock: is told how long was waited for what.
 
     Raises:
         ValueError: the policy returned None at the first step of a path.
     """
-    return _Rollout(envs, policy, schedule, seed).run(
-        tasks, indices if indices is not None else range(len(tasks)), max_live
-    )
+    places = indices if indices is not None else range(len(tasks))
+    clock = clock or Clock()
+    if not overlap:
+        return _Rollout(envs, policy, schedule, seed, clock).run(tasks, places, max_live)
+    with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as background:  # a thread for each half
+        return _Rollout(envs, policy, schedule, seed, clock, background).run(tasks, places, max_live)
 
 
 class _Rollout:
     """One call of `rollout`: which paths are live, and which wait at captured nodes."""
 
-    def __init__(self, envs: EnvSource, policy: Policy, schedule: Schedule, seed: Sequence[int]) -> None:
-        self.envs, self.policy, self.schedule, self.seed = envs, policy, schedule, seed
+    def __init__(
+        self,
+        envs: EnvSource,
+        policy: Policy,
+        schedule: Schedule,
+        seed: Sequence[int],
+        clock: Clock,
+        background: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self.envs, self.policy, self.schedule, self.seed, self.clock = envs, policy, schedule, seed, clock
+        self.background = background
+        self.release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
+        self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
         self.waiting: list[tuple[RolloutTree, _Point]] = []
-        self.live: list[_Live] = []
+        self.parts: list[_Part] = []
         self.taken: dict[int, gym.Env[Any, Any]] = {}
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
@@ -370,15 +460,38 @@ class _Rollout:
                 trees += self.plant(tasks[at : at + max_live], indices[at : at + max_live])
             while self.waiting:
                 wave, self.waiting = self.waiting[:max_live], self.waiting[max_live:]
-                self.start(wave)
-                while self.live:
-                    self.advance()
+                self.parts = [_Part() for _ in range(2 if self.background else 1)]
+                for part, paths in zip(self.parts, self.divided(wave), strict=True):
+                    self.start(part, paths)
+                while any(part.live for part in self.parts):
+                    for part in self.parts:
+                        if part.outcomes is not None:
+                            self.advance(part, part.outcomes)
+                        if part.live:
+                            self.act(part)
         finally:  # nothing is left over after an error; otherwise all of this is empty
+            if self.background:
+                self.background.shutdown()  # steps that are under way end first
             for env in list(self.taken.values()):
                 self.give(env)
-            for point in [*(point for _, point in self.waiting), *(p for run in self.live for p in run.points)]:
-                point.snap.release()
+            points = [point for _, point in self.waiting]
+            for part in self.parts:
+                points += [point for run in part.live for point in run.points]
+                points += [acting.point for acting in part.acting if acting.point is not None]
+            for point in points:
+                if point.snap is not None:
+                    point.snap.release()
         return trees
+
+    def divided(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> list[list[tuple[RolloutTree, _Point]]]:
+        """Paths for each part, a tree's all for the same one; as even as that goes."""
+        paths: list[list[tuple[RolloutTree, _Point]]] = [[] for _ in self.parts]
+        by_tree: dict[int, list[tuple[RolloutTree, _Point]]] = {}
+        for tree, point in wave:
+            by_tree.setdefault(id(tree), []).append((tree, point))
+        for group in by_tree.values():
+            min(paths, key=len).extend(group)
+        return paths
 
     def take(self) -> gym.Env[Any, Any]:
         env = self.envs.take()
@@ -389,25 +502,54 @@ class _Rollout:
         del self.taken[id(env)]
         self.envs.give(env)
 
+    def steps(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Jobs that make environments go on."""
+        began = time.perf_counter()
+        results = self.envs.call(jobs)
+        self.clock.steps += time.perf_counter() - began
+        return results
+
+    def snapshots(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Jobs that capture or bring back a state."""
+        began = time.perf_counter()
+        results = self.envs.call(jobs)
+        self.clock.snapshots += time.perf_counter() - began
+        return results
+
+    def hold(self, path: tuple[int, PathKey]) -> None:
+        """What a policy keeps of a path is still needed."""
+        self.holds[path] += 1
+
+    def let_go(self, path: tuple[int, PathKey]) -> None:
+        """The opposite of `hold`; the policy is told of the last."""
+        self.holds[path] -= 1
+        if not self.holds[path]:
+            del self.holds[path]
+            self.release(path)
+
     def plant(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
         """Reset to each task and capture the root, where the root paths then wait."""
 
-        def reset(env: gym.Env[Any, Any], task: Any, index: int) -> tuple[Any, dict[str, Any], Any]:
-            options = None if task is None else {"task": task}
-            return *env.reset(seed=_seed(self.seed, index, ()), options=options), snapshot(env)
+        def reset(env: gym.Env[Any, Any], task: Any, index: int) -> tuple[Any, dict[str, Any]]:
+            return env.reset(seed=_seed(self.seed, index, ()), options=None if task is None else {"task": task})
 
         envs = [self.take() for _ in tasks]
         jobs = [partial(reset, env, task, index) for env, task, index in zip(envs, tasks, indices, strict=True)]
+        begun = self.steps(jobs)
+        snaps = self.snapshots([partial(_timed_snapshot, env) for env in envs])
         trees = []
-        for env, task, index, (observation, info, snap) in zip(envs, tasks, indices, self.envs.call(jobs)):
+        for env, task, index, (observation, info), (snap, seconds) in zip(envs, tasks, indices, begun, snaps):
             root = Node(0, observation, info.get("progress_key"), owner=())
             tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
-            self.waiting += [(tree, _Point(root, snap, memory=None, pending=self.schedule.roots))] * self.schedule.roots
+            tree.snapshot_seconds = seconds
+            self.hold((index, root.owner))
+            point = _Point(root, memory=None, pending=self.schedule.roots, snap=snap)
+            self.waiting += [(tree, point)] * point.pending
             trees.append(tree)
             self.give(env)
         return trees
 
-    def start(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> None:
+    def start(self, part: _Part, wave: Sequence[tuple[RolloutTree, _Point]]) -> None:
         """Restore an environment for each of these paths."""
         begun = []
         for tree, point in wave:
@@ -419,24 +561,56 @@ class _Rollout:
             partial(restore, env, point.snap, seed=_seed(self.seed, tree.index, path.key))
             for tree, point, path, env in begun
         ]
-        for (tree, point, path, env), (observation, info) in zip(begun, self.envs.call(jobs), strict=True):
+        for (tree, point, path, env), (observation, info) in zip(begun, self.snapshots(jobs), strict=True):
             point.pending -= 1
             if not point.pending:
                 point.snap.release()
+                part.started.append((tree.index, point.node.owner))
+            self.hold((tree.index, path.key))
             rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
             context = Context((tree.index, path.key), observation, info, path.start.depth, point.memory, rng)
-            self.live.append(_Live(tree, path, env, path.start, context))
+            part.live.append(_Live(tree, path, env, path.start, context))
 
-    def advance(self) -> None:
-        """One step of every live path."""
-        decided = list(zip(self.live, self.policy([run.context for run in self.live]), strict=True))
-        acting = [(run, action) for run, action in decided if action is not None]
-        self.branch(acting)
-        results = self.envs.call([partial(run.env.step, action.text) for run, action in acting])
+    def act(self, part: _Part) -> None:
+        """Decide the next step of every live path, and have the environments carry it out."""
+        began = time.perf_counter()
+        decided = list(zip(part.live, self.policy([run.context for run in part.live]), strict=True))
+        self.clock.policy += time.perf_counter() - began
+        part.acting = [_Acting(run, action, self.point(run, action)) for run, action in decided if action is not None]
+        while part.started:
+            self.let_go(part.started.pop())
+        carry_out = partial(self.envs.call, [acting.step for acting in part.acting])
+        part.outcomes = self.background.submit(carry_out).result if self.background else carry_out
+
+    def point(self, run: _Live, action: Action) -> _Point | None:
+        """Where the state in which the action was decided is captured: siblings start there, or may yet."""
+        count = self.schedule.now(run.tree, run.path, run.node, action)
+        if not count and not self.schedule.watches(run.path):
+            return None
+        self.hold((run.tree.index, run.node.owner))
+        return _Point(run.node, run.context.memory, pending=count)
+
+    def advance(self, part: _Part, outcomes: Callable[[], list[tuple[Any, float, float]]]) -> None:
+        """Wait for the steps of the paths, and take note of what they led to."""
+        began = time.perf_counter()
+        results = outcomes()
+        waited = time.perf_counter() - began
+        captures = sum(seconds for _, seconds, _ in results)
+        worked = captures + sum(seconds for _, _, seconds in results)
+        share = captures / worked if worked else 0.0
+        self.clock.snapshots += waited * share
+        self.clock.steps += waited * (1.0 - share)
+        for acting, (_, seconds, _) in zip(part.acting, results, strict=True):
+            if acting.point is not None:
+                self.keep(acting.run, acting.point, seconds)
+        acted, part.acting, part.outcomes = part.acting, [], None
         going = []
-        for (run, action), (observation, reward, terminated, truncated, info) in zip(acting, results, strict=True):
+        for acting, (result, _, _) in zip(acted, results, strict=True):
+            run, action = acting.run, acting.action
+            observation, reward, terminated, truncated, info = result
             edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
-            edge.valid, edge.success = bool(info.get("valid_action", True)), bool(info.get("success", False))
+            edge.valid = action.valid and bool(info.get("valid_action", True))
+            edge.success = bool(info.get("success", False))
             depth, key = run.node.depth + 1, info.get("progress_key")
             edge.child = Node(depth, observation, key, owner=run.path.key, parent=edge)
             run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
@@ -444,27 +618,33 @@ class _Rollout:
             run.path.edges.append(edge)
             run.node = edge.child
             run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
-            if not (terminated or truncated):
+            if not (terminated or truncated) and self.survives(run):
                 going.append(run)
         stays = set(map(id, going))
-        ended = [run for run in self.live if id(run) not in stays]
+        ended = [run for run in part.live if id(run) not in stays]
         for run in ended:
             self.end(run)
-        self.live = going
+        part.live = going
 
-    def branch(self, acting: Sequence[tuple[_Live, Action]]) -> None:
-        """Capture the states in which these actions were decided wherever siblings start, or may yet."""
-        counts = [self.schedule.now(run.tree, run.path, run.node, action) for run, action in acting]
-        forking = [(run, count) for (run, _), count in zip(acting, counts) if count or self.schedule.watches(run.path)]
-        snaps = self.envs.call([partial(snapshot, run.env) for run, _ in forking])
-        for (run, count), snap in zip(forking, snaps, strict=True):
-            point = _Point(run.node, snap, run.context.memory, pending=count)
-            run.tree.snapshots += 1
-            if count:
-                run.node.width = max(run.node.width, 1)
-                self.waiting += [(run.tree, point)] * count
-            else:
-                run.points.append(point)
+    def survives(self, run: _Live) -> bool:
+        """Whether the schedule lets the path go on, by a coin where it is not sure."""
+        node = run.node
+        node.survival = self.schedule.survival(run.tree, run.path, node)
+        if node.survival >= 1.0:
+            return True
+        coin = _sequence(self.seed, run.tree.index, (*run.path.key, node.depth), purpose=2)
+        node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
+        return not node.stopped
+
+    def keep(self, run: _Live, point: _Point, seconds: float) -> None:
+        """A state was captured: siblings start there, or its path may yet ask for them once it has ended."""
+        run.tree.snapshots += 1
+        run.tree.snapshot_seconds += seconds
+        if point.pending:
+            run.node.width = max(run.node.width, 1)
+            self.waiting += [(run.tree, point)] * point.pending
+        else:
+            run.points.append(point)
 
     def end(self, run: _Live) -> None:
         """The path has ended: ask where to fork it afterwards, and give its environment back."""
@@ -479,8 +659,15 @@ class _Rollout:
                 self.waiting += [(run.tree, point)] * point.pending
                 if not point.pending:
                     point.snap.release()
+                    self.let_go((run.tree.index, point.node.owner))
             run.points = []
+        self.let_go(run.context.path)
         self.give(run.env)
+
+
+def _timed_snapshot(env: gym.Env[Any, Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    return snapshot(env), time.perf_counter() - began
 
 
 def _sequence(seed: Sequence[int], index: int, key: PathKey, *, purpose: int) -> np.random.SeedSequence:

@@ -26,22 +26,19 @@ from numpy.typing import NDArray
 
 from sandboxgym.core import Snapshot, SnapshotSpec
 from sandboxgym.errors import ResetNeeded, SnapshotError, SnapshotNotSupported, SnapshotReleased
-from sandboxgym.randomness import sibling_seed
-from sandboxgym.workers import (
+from sandboxgym.host import (
     Call,
     CallTimedOut,
     Description,
     EnvFailure,
     MakeEnv,
-    Mode,
     NotKept,
     Outcome,
-    Worker,
     WorkerDied,
-    close_workers,
     env_maker,
-    make_worker,
 )
+from sandboxgym.randomness import sibling_seed
+from sandboxgym.workers import Mode, Worker, close_workers, make_worker
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

@@ -162,12 +162,16 @@ def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
 class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
     """Outermost wrapper of ``gym.make``: ``env.snapshot()``, ``env.restore(snap)``, ``env.fork(k)``.
 
-    It has no state; wrap it further as you like and call the functions of this module, which see the whole stack.
+    It has no state; wrap it further as you like and call the functions of this module, which see the whole stack. The
+    base environment is told of the ``TimeLimit`` inside, for its own ``spec`` does not: `SnapshotEnv.step_limit`.
     """
 
     def __init__(self, env: AnyEnv) -> None:
         gym.utils.RecordConstructorArgs.__init__(self)
         gym.Wrapper.__init__(self, env)
+        limits = [wrapper._max_episode_steps for wrapper in walk(env) if isinstance(wrapper, gym.wrappers.TimeLimit)]
+        if limits and isinstance(env.unwrapped, SnapshotEnv):
+            env.unwrapped.step_limit = min(limits)
 
     @property
     def snapshot_spec(self) -> SnapshotSpec:
@@ -437,6 +441,8 @@ def _rewrap(env: AnyEnv, base: AnyEnv) -> AnyEnv:
     originals = list(walk(env))
     original = originals[-1].env if originals else env
     memo: dict[int, Any] = {id(original): base}  # deepcopy's
+    if isinstance(original, SnapshotEnv) and isinstance(base, SnapshotEnv):
+        base.step_limit = original.step_limit
     for space, twin in zip(_spaces(original), _spaces(base)):
         memo[id(space)] = twin
     twins: list[AnyWrapper] = [type(wrapper).__new__(type(wrapper)) for wrapper in originals]

@@ -76,7 +76,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_both_packages_and_their_data(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for package in ("sandboxgym", "bpo_ref"):
+    for package in ("sandboxgym", "sandboxgym_pytest", "bpo_ref"):
         here = {
             path.relative_to(ROOT).as_posix()
             for path in (ROOT / package).rglob("*")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import pytest
 
 import sandboxgym.tree as tree_module
 from sandboxgym import Snapshot, register_wrapper, snapshot
-from sandboxgym.tree import Action, Context, Envs, ForkAt, Node, Path, RolloutTree, Schedule, TopEntropy, rollout
+from sandboxgym.tree import Action, Clock, Context, Envs, ForkAt, Node, Path, RolloutTree, Schedule, TopEntropy, rollout
 
 
 class Wanderer:
@@ -170,10 +171,11 @@ def test_seed_changes_everything(envs: Envs) -> None:
     [(Schedule(4), 1), (Forks(2, 1, 3), 3), (ForkEveryPath(1), None), (Forks(2, 1, late=True), None)],
 )
 @pytest.mark.parametrize("max_live", [2, 100])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_every_snapshot_is_released(
-    envs: Envs, held: list[Snapshot], schedule: Schedule, taken: int | None, max_live: int
+    envs: Envs, held: list[Snapshot], schedule: Schedule, taken: int | None, max_live: int, overlap: bool
 ) -> None:
-    (tree,) = rollout(envs, Wanderer(), schedule, max_live=max_live)
+    (tree,) = rollout(envs, Wanderer(), schedule, max_live=max_live, overlap=overlap)
     assert len(held) == tree.snapshots == (taken or tree.snapshots)
     assert all(snap.released for snap in held)
 
@@ -261,7 +263,10 @@ def test_any_function_is_a_policy(envs: Envs) -> None:
 
 @pytest.mark.parametrize("failing", ["policy", "step"])
 @pytest.mark.parametrize("late", [False, True])
-def test_nothing_is_left_over_after_an_error(held: list[Snapshot], failing: str, late: bool) -> None:
+@pytest.mark.parametrize(("overlap", "threads"), [(False, 1), (True, 1), (True, 3)])
+def test_nothing_is_left_over_after_an_error(
+    held: list[Snapshot], failing: str, late: bool, overlap: bool, threads: int
+) -> None:
     class Breaking(gym.Wrapper):
         def step(self, action: Any):
             if action == "break":
@@ -278,19 +283,104 @@ def test_nothing_is_left_over_after_an_error(held: list[Snapshot], failing: str,
 
     register_wrapper(Breaking)
     made: list[gym.Env[Any, Any]] = []
-    envs = Envs(lambda: made.append(Breaking(gym.make("toys/Dice-v0"))) or made[-1])
+    envs = Envs(lambda: made.append(Breaking(gym.make("toys/Dice-v0"))) or made[-1], threads=threads)
     with pytest.raises(RuntimeError, match="broken"):
-        rollout(envs, Failing(), Forks(2, 1, 2, late=late), tasks=[None] * 2)
+        rollout(envs, Failing(), Forks(2, 1, 2, late=late), tasks=[None] * 2, overlap=overlap)
     assert held and all(snap.released for snap in held)
     assert {id(envs.take()) for _ in made} == set(map(id, made))  # all were given back
     envs.close()
 
 
+class Irregular(gym.Wrapper):
+    """Its steps take now this long and now that."""
+
+    durations = random.Random()
+
+    def step(self, action: Any):
+        time.sleep(self.durations.random() / 300)
+        return super().step(action)
+
+
 @pytest.mark.parametrize("schedule", [Forks(3, 1, 3), Forks(3, 1, 3, late=True), ForkEveryPath(2)])
-def test_threads_change_nothing(envs: Envs, schedule: Schedule) -> None:
-    with Envs(lambda: gym.make("toys/Dice-v0"), threads=4) as threaded:
-        parallel = rollout(threaded, Wanderer(), schedule, tasks=[None] * 3)
-    assert sampled(parallel) == sampled(rollout(envs, Wanderer(), schedule, tasks=[None] * 3))
+@pytest.mark.parametrize(("overlap", "threads"), [(False, 4), (True, 1), (True, 4)])
+@pytest.mark.parametrize("max_live", [4, 1024])
+def test_what_works_at_the_same_time_changes_nothing(
+    envs: Envs, schedule: Schedule, overlap: bool, threads: int, max_live: int
+) -> None:
+    """Not even the order of the paths, whichever environment is ready first."""
+    register_wrapper(Irregular)
+    with Envs(lambda: Irregular(gym.make("toys/Dice-v0")), threads=threads) as irregular:
+        parallel = rollout(
+            irregular, Wanderer(), schedule, tasks=[None] * 3, max_live=max_live, overlap=overlap, seed=(3,)
+        )
+    alone = rollout(envs, Wanderer(), schedule, tasks=[None] * 3, max_live=max_live, seed=(3,))
+    assert list(sampled(parallel).items()) == list(sampled(alone).items())
+    assert [tree.snapshots for tree in parallel] == [tree.snapshots for tree in alone]
+
+
+def test_one_half_decides_while_the_other_steps() -> None:
+    """Each waits for the other to have begun."""
+    deciding, stepping = threading.Event(), threading.Event()
+
+    class Stepping(gym.Wrapper):
+        def step(self, action: Any):
+            stepping.set()
+            assert deciding.wait(timeout=300)
+            return super().step(action)
+
+    class Deciding(Wanderer):
+        calls = 0
+
+        def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+            assert len(contexts) == 1
+            self.calls += 1
+            if self.calls == 2:
+                deciding.set()
+                assert stepping.wait(timeout=300)
+            return super().__call__(contexts)
+
+    register_wrapper(Stepping)
+    with Envs(lambda: Stepping(gym.make("toys/Dice-v0"))) as envs:
+        assert len(rollout(envs, Deciding(), Schedule(1), tasks=[None] * 2, overlap=True)) == 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_errors_the_earlier_halfs_is_raised_whichever_comes_first(first: int) -> None:
+    begun = [threading.Event(), threading.Event()]
+
+    class Breaking(gym.Wrapper):
+        def step(self, action: Any):
+            begun[action].set()
+            if action != first:
+                assert begun[first].wait(timeout=300)
+            raise RuntimeError(f"half {action}")
+
+    def policy(contexts: Sequence[Context]) -> list[Action]:
+        return [Action(context.path[0]) for context in contexts]
+
+    register_wrapper(Breaking)
+    with (
+        Envs(lambda: Breaking(gym.make("toys/Dice-v0")), threads=2) as envs,
+        pytest.raises(RuntimeError, match="half 0"),
+    ):
+        rollout(envs, policy, Schedule(1), tasks=[None] * 2, overlap=True)
+    assert all(event.is_set() for event in begun)
+
+
+def test_a_limit_of_one_environment_holds_for_both_halves() -> None:
+    at_work: list[int] = []
+
+    class Alone(gym.Wrapper):
+        def step(self, action: Any):
+            at_work.append(1)
+            time.sleep(0.001)
+            assert len(at_work) == 1
+            at_work.pop()
+            return super().step(action)
+
+    register_wrapper(Alone)
+    with Envs(lambda: Alone(gym.make("toys/Dice-v0"))) as envs:
+        rollout(envs, Wanderer(), Schedule(2), tasks=[None] * 4, overlap=True)
 
 
 def test_threads_work_at_the_same_time_and_all_end_before_an_error_is_raised() -> None:
@@ -348,3 +438,44 @@ def test_environments_are_used_again_and_closed() -> None:
     assert other is not first
     envs.close()
     assert Closing.closed == 2
+
+
+class Keeper(Wanderer):
+    """Notes when it decides for a path, and when it is told that a path is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, tuple[int, ...]]] = []
+        self.released: list[tuple[int, tuple[int, ...]]] = []
+
+    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+        for context in contexts:
+            parent = (context.path[0], context.path[1][:-2])
+            assert context.path not in self.released
+            if context.path not in self.seen:
+                assert parent not in self.released
+                self.seen.append(context.path)
+        return list(super().__call__(contexts))
+
+    def release(self, path: tuple[int, tuple[int, ...]]) -> None:
+        self.released.append(path)
+
+
+@pytest.mark.parametrize("schedule", [Forks(2, 1, 3), Forks(2, 0, 3, late=True), ForkEveryPath(2)])
+@pytest.mark.parametrize("max_live", [1, 3, 1024])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_path_is_released_once_when_nothing_starts_from_it_any_more(
+    envs: Envs, schedule: Schedule, max_live: int, overlap: bool
+) -> None:
+    keeper = Keeper()
+    trees = rollout(envs, keeper, schedule, tasks=[None] * 2, max_live=max_live, overlap=overlap)
+    paths = {(tree.index, path.key) for tree in trees for path in tree.paths}
+    assert sorted(keeper.released) == sorted([*paths, (0, ()), (1, ())])  # roots leave no path, but the reset state
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_clock_tells_what_was_waited_for(envs: Envs, overlap: bool) -> None:
+    clock, began = Clock(), time.perf_counter()
+    rollout(envs, Wanderer(), Forks(2, 1), tasks=[None] * 2, overlap=overlap, clock=clock)
+    assert min(clock.policy, clock.steps, clock.snapshots) > 0
+    assert clock.policy + clock.steps + clock.snapshots <= time.perf_counter() - began

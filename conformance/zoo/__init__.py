@@ -1,12 +1,13 @@
 """The zoo: environments with exactly one fault each, and the correct ones they were made from.
 
 It proves that the conformance suite has teeth: every mutant is failed by a check that names its hazard, and the
-known-good environments raise no alarm. Each module holds one correct environment and its mutants.
+known-good environments raise no alarm. A module holds one correct environment and its mutants, or mutants of several
+that have something else in common.
 """
 
 from __future__ import annotations
 
-from zoo import corridor, dice, known_good, quest, shell, wrapped
+from zoo import corridor, dice, drift, known_good, lasting, quest, shell, uncommon, wrapped
 from zoo.mutant import KNOWN_GOOD, MUTANTS, Good, Mutant, where
 
 __all__ = [
@@ -16,9 +17,12 @@ __all__ = [
     "Mutant",
     "corridor",
     "dice",
+    "drift",
     "known_good",
+    "lasting",
     "quest",
     "shell",
+    "uncommon",
     "where",
     "wrapped",
 ]

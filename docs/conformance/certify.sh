@@ -11,6 +11,12 @@ certify() {
 }
 chosen=("$@")
 certify alfworld sandboxgym/ALFWorld-v0 --html docs/conformance/alfworld.html
+certify alfworld-textworld sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3
+certify webshop sandboxgym/WebShop-v0 --html docs/conformance/webshop.html
+certify webshop-browser sandboxgym/WebShopBrowser-v0
+hooks=(--hook actions=sandboxgym.envs.swebench.probing:actions --hook shell=sandboxgym.envs.swebench.probing:shell)
+certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --html docs/conformance/swebench-overlay.html
+certify swebench-docker sandboxgym/SWEBench-v0 --make-kwargs backend=docker "${hooks[@]}"
 certify cartpole-deepcopy $copied --make-kwargs id=CartPole-v1
 certify mountaincar-deepcopy $copied --make-kwargs id=MountainCar-v0
 certify pendulum-deepcopy $copied --make-kwargs id=Pendulum-v1
@@ -18,6 +24,10 @@ certify frozenlake-deepcopy $copied --make-kwargs id=FrozenLake-v1
 certify taxi-deepcopy $copied --make-kwargs id=Taxi-v4
 certify blackjack-deepcopy $copied --make-kwargs id=Blackjack-v1
 certify cliffwalking-deepcopy $copied --make-kwargs id=CliffWalking-v1
+replayed=sandboxgym.conformance.adapters:ReplaySnapshots
+certify cartpole-replay $replayed --make-kwargs id=CartPole-v1
+certify textworld-replay $replayed --make-kwargs id=sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3
+PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
 
 # The table of all certificates of this folder.
 {
@@ -26,13 +36,15 @@ certify cliffwalking-deepcopy $copied --make-kwargs id=CliffWalking-v1
     echo "Each line is a run of the suite; the pages have every check, what it measured, and what was not tested."
     echo 'Written by `docs/conformance/certify.sh`. "Deep copies" are environments of Gymnasium snapshotted by'
     echo '`copy.deepcopy`, the obvious way, for comparison: in-process it is faithful for these, and it declares nothing more.'
+    echo '"Replays" are such environments, and TextWorld as the original plays it, by the seed and the actions so far.'
+    echo '"Emulator states" is Atari by `clone_state` and `restore_state` (`conformance/ale_states.py`).'
     echo
     echo "| environment | result | |"
     echo "|---|---|---|"
     for page in docs/conformance/*.md; do
         name=$(basename "$page" .md)
         if title=$(sed -n '1s/^# Snapshot conformance of //p' "$page") && [ -n "$title" ]; then
-            title=$(sed -E 's/^sandboxgym\.conformance\.adapters:deep_copied \{"id": "(.*)"\}$/\1, deep copies/' <<< "$title")
+            title=$(sed -E 's/^sandboxgym\.conformance\.adapters:deep_copied \{"id": "(.*)"\}$/\1, deep copies/; s/^sandboxgym\.conformance\.adapters:ReplaySnapshots \{"id": "([^"]*)".*\}$/\1, replays/; s/^ale_states:breakout$/Breakout, emulator states/' <<< "$title")
             echo "| $title | $(sed -n '3s/, sandboxgym.*//;3s/; sandboxgym.*//;3p' "$page") | [checks]($name.md)$([ -f "docs/conformance/$name.html" ] && echo ", [page]($name.html)") |"
         fi
     done

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
+from sandboxgym.prompts import Exchange, Prompt
 from sandboxgym.tree import Action, Context
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class ChatEndpoint:
         system: system prompt; "" for none.
         show: what the model is told of a step.
         read: the action in an answer.
+        prompt: in place of ``system``, ``show`` and ``read``: what a policy is trained and evaluated with. An answer
+            that it cannot read is an invalid action, and the next message says so.
         top_logprobs: how many alternatives of the first token to ask for; more make a better estimate of the entropy
             (OpenAI: at most 20). 0 asks for no log-probabilities: entropy and logp stay nan.
         max_tokens: of an answer; None leaves it out, for models that want ``max_completion_tokens`` instead.
@@ -70,6 +73,7 @@ class ChatEndpoint:
         system: str = SYSTEM,
         show: Callable[[Context], str] = show,
         read: Callable[[str], Any] = first_line,
+        prompt: Prompt | None = None,
         top_logprobs: int = 20,
         max_tokens: int | None = 64,
         concurrency: int = 16,
@@ -79,7 +83,7 @@ class ChatEndpoint:
             raise ValueError(f"expected at least one request at a time, found concurrency={concurrency}")
         self.client, self.model, self.concurrency = client, model, concurrency
         self._start = ({"role": "system", "content": system},) if system else ()
-        self._show, self._read, self._top_logprobs = show, read, top_logprobs
+        self._show, self._read, self._prompt, self._top_logprobs = show, read, prompt, top_logprobs
         self._options = options if max_tokens is None else {"max_tokens": max_tokens, **options}
         if top_logprobs:
             self._options |= {"logprobs": True, "top_logprobs": top_logprobs}
@@ -121,7 +125,11 @@ class ChatEndpoint:
             return list(executor.map(self._decide, contexts, seeds))
 
     def _decide(self, context: Context, seed: int) -> Action | None:
-        messages = (*(context.memory or self._start), {"role": "user", "content": self._show(context)})
+        past: tuple[Any, ...] = context.memory or (() if self._prompt else self._start)
+        if self._prompt:
+            messages = tuple(self._prompt.messages(past, context.observation, context.info))
+        else:
+            messages = (*past, {"role": "user", "content": self._show(context)})
         try:
             completion = self.client.chat.completions.create(
                 model=self.model, messages=list(messages), seed=seed, **self._options
@@ -132,7 +140,12 @@ class ChatEndpoint:
             raise
         choice = completion.choices[0]
         content = choice.message.content or ""
-        action = Action(self._read(content), memory=(*messages, {"role": "assistant", "content": content}))
+        if self._prompt:
+            text, complaint = self._prompt.hear(content, context.info)
+            exchange = Exchange(str(context.observation), messages[-1]["content"], content, text, complaint)
+            action = Action(text, memory=(*past, exchange), valid=not complaint)
+        else:
+            action = Action(self._read(content), memory=(*messages, {"role": "assistant", "content": content}))
         if self._top_logprobs:
             tokens = choice.logprobs.content if choice.logprobs is not None else None
             if not tokens or not tokens[0].top_logprobs:

@@ -30,6 +30,7 @@ from typing import Any, Self
 import gymnasium as gym
 import numpy as np
 
+from sandboxgym.prompts import Choice, Prompt
 from sandboxgym.wrappers import restore, snapshot
 
 OVER = "The episode is over."
@@ -55,8 +56,11 @@ class TRLEnvironment:
         env: gym.Env[Any, Any],
         begin: Callable[[gym.Env[Any, Any], dict[str, Any]], str],
         read: Callable[[str], Any] = str.strip,
+        prompt: Prompt | None = None,
     ) -> None:
-        self._env, self._begin, self._read = env, begin, read
+        self._env, self._begin = env, begin
+        self._read = (lambda answer: prompt.read(answer, {})) if prompt else read
+        self._prompt = prompt or Prompt()
         self._total, self._over = 0.0, True
         self._failure: Exception | None = None
 
@@ -78,13 +82,13 @@ class TRLEnvironment:
             return OVER
         command = self._read(str(action))
         try:
-            observation, reward, terminated, truncated, _ = self._env.step(command)
+            observation, reward, terminated, truncated, info = self._env.step(command)
         except Exception as error:
             self._failure = error
             raise
         self._total += float(reward)
         self._over = bool(terminated or truncated)
-        return f"{observation}\n{OVER}" if self._over else str(observation)
+        return f"{observation}\n{OVER}" if self._over else self._prompt.show(observation, info)
 
     def get_reward(self) -> float:
         """Sum of the rewards since `reset`.
@@ -107,6 +111,10 @@ class TRLEnvironments:
             ``lambda env, row: show(*sandboxgym.restore(env, Snapshot.load(row["snapshot"])))``. Where trainers have
             several processes, each starts its part of a group: let it depend on nothing but the row then.
         read: the environment's action for a text; an error of this is the model's, not the environment's.
+        prompt: in place of ``read``, for models that write their actions as a text of this form: an answer that it
+            cannot read is an error that TRL shows to the model. It also shows what is told after a step. Its system
+            prompt belongs into the rows' ``prompt``; a ``history`` is refused, for the conversation is TRL's, and so is
+            `Choice`, for what ``start`` tells is a text without a list.
         generations: how many consecutive rollouts of one row share a fork point: `GRPOConfig.num_generations`.
             1: every rollout is started by itself.
         seed: of the rollouts' random streams, in the environments.
@@ -118,11 +126,17 @@ class TRLEnvironments:
         *,
         start: Callable[[gym.Env[Any, Any], dict[str, Any]], str] = reset_to_task,
         read: Callable[[str], Any] = str.strip,
+        prompt: Prompt | None = None,
         generations: int = 1,
         seed: int = 0,
     ) -> None:
         if generations < 1:
             raise ValueError(f"expected at least one generation, found generations={generations}")
+        if prompt and prompt.history:
+            raise ValueError(f"expected a prompt that shows the whole conversation, found history={prompt.history}")
+        if isinstance(prompt, Choice):
+            raise ValueError("expected a prompt that reads answers by themselves, found one that numbers actions")
+        self._prompt = prompt
         self._make, self._start, self._read, self._generations = make, start, read, generations
         self._seeds = np.random.SeedSequence(seed)
         self._made: list[gym.Env[Any, Any]] = []
@@ -134,7 +148,7 @@ class TRLEnvironments:
     def __call__(self) -> TRLEnvironment:
         """One more environment; TRL resets it for rollout after rollout."""
         self._made.append(self._make())
-        return TRLEnvironment(self._made[-1], self._begin, self._read)
+        return TRLEnvironment(self._made[-1], self._begin, self._read, self._prompt)
 
     def close(self) -> None:
         """Close all that were made."""

@@ -8,31 +8,26 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 
+from sandboxgym.bench import NAMES
 from sandboxgym.cli import OK, USAGE
-
-BENCHMARKS = {
-    "snapshots": ("sandboxgym.bench", "snapshot, restore and fork against replaying the prefix"),
-    "alfworld": ("sandboxgym.bench_alfworld", "ALFWorld against the original engine"),
-    "pool": ("sandboxgym.bench_pool", "a pool of workers stepping many environments"),
-}
 
 
 def bench_main(argv: Sequence[str]) -> int:
     """Run one benchmark; without a name, the first."""
     arguments = list(argv)
-    name = next(iter(BENCHMARKS))
+    name = next(iter(NAMES))
     if arguments and not arguments[0].startswith("-"):
         name = arguments.pop(0)
     elif "-h" in arguments or "--help" in arguments:
         print("usage: sandboxgym bench [NAME] [options]\n")
-        for known, (_, about) in BENCHMARKS.items():
+        for known, about in NAMES.items():
             print(f"  {known:<10} {about}")
         print(f"\nWithout a name: {name}. sandboxgym bench NAME --help lists a benchmark's options.")
         return OK
-    if name not in BENCHMARKS:
-        print(f"sandboxgym bench: no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}", file=sys.stderr)
+    if name not in NAMES:
+        print(f"sandboxgym bench: no benchmark {name!r}; there are: {', '.join(NAMES)}", file=sys.stderr)
         return USAGE
-    module = importlib.import_module(BENCHMARKS[name][0])
+    module = importlib.import_module(f"sandboxgym.bench.{name}")
     with _argv(f"sandboxgym bench {name}", *arguments):
         status: int | None = module.main()
     return OK if status is None else status

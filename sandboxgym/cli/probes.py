@@ -184,25 +184,21 @@ def reflink() -> Finding:
 
 
 def criu() -> Finding:
-    """A CRIU that says of itself that it can checkpoint here."""
+    """Whether a sandbox with running processes can be captured, and a copy goes on; that is tried."""
+    from sandboxgym.sandbox import criu as program
+
     enables = "full snapshots: files and running processes"
-    fix = "CRIU 4 or newer: Debian 13 and Ubuntu 26.04 have it; else build it and set SANDBOXGYM_CRIU"
-    command = shutil.which(os.environ.get("SANDBOXGYM_CRIU") or "criu")
-    if command is None:
-        return Finding("criu", "missing", "no `criu` command", enables, fix)
-    done = _run([command, "--version"])
-    match = re.search(r"(\d+)\.(\d+)(?:\.\d+)?", done.stdout if done else "")
-    if match is None:
-        return Finding("criu", "missing", f"{command} does not tell its version", enables, fix)
-    if int(match[1]) < 4:
-        return Finding("criu", "limited", f"version {match[0]} at {command} is too old", enables, fix)
+    found = program.candidates()
+    if not found:
+        return Finding("criu", "missing", "no `criu` command", enables, program.HOW_TO_GET)
     if os.geteuid():
-        return Finding("criu", "limited", f"version {match[0]} at {command}", enables, "run as root")
-    checked = _run([command, "check"])
-    if checked is None or checked.returncode:
-        why = "it did not answer" if checked is None else _why(checked)
-        return Finding("criu", "limited", f"version {match[0]}, but `criu check` fails: {why}", enables, "criu check")
-    return Finding("criu", "ok", f"version {match[0]} at {command}, `criu check` passes", enables)
+        return Finding("criu", "limited", f"{found[0]} is there, but it needs root", enables, "run as root")
+    tried = _run([sys.executable, "-m", "sandboxgym.sandbox.criu"], seconds=program.SECONDS)
+    if tried is None or tried.returncode:
+        why = "it did not answer" if tried is None else tried.stdout.strip() or _why(tried)
+        return Finding("criu", "limited", why, enables, program.HOW_TO_GET)
+    detail = f"{tried.stdout.strip()}: a sandbox with a running process was captured and forked"
+    return Finding("criu", "ok", detail, enables)
 
 
 def browser() -> Finding:
@@ -336,7 +332,7 @@ def _unshare(*namespaces: str, script: str, arguments: tuple[str, ...] = ()) -> 
     return _run([command, *namespaces, *kill, "sh", "-c", script, "sh", *arguments]) or failed
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+def _run(command: list[str], *, seconds: float = SECONDS) -> subprocess.CompletedProcess[str] | None:
     """The finished command; None if it could not be started or did not finish in time."""
     try:
         process = subprocess.Popen(
@@ -352,7 +348,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | None:
         return None
     with process:
         try:
-            out, err = process.communicate(timeout=SECONDS)
+            out, err = process.communicate(timeout=seconds)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # also what the command has started in turn
             if isinstance(error, subprocess.TimeoutExpired):

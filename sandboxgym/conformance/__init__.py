@@ -72,8 +72,8 @@ def check_snapshot(
         budget: ``"quick"`` or ``"full"``.
         seed: of all that the suite draws.
         only: ids of the only checks to run.
-        hooks: ``actions``, ``observe_state``, ``normalize``, ``reset_options``, ``make_spec``, ``declared`` and
-            ``name`` of `Subject`.
+        hooks: ``actions``, ``observe_state``, ``normalize``, ``reset_options``, ``make_spec``, ``declared``, ``shell``,
+            ``lossy`` and ``name`` of `Subject`.
 
     Returns:
         The report, also of what was skipped or stayed inconclusive.

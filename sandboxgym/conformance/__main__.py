@@ -13,6 +13,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from sandboxgym.conformance.runner import all_checks, run
 from sandboxgym.conformance.subject import Subject
 
 USAGE = 3
+HOOKS = ("actions", "observe_state", "normalize", "shell", "lossy")
+"""Attributes of `Subject` that are functions."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,6 +55,21 @@ def parser() -> argparse.ArgumentParser:
         help="arguments for making it, as a JSON object or NAME=VALUE (VALUE is JSON or a string); repeatable",
     )
     made.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="JSON|NAME=VALUE",
+        help="run the same on the environment made with these arguments in addition, and show both side by side; "
+        "repeatable",
+    )
+    made.add_argument(
+        "--hook",
+        action="append",
+        default=[],
+        metavar="NAME=module:function",
+        help=f"what only you know of your environment: {', '.join(HOOKS)} (see Subject); repeatable",
+    )
+    made.add_argument(
         "--level", action="append", metavar="LEVELS", help="levels to run, such as 1, 0-2 or 0,1,5 (default: all)"
     )
     made.add_argument(
@@ -62,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
     made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
+    made.add_argument("--quiet", action="store_true", help="no progress on standard error")
     made.add_argument("--list", action="store_true", help="list the checks, what they do and cannot see, and exit")
     return made
 
@@ -83,15 +102,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in (options.json, options.html, options.markdown):
             if path and path != "-" and not Path(path).absolute().parent.is_dir():
                 raise ValueError(f"there is no folder {Path(path).absolute().parent}")
-        subject = Subject.named(options.env, parse_kwargs(options.make_kwargs))
-        with quiet():
-            subject.make_env().close()
+        arguments_of_env, hooks = parse_kwargs(options.make_kwargs), parse_hooks(options.hook)
+        ways = [arguments_of_env, *({**arguments_of_env, **parse_kwargs([text])} for text in options.beside)]
+        subjects = [Subject.named(options.env, way, **hooks) for way in ways]
+        for subject in subjects:
+            with quiet():
+                subject.make_env().close()
     except Exception as error:  # whatever a factory raises: there is nothing to certify
         print(f"{command.prog}: error: {type(error).__name__}: {error}", file=sys.stderr)
         return USAGE
-    progress = reports.Progress(len(all_checks(levels=levels, only=only)))
+    progress = reports.Progress(len(all_checks(levels=levels, only=only)) * len(subjects), quiet=options.quiet)
     try:
-        report = run(subject, levels=levels, budget=options.budget, seed=options.seed, only=only, listener=progress)
+        report, *others = [
+            run(subject, levels=levels, budget=options.budget, seed=options.seed, only=only, listener=progress)
+            for subject in subjects
+        ]
+        report = replace(report, beside=tuple(others))
     except KeyboardInterrupt:
         progress.clear()
         print("interrupted", file=sys.stderr)
@@ -167,6 +193,27 @@ def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
             found[name] = value
+    return found
+
+
+def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
+    """Functions from ``NAME=module:function``.
+
+    Raises:
+        ValueError: a text is not such, or names nothing that can be called.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, target = text.partition("=")
+        module, _, path = target.partition(":")
+        if name not in HOOKS or not path:
+            raise ValueError(f"expected --hook {'|'.join(HOOKS)}=module:function, found {text!r}")
+        function: Any = importlib.import_module(module)
+        for part in path.split("."):
+            function = getattr(function, part)
+        if not callable(function):
+            raise ValueError(f"--hook {text}: expected a function, found {function!r}")
+        found[name] = function
     return found
 
 

@@ -1,7 +1,8 @@
-"""The protocol for environments that can be deep-copied, to compare with: `DeepCopySnapshots`.
+"""The protocol for environments that have no snapshots, in the two obvious ways, to compare with.
 
-It is the obvious way to snapshot an environment, and its certificate shows what that is worth: whatever a deep copy
-does not reach (globals, files, processes, C libraries) is not in the snapshot.
+`DeepCopySnapshots` copies the environment: whatever a deep copy does not reach (globals, files, processes, C libraries)
+is not in the snapshot. `ReplaySnapshots` resets and takes the same actions again: as dear as the episode is long, and
+right only where a seed fixes an episode.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import copy
 from typing import Any, ClassVar
 
 import gymnasium as gym
+import numpy as np
 
 from sandboxgym.conformance.subject import layers
-from sandboxgym.core import SnapshotSpec, copied
+from sandboxgym.core import SnapshotEnv, SnapshotSpec, copied
 from sandboxgym.errors import ResetNeeded, SnapshotMismatch, SnapshotReleased
-from sandboxgym.randomness import materialise, sibling_seed
+from sandboxgym.randomness import capture, materialise, restored, sibling_seed
 
 AnyEnv = gym.Env[Any, Any]
 
@@ -156,3 +158,90 @@ def deep_copied(id: str, **kwargs: Any) -> DeepCopySnapshots:
     ``python -m sandboxgym.conformance sandboxgym.conformance.adapters:deep_copied --make-kwargs id=CartPole-v1``
     """
     return DeepCopySnapshots(gym.make(id, **kwargs))
+
+
+class ReplaySnapshots(SnapshotEnv[Any, Any]):
+    """An environment by its Gymnasium id, whose snapshots are the seed and the actions so far.
+
+    Every episode begins with a seed drawn from ``np_random``; its steps then draw from the same stream, so that a
+    restore with a seed replays the past with the draws of the past and goes on with others.
+
+    ``python -m sandboxgym.conformance sandboxgym.conformance.adapters:ReplaySnapshots --make-kwargs id=CartPole-v1``
+
+    Example:
+        >>> env = ReplaySnapshots("FrozenLake-v1")
+        >>> observation, info = env.reset(seed=0)
+        >>> snap = env.snapshot()
+        >>> _ = env.step(2)
+        >>> env.restore(snap)[0] == observation
+        True
+    """
+
+    snapshot_spec = SnapshotSpec(kind="replay", cost="steps")
+
+    def __init__(self, id: str, **kwargs: Any) -> None:
+        self.inner = gym.make(id, **kwargs)
+        self.metadata, self.render_mode = self.inner.metadata, self.inner.render_mode
+        self.action_space, self.observation_space = self.inner.action_space, self.inner.observation_space
+        self.done: list[tuple[str, Any]] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        super().reset(seed=seed)
+        self.done = [("reset", {"seed": int(self.np_random.integers(2**31)), "options": copied(options)})]
+        observation, info = self.inner.reset(**copied(self.done[0][1]))
+        self._draw()
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """See `gymnasium.Env.step`."""
+        result = self.inner.step(action)
+        self.done.append(("step", copied(action)))
+        return result
+
+    def render(self) -> Any:
+        """See `gymnasium.Env.render`."""
+        return self.inner.render()
+
+    def close(self) -> None:
+        """See `gymnasium.Env.close`."""
+        self.inner.close()
+
+    @property
+    def np_random(self) -> np.random.Generator:  # type: ignore[override]
+        """The stream of the environment inside."""
+        return super().np_random
+
+    @np_random.setter
+    def np_random(self, value: np.random.Generator) -> None:
+        self._np_random, self._np_random_seed = value, -1
+        self._draw()
+
+    def _capture(self) -> Any:
+        return self.done
+
+    def _apply(self, state: Any) -> None:
+        for kind, value in copied(state):
+            if kind == "reset":
+                self.inner.reset(**value)
+            elif kind == "step":
+                self.inner.step(value)
+            else:
+                self._np_random = restored(value, None)
+                self._share()
+        self.done = state
+
+    def _put_streams(self, streams: dict[str, Any]) -> None:
+        super()._put_streams(streams)
+        self._share()
+
+    def _reseed(self, seed: int) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        """From now on the environment inside draws from the present stream, and in replays too."""
+        self.done.append(("stream", capture(self._np_random)))
+        self._share()
+
+    def _share(self) -> None:
+        self.inner.unwrapped._np_random = self._np_random

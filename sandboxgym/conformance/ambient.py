@@ -6,12 +6,16 @@ A change of these alone is no fault (a cache may fill). It names the hazard wher
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
+import locale
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,17 +79,55 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def surroundings() -> dict[str, Canonical]:
-    """What a process has one of: environment variables, working directory, umask, import path."""
+    """What a process has one of: variables, working directory, umask, import path, signal handlers, settings."""
     mask = os.umask(0o022)
     os.umask(mask)
-    variables = {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
-    return {**variables, "working directory": os.getcwd(), "umask": mask, "sys.path": tuple(sys.path)}
+    found: dict[str, Canonical] = {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
+    found |= {f"handler of {signal.Signals(number).name}": repr(handler) for number, handler in _handlers().items()}
+    return found | {
+        "working directory": os.getcwd(),
+        "umask": mask,
+        "sys.path": tuple(sys.path),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "garbage collection": gc.isenabled(),
+        "recursion limit": sys.getrecursionlimit(),
+        "NumPy's error handling": canonical(np.geterr()),
+    }
+
+
+def _handlers() -> dict[int, Any]:
+    known = (number for number in signal.valid_signals() if number in set(signal.Signals))
+    return {int(number): signal.getsignal(number) for number in known}
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Puts back working directory, environment variables, import path, signal handlers and garbage collection."""
+    folder, variables, path = os.getcwd(), dict(os.environ), sys.path[:]
+    handlers, collecting = _handlers(), gc.isenabled()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        if dict(os.environ) != variables:
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
+        sys.path[:] = path
+        (gc.enable if collecting else gc.disable)()
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
 
 
 def global_streams() -> dict[str, Canonical]:
-    """Python's and NumPy's global random streams."""
+    """The global random streams of Python, NumPy and, where it is loaded, PyTorch."""
     kind, keys, *rest = np.random.get_state()
-    return {"random": hash(random.getstate()), "numpy.random": canonical([kind, np.asarray(keys), *rest])}
+    found = {"random": hash(random.getstate()), "numpy.random": canonical([kind, np.asarray(keys), *rest])}
+    if (torch := sys.modules.get("torch")) is not None:
+        found["torch"] = torch.get_rng_state().numpy().tobytes()
+    return found
 
 
 def places() -> list[Path]:

@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,6 +108,10 @@ class Budget:
     """Draws a side of a test of distributions."""
     seconds: float
     """Soft limit of one check in seconds."""
+    share: float = 1.0
+    """Share of the least counts of loops, which are reached whatever the time, that a slow environment must reach."""
+    total: float = math.inf
+    """Seconds of processor that a run of all checks aims at."""
 
     @classmethod
     def named(cls, name: str) -> Budget:
@@ -120,12 +125,43 @@ class Budget:
         except KeyError:
             raise ValueError(f"expected a budget of {', '.join(BUDGETS)}, found {name!r}") from None
 
+    def paced(self, seconds: float) -> Budget:
+        """The budget for an environment of which one call, or one snapshot, takes that long.
+
+        Where a control run would take more than a quarter of the soft limit, it is halved until it does not; where
+        even the shortest does, loops may also end after fewer rounds. Both are coarse, so that the same environment
+        gets the same checks.
+        """
+        steps, share = self.steps, 1.0
+        while steps > SHORTEST and steps * seconds > self.seconds / 4:
+            steps = max(SHORTEST, steps // 2)
+        while steps == SHORTEST and share > LEAST and steps * seconds > self.seconds / 4 / share:
+            share /= 2
+        traces = self.traces if steps > SHORTEST else min(self.traces, 2)
+        return replace(self, steps=steps, traces=traces, share=share)
+
+    def sharing(self, spent: float, checks: int) -> Budget:
+        """The budget for the next check, ``spent`` seconds of processor after the start, with so many checks to go.
+
+        A check may take three times its share of what is left, a quarter of the soft limit at least, all at most.
+        """
+        share = (self.total - spent) / checks
+        return replace(self, seconds=min(self.seconds, max(self.seconds / 4, 3 * share)))
+
+    def __str__(self) -> str:
+        usual = BUDGETS.get(self.name, self)
+        if self.steps == usual.steps:
+            return self.name
+        fewer = f", least counts x {self.share:g}" if self.share < 1 else ""
+        return f"{self.name} (slow: control runs of {self.steps} steps{fewer})"
+
     def spending(self, count: int, *, seconds: float | None = None, at_least: int = 1) -> Iterator[int]:
         """``range(count)``, cut short when the time is up, but not before ``at_least``.
 
         Time is that of the processor, so that a busy machine checks no less; waiting counts half.
         """
         limit = self.seconds if seconds is None else seconds
+        at_least = max(min(at_least, 2), round(at_least * self.share))
         busy, start = time.process_time(), time.perf_counter()
         for index in range(count):
             late = time.process_time() - busy > limit or time.perf_counter() - start > 2 * limit
@@ -134,8 +170,13 @@ class Budget:
             yield index
 
 
+SHORTEST = 8
+"""Steps of a control run below which the checks see too little."""
+LEAST = 0.25
+"""The smallest share of the least counts."""
+
 BUDGETS = {
-    "quick": Budget("quick", 4, 60, 400, 4, 100, 200, 1000, 2.0),
+    "quick": Budget("quick", 4, 60, 400, 4, 100, 200, 1000, 2.0, total=45.0),
     "full": Budget("full", 12, 200, 1000, 4, 300, 200, 4000, 40.0),
 }
 

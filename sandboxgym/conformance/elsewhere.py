@@ -165,6 +165,14 @@ def carried(snap: Any, folder: str | Path, name: str) -> tuple[str, str, Any]:
     raise Unreachable("; ".join(reasons))
 
 
+def pickled(snap: Any) -> tuple[str, str, Any] | None:
+    """A snapshot on its way as a pickle, as pools of workers send it; None where it refuses that."""
+    try:
+        return ("pickle", "", pickle.dumps(snap))
+    except Exception:
+        return None
+
+
 def arrived(parcel: tuple[str, str, Any]) -> Any:
     """The snapshot in a parcel of `carried`."""
     way, kind, content = parcel

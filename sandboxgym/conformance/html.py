@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.check import Level
 from sandboxgym.conformance.runner import Report
 from sandboxgym.format import write_atomic
@@ -26,22 +28,34 @@ p { margin: .4rem 0; } .dim { color: var(--dim); }
   border: 2px solid currentColor; }
 .pass { color: var(--pass); } .fail { color: var(--fail); } .skip { color: var(--skip); }
 .inconclusive { color: var(--inconclusive); }
-.matrix { display: grid; grid-template-columns: minmax(9rem, max-content) 1fr; gap: .45rem .9rem; align-items: start; }
+.matrix { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .8rem 1.2rem; align-items: start; }
 .tiles { display: flex; flex-wrap: wrap; gap: .35rem; }
+@media (max-width: 46rem) { body { padding: 1rem; } .matrix { grid-template-columns: minmax(0, 1fr); gap: .4rem; }
+  .tiles { margin-bottom: .6rem; } }
 .tile { border: 1px solid currentColor; border-radius: .3rem; padding: .05rem .5rem; font-size: .85rem;
   text-decoration: none; }
 .tile b { font-weight: 700; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+table { border-collapse: collapse; max-width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; }
+th:first-child, td:first-child { min-width: 7rem; overflow-wrap: break-word; }
+th { white-space: nowrap; }
 details { border: 1px solid var(--line); border-radius: .4rem; margin: .4rem 0; background: var(--panel); }
 summary { cursor: pointer; padding: .4rem .8rem; } details > div { padding: 0 .8rem .7rem; }
+code { font: .92em ui-monospace, monospace; }
 pre { overflow-x: auto; background: var(--bg); border: 1px solid var(--line); border-radius: .3rem; padding: .6rem;
   font: 12.5px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; }
 """
 
 _MARKS = {"PASS": "✓", "FAIL": "✗", "SKIP": "–", "INCONCLUSIVE": "?"}
+_COLOURS = {
+    **{verdict: verdict.lower() for verdict in _MARKS},
+    **dict.fromkeys(("kept", "declared", "refused"), "pass"),
+    **dict.fromkeys(("leaked", "disturbed", "silent", "harmed", "crashed"), "fail"),
+    **dict.fromkeys(("n/a", "skipped"), "skip"),
+    "lost": "inconclusive",
+}
 _LEVELS = {
     Level.API: "API",
     Level.EXACT: "Exact restore",
@@ -62,17 +76,27 @@ def page(report: Mapping[str, Any]) -> str:
     """The page of a report in its JSON form."""
     results: Sequence[Mapping[str, Any]] = report["results"]
     failed = [result for result in results if result["verdict"] == "FAIL"]
+    beside = report.get("beside", ())
+    labels = sidebyside.labels(report)
     sections = [
         f"<h1>Snapshot conformance: {escape(report['name'])}</h1>",
         f'<p class="dim">{escape(report["started"])} · budget {escape(report["budget"])} · seed {report["seed"]} · '
         f"{report['seconds']:.1f} s · {escape(report['platform'])} · "
         f"{escape(', '.join(f'{name} {version}' for name, version in report['versions'].items()))}</p>",
+        *([f"<p><b>{escape(labels[0])}</b></p>"] if beside else []),
         _banner(report, failed),
         _matrix(results),
     ]
+    for label, other in zip(labels[1:], beside):
+        theirs = [result for result in other["results"] if result["verdict"] == "FAIL"]
+        sections += [f"<p><b>{escape(label)}</b></p>", _banner(other, theirs)]
+        sections += [_details(result, open=True, place=f"{label}: ") for result in theirs]
     if failed:
         sections += ["<h2>Failures</h2>", *(_details(result, open=True) for result in failed)]
-    sections += [_probes(result) for result in results if isinstance(result["evidence"].get("matrix"), list)]
+    if beside:
+        sections += _side_by_side(report)
+    for label, each in zip(labels, (report, *beside)):
+        sections += [_probes(result, f" ({label})" if beside else "") for result in each["results"]]
     sections += [
         "<h2>Declared</h2>",
         _table(("claim", "value"), report["capabilities"].items()),
@@ -83,7 +107,8 @@ def page(report: Mapping[str, Any]) -> str:
         "<h2>All checks</h2>",
         *(_details(result) for result in results if result["verdict"] != "FAIL"),
     ]
-    title = escape(f"{report['name']}: {'FAIL' if failed else 'no failure'}")
+    fails = failed or any(other["counts"].get("FAIL") for other in beside)
+    title = escape(f"{report['name']}: {'FAIL' if fails else 'no failure'}")
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
@@ -117,14 +142,29 @@ def _matrix(results: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="matrix">{"".join(rows)}</div>'
 
 
-def _details(result: Mapping[str, Any], *, open: bool = False) -> str:
+def _side_by_side(report: Mapping[str, Any]) -> Iterator[str]:
+    labels = sidebyside.labels(report)
+    for title, rows in {"checks": sidebyside.verdicts(report), **sidebyside.matrices(report)}.items():
+        differing = [(row.name, *row.cells) for row in rows if row.differs]
+        same: dict[str, list[str]] = {}
+        for row in rows:
+            if not row.differs:
+                same.setdefault(row.cells[0], []).append(row.name)
+        yield f"<h2>Side by side: {escape(title)}</h2>"
+        yield _table(("differs", *labels), differing) if differing else "<p>Nothing differs.</p>"
+        if same:
+            yield _table(("the same in all", ""), ((cell, ", ".join(names)) for cell, names in same.items()))
+
+
+def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") -> str:
+    """A result; with a ``place``, of a report beside."""
     verdict = result["verdict"]
     evidence = {name: value for name, value in result["evidence"].items() if name != "matrix"}
     parts = [f"<p>{escape(result['message'])}</p>"] if result["message"] else []
     parts += [
         "<dl>",
         *(
-            f"<dt>{name}</dt><dd>{escape(result[key])}</dd>"
+            f"<dt>{name}</dt><dd>{_prose(result[key])}</dd>"
             for name, key in (("Hazard", "hazard"), ("What it does", "does"), ("What it cannot see", "blind"))
             if result.get(key)
         ),
@@ -135,10 +175,15 @@ def _details(result: Mapping[str, Any], *, open: bool = False) -> str:
     if result.get("counterexample"):
         parts.append(f"<p><b>Counterexample</b></p><pre>{escape(result['counterexample'])}</pre>")
     return (
-        f'<details id="{escape(result["id"])}"{" open" if open else ""}><summary><b class="{verdict.lower()}">'
-        f"{_MARKS[verdict]} {verdict}</b> {escape(result['id'])} "
+        f'<details id="{escape(place + result["id"])}"{" open" if open else ""}><summary><b class="{verdict.lower()}">'
+        f"{_MARKS[verdict]} {verdict}</b> {escape(place + result['id'])} "
         f'<span class="dim">{result["seconds"]:.2f} s</span></summary><div>{"".join(parts)}</div></details>'
     )
+
+
+def _prose(text: str) -> str:
+    """Text of a docstring, with what is in double backticks as code."""
+    return re.sub("``(.+?)``", r"<code>\1</code>", escape(text))
 
 
 def _evidence(evidence: Mapping[str, Any]) -> str:
@@ -148,12 +193,13 @@ def _evidence(evidence: Mapping[str, Any]) -> str:
     return text + "".join(f"<p><b>{escape(k)}</b></p><pre>{escape(v)}</pre>" for k, v in long.items())
 
 
-def _probes(result: Mapping[str, Any]) -> str:
-    rows = result["evidence"]["matrix"]
-    if not rows or not all(isinstance(row, Mapping) for row in rows):
+def _probes(result: Mapping[str, Any], where: str) -> str:
+    rows = result["evidence"].get("matrix")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         return ""
     names = list(rows[0])
-    return "<h2>Kept, lost, leaked</h2>" + _table(names, ([row.get(name) for name in names] for row in rows))
+    title = "Kept, lost, leaked" if result["id"] == "probes.matrix" else result["id"]
+    return f"<h2>{escape(title + where)}</h2>" + _table(names, ([row.get(name) for name in names] for row in rows))
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -163,10 +209,12 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if value in ("kept", "lost", "leaked"):
-        return f'<b class="{ {"kept": "pass", "lost": "inconclusive", "leaked": "fail"}[value] }">{value}</b>'
+    if isinstance(value, str) and value in _COLOURS:
+        return f'<b class="{_COLOURS[value]}">{value}</b>'
     return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.runner import Report
 from sandboxgym.format import write_atomic
 
@@ -34,6 +35,8 @@ def text(report: Mapping[str, Any]) -> str:
     for result in report["results"]:
         note = result["message"] or _numbers(result["evidence"])
         lines.append(f"| `{result['id']}` | {result['verdict']} | {_line(note)} |")
+    if report.get("beside"):
+        lines += _side_by_side(report)
     for result in report["results"]:
         matrix = result["evidence"].get("matrix")
         if isinstance(matrix, list) and matrix and all(isinstance(row, Mapping) for row in matrix):
@@ -47,6 +50,22 @@ def text(report: Mapping[str, Any]) -> str:
         lines += ["", "## Not tested", "", "| check | why |", "|---|---|"]
         lines += [f"| `{entry['id']}` | {_line(entry['reason'])} |" for entry in report["not_tested"]]
     return "\n".join(lines) + "\n"
+
+
+def _side_by_side(report: Mapping[str, Any]) -> list[str]:
+    labels = sidebyside.labels(report)
+    lines: list[str] = []
+    for title, rows in {"checks": sidebyside.verdicts(report), **sidebyside.matrices(report)}.items():
+        lines += ["", f"## Side by side: {title}", "", f"| | {' | '.join(f'`{label}`' for label in labels)} |"]
+        lines += ["|---" * (1 + len(labels)) + "|"]
+        for row in rows:
+            cells = [f"**{cell}**" if row.differs and cell else cell for cell in row.cells]
+            lines.append(f"| `{row.name}` | {' | '.join(map(_line, cells))} |")
+    for label, other in zip(labels[1:], report["beside"]):
+        for result in other["results"]:
+            if result["verdict"] == "FAIL":
+                lines += ["", f"`{label}`, `{result['id']}`: {_line(result['message'])}"]
+    return lines
 
 
 def _numbers(evidence: Mapping[str, Any]) -> str:

@@ -70,8 +70,9 @@ def record(subject: Subject, index: int, steps: int) -> Control:
                 perform(Op("step", ops[-1].value))
         following = subject.options(index + 1) if isinstance(subject.reset_options, list) else options
         episode(Op("reset", (None, following)), NEXT_EPISODE)
-    seconds = time.perf_counter() - start
+    recorded = time.perf_counter()
     again = replay(subject, seed, ops)
+    seconds = min(recorded - start, time.perf_counter() - recorded)  # the less disturbed of two
     differs = first_difference(outcomes, again)
     name = f"seed {seed}, {'on' if on_policy else 'off'}-policy, {len(ops)} calls"
     return Control(name, seed, tuple(ops), tuple(outcomes), ended, not differs, differs or "", seconds)
@@ -428,6 +429,10 @@ class Scene:
             f"{control.name}, other actions from {point}", control.seed, ops, tuple(outcomes), None, True, "", 0
         )
         return Walk(env, other, {}, outcomes, outcomes, len(ops))
+
+    def followed(self, control: Control, following: Control, calls: int | None = None) -> Walk:
+        """A control run, or its first ``calls``, and then the first episode of another one; no snapshots."""
+        return self.alone(control, len(control.ops) if calls is None else calls, following.ops[: following.last])
 
     def expect(self, env: AnyEnv, walk: Walk, point: int, what: str, *, calls: int | None = None) -> int:
         """Play the control run's calls from ``point`` on; fail where they differ from what is expected.

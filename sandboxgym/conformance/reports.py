@@ -11,9 +11,11 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.check import Check, Level, Result, Verdict
 from sandboxgym.conformance.runner import Report, all_checks
 
@@ -27,14 +29,15 @@ def coloured(stream: TextIO) -> bool:
 
 
 class Progress:
-    """A listener of `runner.run` that keeps one line on a terminal up to date; silent elsewhere."""
+    """A listener of `runner.run`: one line that is kept up to date on a terminal, a line a finished check elsewhere."""
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self.total = total
         self.done = 0
         self.failed = 0
         self.stream = stream or sys.stderr
-        self.shown = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.shown = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet
+        self.logged = not self.shown and not quiet
 
     def __call__(self, check: Check, result: Result | None) -> None:
         """See `runner.Listener`."""
@@ -44,6 +47,9 @@ class Progress:
         else:
             self.done += 1
             self.failed += result.verdict is Verdict.FAIL
+            if self.logged:
+                line = f"[{self.done}/{self.total}] {_MARKS[result.verdict]} {check.id} {result.seconds:.1f} s"
+                print(line, file=self.stream, flush=True)
 
     def clear(self) -> None:
         """Remove the line."""
@@ -95,11 +101,31 @@ def terminal(report: Report, *, colour: bool = False, width: int | None = None) 
         for id, reason in report.not_tested:
             text = f"{id}: {' '.join(reason.split())}"
             lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+    if report.beside:
+        lines += _side_by_side(report.to_json(), paint)
+        for label, other in zip(sidebyside.labels(report.to_json())[1:], report.beside):
+            for result in other.failures:
+                lines += ["", paint(f"{label}: {result.id} failed", "1;31")]
+                lines += textwrap.wrap(result.message, width, initial_indent="  ", subsequent_indent="  ")
     counts = [
         paint(f"{len(report.of(verdict))} {verdict}", _COLOURS[verdict]) for verdict in Verdict if report.of(verdict)
     ]
     lines += ["", f"{', '.join(counts) or 'nothing ran'} in {report.seconds:.1f} s"]
     return "\n".join(lines) + "\n"
+
+
+def _side_by_side(report: Mapping[str, Any], paint: Callable[[str, str], str]) -> list[str]:
+    labels = sidebyside.labels(report)
+    widths = [max(len(label), 12) for label in labels]
+    lines: list[str] = []
+    for title, rows in {"checks": sidebyside.verdicts(report), **sidebyside.matrices(report)}.items():
+        head = "  ".join(f"{label:<{width}}" for label, width in zip(labels, widths))
+        lines += ["", paint(f"Side by side: {title}", "1"), paint(f"  {'':<36}  {head}".rstrip(), "90")]
+        for row in rows:
+            cells = "  ".join(f"{cell:<{width}}" for cell, width in zip(row.cells, widths))
+            line = f"{'*' if row.differs else ' '} {row.name:<36}  {cells}".rstrip()
+            lines.append(paint(line, "1") if row.differs else line)
+    return [*lines, paint("  * differs", "90")]
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:

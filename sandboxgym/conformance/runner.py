@@ -3,7 +3,7 @@
 1. A check never sees what another one did to the process: global random streams, working directory and environment
    variables are put back after each.
 2. A check that cannot apply is a SKIP with its reason; the report lists it under what was not tested.
-3. The same seed gives the same calls.
+3. The same seed gives the same calls, as far as time allows: slow environments get fewer and shorter ones.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
-import os
 import platform
 import random
-import sys
 import time
 import traceback
 import zlib
@@ -25,8 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from sandboxgym.conformance import ambient
 from sandboxgym.conformance.check import (
     REGISTRY,
+    SHORTEST,
     Budget,
     Check,
     Failed,
@@ -36,8 +36,8 @@ from sandboxgym.conformance.check import (
     Skipped,
     Verdict,
 )
-from sandboxgym.conformance.recording import quiet
-from sandboxgym.conformance.subject import Subject
+from sandboxgym.conformance.recording import opened, quiet, release
+from sandboxgym.conformance.subject import Control, Subject, put, take
 
 SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
@@ -73,12 +73,15 @@ class Report:
     capabilities: dict[str, Any]
     results: tuple[Result, ...]
     budget: str
+    """Its name, and where the environment is slow what became of it."""
     levels: tuple[int, ...]
     seed: int
     started: str
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
+    beside: tuple[Report, ...] = ()
+    """Of the same checks, on the environment made in other ways."""
 
     def __getitem__(self, id: str) -> Result:
         for result in self.results:
@@ -114,10 +117,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: no FAIL; 1: some; 2: no FAIL, but something stayed INCONCLUSIVE."""
-        if self.failures:
+        """0: no FAIL; 1: some; 2: no FAIL, but something stayed INCONCLUSIVE. Of all that are side by side."""
+        codes = {other.exit_code for other in self.beside}
+        if self.failures or 1 in codes:
             return 1
-        return 2 if self.of(Verdict.INCONCLUSIVE) else 0
+        return 2 if self.of(Verdict.INCONCLUSIVE) or 2 in codes else 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -153,6 +157,7 @@ class Report:
             "exit_code": self.exit_code,
             "results": results,
             "not_tested": [{"id": id, "reason": reason} for id, reason in self.not_tested],
+            "beside": [other.to_json() for other in self.beside],
         }
 
 
@@ -196,12 +201,15 @@ def run(
         budget = Budget.named(budget)
     subject.reseed(seed)
     chosen = all_checks(levels=levels, only=only)
+    budget = budget.paced(pace(subject))
     started, start = datetime.datetime.now(datetime.UTC), time.perf_counter()
     results: dict[str, Result] = {}
+    busy = time.process_time()
     for check in chosen:
         if listener is not None:
             listener(check, None)
-        results[check.id] = result = run_check(check, subject, budget, seed, results)
+        now = budget.sharing(time.process_time() - busy, len(chosen) - len(results))
+        results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
     spec = subject.make_spec
@@ -215,7 +223,7 @@ def run(
         make_kwargs=dict(spec.kwargs) if spec else {},
         capabilities=capabilities,
         results=tuple(results.values()),
-        budget=budget.name,
+        budget=str(budget),
         levels=tuple(sorted(map(int, levels))),
         seed=seed,
         started=started.isoformat(timespec="seconds"),
@@ -225,6 +233,35 @@ def run(
     )
 
 
+def pace(subject: Subject) -> float:
+    """Seconds of processor or waiting that a call takes, a snapshot's included: the longer of a step and a snapshot.
+
+    Resets count as calls; 0 if the environment cannot even be made.
+    """
+    try:
+        with preserved(), quiet():
+            control = subject.control(0, SHORTEST)
+            call = control.seconds / len(control.ops)
+            return max(call, _snapshot_seconds(subject, control))
+    except Exception:  # what is wrong with it is for the checks to find
+        return 0.0
+
+
+def _snapshot_seconds(subject: Subject, control: Control) -> float:
+    """Half of what a snapshot and its restore take, in a used environment; the least of three."""
+    with opened(subject) as env:
+        for op in control.ops[:2]:
+            subject.call(env, op)
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            snap = take(env)
+            put(env, snap)
+            seconds.append((time.perf_counter() - start) / 2)
+            release(snap)
+    return min(seconds)
+
+
 def run_check(
     check: Check, subject: Subject, budget: Budget, seed: int, before: dict[str, Result] | None = None
 ) -> Result:
@@ -232,7 +269,7 @@ def run_check(
     start = time.perf_counter()
 
     def result(verdict: Verdict, message: str = "", evidence: Any = None, script: str | None = None) -> Result:
-        return Result(check.id, verdict, message, evidence or {}, script, time.perf_counter() - start)
+        return Result(check.id, verdict, _printable(message), evidence or {}, script, time.perf_counter() - start)
 
     reason = _unable(check, subject, before or {})
     if reason:
@@ -290,20 +327,14 @@ def missing(subject: Subject, need: str) -> str | None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Puts back global random streams, working directory, environment variables and the import path."""
+    """Puts back the global random streams and what `ambient.put_back` does."""
     streams = random.getstate(), np.random.get_state()
-    folder, variables, path = os.getcwd(), dict(os.environ), sys.path[:]
     try:
-        yield
+        with ambient.put_back():
+            yield
     finally:
         random.setstate(streams[0])
         np.random.set_state(streams[1])
-        os.chdir(folder)
-        if dict(os.environ) != variables:
-            for name in os.environ.keys() - variables.keys():
-                del os.environ[name]
-            os.environ.update(variables)
-        sys.path[:] = path
 
 
 def versions() -> dict[str, str]:
@@ -317,7 +348,7 @@ def versions() -> dict[str, str]:
 
 def _json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
+        return {_printable(str(key)): _json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_json(item) for item in value]
     if isinstance(value, np.generic):
@@ -326,6 +357,11 @@ def _json(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, float) and value != value:
         return "nan"
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
-    return str(value)
+    return _printable(str(value))
+
+
+def _printable(text: str) -> str:
+    """A text that any stream takes: names of files may have bytes in them that are no letters."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -13,7 +13,7 @@ import copy
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -134,6 +134,8 @@ class Subject:
         make_spec: how another process makes it; default: derived where ``make_env`` can be imported by name.
         declared: what the snapshots cover; default: the environment's ``snapshot_spec``.
         shell: runs a command (POSIX shell, several lines) in the sandbox as an agent would; what it printed.
+        lossy: from the environment and a snapshot that it was restored from to what that snapshot does not hold, by its
+            own account, in words; default: ``info["lossy"]`` of the restore.
     """
 
     make_env: Callable[[], AnyEnv]
@@ -145,6 +147,7 @@ class Subject:
     make_spec: MakeSpec | None = None
     declared: SnapshotSpec | None = None
     shell: Callable[[AnyEnv, str], str] | None = None
+    lossy: Callable[[AnyEnv, Any], Sequence[str]] | None = None
     seed: int = 0
     _controls: dict[tuple[int, int], Control] = field(default_factory=dict, repr=False)
 

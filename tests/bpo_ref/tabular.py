@@ -162,12 +162,12 @@ Credit = Callable[[Sequence[RolloutTree]], None]
 
 
 def batches_of(
-    mdp: MDP, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4
+    mdp: MDP, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4, first: int = 0
 ) -> Iterator[list[RolloutTree]]:
-    """Batches of rolled-out trees, the tasks in turn; ``schedule`` makes that of a batch."""
+    """Batches of rolled-out trees, the tasks in turn; ``schedule`` makes that of a batch, ``first`` numbers them."""
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
     tasks = [i % len(mdp.starts) for i in range(prompts)]
-    for batch in range(batches):
+    for batch in range(first, first + batches):
         yield rollout(envs, policy, schedule(batch), tasks=tasks, seed=(batch,))
     envs.close()
 

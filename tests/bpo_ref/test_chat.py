@@ -128,3 +128,14 @@ def test_templates_that_are_not_append_only_are_refused(template: str, complaint
     tokenizer = byte_level(template, specials=["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
     with pytest.raises(TemplateError, match=complaint):
         ChatFormat(tokenizer)
+
+
+def test_the_middle_of_a_long_observation_is_left_out() -> None:
+    tokenizer = tiny_tokenizer(words_of([*OBSERVATIONS, *ACTIONS, "…"]))
+    text = " ".join(["take"] * 30 + ["mug"] * 30)
+    whole, cut = ChatFormat(tokenizer), ChatFormat(tokenizer, observation_tokens=9)
+    assert cut.start(OBSERVATIONS[2]) == whole.start(OBSERVATIONS[2])  # short enough
+    shortened = " ".join(["take"] * 4 + ["…"] + ["mug"] * 5)
+    assert cut.start(text) == whole.start(shortened)
+    assert cut.turn(text, truncated=True) == whole.turn(shortened, truncated=True)
+    assert cut.demonstration([text], ["go"]) == whole.demonstration([shortened], ["go"])

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from bpo_ref.chat import ChatFormat
-from bpo_ref.generate import ContextOverflow, Generator, Session, StaleSession, score, token_logps
+from bpo_ref.generate import ContextOverflow, Generator, Session, StaleSession, forward, score, token_logps
+from bpo_ref.models import ActorCritic
 from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
 
 VOCABULARY = 40
@@ -293,6 +294,34 @@ def test_token_logps_ignore_padding_and_chunks() -> None:
     torch.testing.assert_close(again, logps)
 
 
+@pytest.mark.parametrize("critic", [False, True])
+def test_logits_are_computed_only_where_they_count(critic: bool) -> None:
+    model = tiny_model(tiny_tokenizer(["word"]), hidden=32, ffn=64, seed=1)
+    whole = ActorCritic(model) if critic else model
+    ids, lengths = torch.randint(5, (3, 9)), torch.tensor([9, 4, 7])
+    where = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)) < 0.4
+    gradients = []
+    shapes: list[torch.Size] = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: shapes.append(logits.shape))
+    for named in (None, where):
+        logps, entropies, values = forward(whole, ids, lengths, where=named)
+        assert (values is not None) == critic
+        model.zero_grad()
+        (logps * where).sum().backward()
+        gradients.append(model.model.embed_tokens.weight.grad.clone())
+    inside = where & (torch.arange(1, 9) < lengths[:, None])
+    assert shapes[-1] == (1, int(inside.sum()), model.config.vocab_size)
+    hook.remove()
+    full, full_entropies, _ = forward(whole, ids, lengths)
+    torch.testing.assert_close(logps, full * inside)
+    torch.testing.assert_close(entropies, full_entropies * inside)
+    torch.testing.assert_close(*gradients)
+    nothing, _, _ = forward(whole, ids, lengths, where=torch.zeros(3, 8, dtype=torch.bool))
+    nothing.sum().backward()
+    assert not nothing.any()
+    assert model(ids).logits.shape == (3, 9, model.config.vocab_size)  # nothing stays behind
+
+
 def test_a_chat_from_text_to_scored_tokens() -> None:
     tokenizer = tiny_tokenizer(words_of(["You see a mug 1.", "take mug 1 from shelf 2", "Nothing happens."], numbers=5))
     chat, model = ChatFormat(tokenizer), sharpened(tiny_model(tokenizer, hidden=32, ffn=64))
@@ -306,3 +335,24 @@ def test_a_chat_from_text_to_scored_tokens() -> None:
     recorder.check()
     context = recorder.session.context(0)
     assert tokenizer.decode(context).count("<|end|>") == tokenizer.decode(context).count("<|user|>") - 1
+
+
+def test_rows_read_ahead_are_forked_without_reading_again() -> None:
+    recorder = Recorder(generator_of(llama(), max_rows=2), [*contexts_of(3), [5]])
+    session = recorder.session
+    lengths = [len(session.context(row)) for row in range(4)]
+    session.prefill(range(4))
+    session.prefill(range(4))
+    assert session.prefilled == sum(lengths) - 4
+    forks = [session.fork(row) for row in (0, 0, 1, 3)]
+    assert session.reused == 2 * (lengths[0] - 1) + lengths[1] - 1
+    recorder.sampled.update({row: [] for row in forks})
+    recorder.turn([*range(4), *forks], streams(8))
+    assert session.prefilled == sum(lengths) - 4 + 8  # the last token of each
+    recorder.check()
+
+
+def test_a_row_without_room_is_not_read_ahead() -> None:
+    session = generator_of(gpt2(), context_limit=8).open([[1] * 8, [1] * 7])
+    session.prefill([0, 1])
+    assert session.prefilled == 6

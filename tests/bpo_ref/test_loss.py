@@ -10,24 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from bpo_ref.baselines import Memory
 from bpo_ref.chat import ChatFormat
 from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, token_logps
+from bpo_ref.generate import forward as forward_pass
+from bpo_ref.models import ActorCritic
 from bpo_ref.policy import ChatPolicy
+from bpo_ref.schedules import make_schedule
 from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
 from bpo_ref.train import (
     Args,
     Batch,
+    Critique,
     Row,
     aggregate,
     assign_credit,
     collate,
     denominator_of,
-    make_schedule,
     micro_batches,
     policy_loss,
     resolved,
     rows_of,
+    value_loss,
 )
 from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, rollout
 
@@ -42,8 +47,7 @@ class Player:
     chat: ChatFormat
     envs: Envs
 
-    def trees(self, args: Args, *, tasks: int = 3, max_live: int = 1024, seed: int = 0) -> list[RolloutTree]:
-        """Rollouts with credit; ALFWorld's rewards, all 0 here, are replaced by the parity of the answers' length."""
+    def policy(self, args: Args) -> ChatPolicy:
         generator = Generator(
             self.model,
             stop_ids=self.chat.stop_ids,
@@ -51,11 +55,16 @@ class Player:
             temperature=args.temperature,
             context_limit=args.context,
         )
-        schedule, policy = make_schedule(args, (3,), None), ChatPolicy(generator, self.chat)
+        return ChatPolicy(generator, self.chat)
+
+    def trees(self, args: Args, *, tasks: int = 3, max_live: int = 1024, seed: int = 0) -> list[RolloutTree]:
+        """Rollouts with credit; ALFWorld's rewards, all 0 here, are replaced by the parity of the answers' length."""
+        memory = Memory.of(args)
+        schedule, policy = make_schedule(args, (3,), memory), self.policy(args)
         trees = rollout(self.envs, policy, schedule, tasks=list(range(tasks)), seed=(seed,), max_live=max_live)
         for path in (path for tree in trees for path in tree.paths):
             path.edges[-1].reward = float(sum(edge.action.tokens for edge in path.from_root()) % 2)
-        assign_credit(trees, args)
+        assign_credit(trees, args, memory)
         return trees
 
 
@@ -170,6 +179,28 @@ def test_branching_only_the_root_has_rloos_tensors_and_loss_bitwise(player: Play
     for name in ("ids", "lengths", "step", "advantage", "weight", "old_logps"):
         assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name
     assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("algo", ["bpo-paper", "bpo-tree", "bpo-forest", "vineppo", "rloo"])
+def test_every_token_of_context_is_read_once(player: Player, algo: str) -> None:
+    """Whether a fork is chosen before its path goes on or after it has ended; and nothing is kept afterwards."""
+    args = (
+        settings(algo, roots=3, spacing=1) if algo in ("bpo-forest", "vineppo", "rloo") else settings(algo, spacing=1)
+    )
+    policy = player.policy(args)
+    trees = rollout(player.envs, policy, make_schedule(args, (3,), Memory.of(args)), tasks=[0, 1], seed=(0,))
+    reading, taken_over = 0, 0
+    for tree in trees:
+        reading += len(tree.paths[0].edges[0].action.memory.prompt) - 1
+        for path in tree.paths:  # each feeds the last token again, for what comes after it
+            taken_over += path.edges[0].action.position - 1
+            reading += 1 + sum(1 + len(edge.action.memory.prompt) for edge in path.edges[1:])
+    assert (policy.prefilled, policy.reused) == (reading, taken_over) and taken_over
+    assert not policy._rows and not policy._session._rows
+    batch = collate(rows_of(trees), "cpu")
+    with torch.no_grad():
+        logps = forward(player.model, batch, args)
+    torch.testing.assert_close(logps[batch.mask], batch.old_logps[batch.mask], atol=2e-5, rtol=0)
 
 
 # The loss of hand-made batches: two rows, two actions each, the second row padded.
@@ -337,7 +368,7 @@ def plain_rows(*lengths: int, advantage: float = 1.0) -> list[Row]:
 
 def test_micro_batches_hold_every_row_once_within_the_limit() -> None:
     rows = plain_rows(5, 90, 40, 40, 10, 300, 41)
-    parts = micro_batches(rows, settings(micro_tokens=100))
+    parts = micro_batches(rows, settings(micro_tokens=100, pack="flat"))
     assert sorted(len(row.ids) for part in parts for row in part) == sorted(len(row.ids) for row in rows)
     assert all(len(part) == 1 or len(part) * max(len(row.ids) for row in part) <= 100 for part in parts)
     assert len(parts) < len(rows)
@@ -348,3 +379,75 @@ def test_rows_that_cannot_move_the_policy_are_left_out_but_one() -> None:
     assert micro_batches([*still, *moving], settings()) == [moving]
     assert micro_batches(still, settings()) == [still[:1]]
     assert sum(map(len, micro_batches([*still, *moving], settings(kl=0.1)))) == 3
+
+
+# Options of the loss, and the value head's.
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", lambda d: -d), ("k2", lambda d: d**2 / 2), ("k3", lambda d: d.exp() - d - 1)]
+)
+def test_estimators_of_the_divergence(estimator: Any, expected: Any) -> None:
+    batch, apart = made([0.0] * 4), torch.linspace(-1.0, 1.0, 14).view(2, 7)
+    loss, _ = policy_loss(batch.old_logps, batch, settings(kl=0.5, kl_estimator=estimator), batch.old_logps + apart)
+    torch.testing.assert_close(loss, 0.5 * expected(apart) * batch.mask)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_actions_that_became_likely() -> None:
+    plain, dual = settings(), settings(dual_clip=3.0)
+    for advantage, moved in ((-1.0, 0.5), (1.0, 2.0)):
+        same = [gradient(made([advantage] * 4), args, moved=moved) for args in (plain, dual)]
+        torch.testing.assert_close(*same)
+    assert gradient(made([-1.0] * 4), plain, moved=2.0).any()
+    assert not gradient(made([-1.0] * 4), dual, moved=2.0).any()  # e² > 3
+
+
+def test_value_loss_is_that_of_learnt_states_clipped() -> None:
+    nan = float("nan")
+    batch = replace(
+        made(),
+        old_values=torch.tensor([[0.0, 0.5, 0.0, 0.0, 1.0, 0.0, 0.0], [0.0] * 7]),
+        targets=torch.tensor([[nan, 1.0, nan, nan, 0.0, nan, nan], [nan] * 7]),
+    )
+    values = torch.zeros(2, 7)
+    values[0, 1], values[0, 4] = 1.0, 0.9  # of the states in which tokens 2 and 5 are drawn
+    total, learnt = value_loss(values, batch, settings(value_clip=0.0))
+    assert learnt == 2
+    assert float(total) == pytest.approx(0.5 * (0.0 + 0.81))
+    total, _ = value_loss(values, batch, settings(value_clip=0.2))  # .5 -> .7, off by .3; 1 -> .9 as it is
+    assert float(total) == pytest.approx(0.5 * (0.09 + 0.81))
+
+
+def test_the_value_head_sees_the_state_that_a_token_is_drawn_in(player: Player) -> None:
+    """Its value at a position depends on the tokens up to there, and starts at 0."""
+    args = settings()
+    batch = collate(rows_of(player.trees(args)), "cpu")
+    whole = ActorCritic(player.model)
+    assert not forward_pass(whole, batch.ids, batch.lengths)[2].any()
+    with torch.no_grad():
+        whole.value_head.weight.fill_(1.0)
+        logps, _, before = forward_pass(whole, batch.ids, batch.lengths)
+        t = int(batch.mask[0].nonzero()[0])  # token t + 1 is the first sampled
+        changed = batch.ids.clone()
+        changed[0, t + 1] = (changed[0, t + 1] + 1) % player.model.config.vocab_size
+        after = forward_pass(whole, changed, batch.lengths)[2]
+    torch.testing.assert_close(after[0, : t + 1], before[0, : t + 1])
+    assert not torch.isclose(after[0, t + 1], before[0, t + 1])
+    torch.testing.assert_close(logps, forward_pass(player.model, batch.ids, batch.lengths)[0])
+
+
+def test_tokens_have_their_own_advantages_and_targets_where_a_critic_gave_them(player: Player) -> None:
+    trees = player.trees(settings())
+    for edge in (edge for tree in trees for edge in tree.edges()):
+        n = edge.action.tokens
+        edge.data = Critique([0.5] * n, targets=[float(i) for i in range(n)], advantages=[-float(i) for i in range(n)])
+    batch = collate(rows_of(trees), "cpu")
+    assert batch.targets is not None and batch.old_values is not None
+    assert torch.equal(batch.targets.isnan(), ~batch.mask)
+    assert torch.equal(batch.targets[batch.mask], -batch.advantage[batch.mask])
+    assert (batch.old_values[batch.mask] == 0.5).all()
+
+
+def test_paths_of_weight_0_are_not_trained_on(player: Player) -> None:
+    trees = player.trees(settings("vineppo", roots=2, mc_rollouts=2, mc_turns=1))
+    assert len(rows_of(trees)) == 2 * len(trees) < sum(len(tree.paths) for tree in trees)

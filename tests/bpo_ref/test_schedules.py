@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from toy_envs import Corridor
 
-from bpo_ref.train import Args, EntropyThreshold, Online, make_schedule, resolved
-from sandboxgym.tree import Action, Context, Envs, RolloutTree, rollout
+from bpo_ref.baselines import EntropyThreshold, Memory
+from bpo_ref.schedules import Online, make_schedule
+from bpo_ref.train import Args, resolved
+from sandboxgym.tree import Action, Context, Envs, RolloutTree, Schedule, rollout
 
 
 class Scripted:
@@ -31,11 +33,28 @@ def settings(schedule: str, **options: Any) -> Args:
     return resolved(Args(algo="bpo-tree", schedule=schedule, **chosen))
 
 
+class Fixed(EntropyThreshold):
+    """A threshold that was found before."""
+
+    def __init__(self, threshold: float | None) -> None:
+        super().__init__(1, first=0, keep=1)
+        self._fixed = threshold
+
+    def value(self) -> float | None:
+        return self._fixed
+
+
+def schedule_of(args: Args, threshold: float | None) -> Schedule:
+    memory = Memory.of(args)
+    memory.entropies = Fixed(threshold)
+    return make_schedule(args, (5,), memory)
+
+
 def grown(
     args: Args, entropies: Sequence[float], *, stride: int = 1, threshold: float | None = None, trees: int = 1
 ) -> list[RolloutTree]:
     envs = Envs(lambda: Corridor(length=len(entropies) + 1))
-    schedule = make_schedule(args, (5,), threshold)
+    schedule = schedule_of(args, threshold)
     return rollout(envs, Scripted(entropies, stride), schedule, tasks=[None] * trees)
 
 
@@ -119,7 +138,7 @@ def test_the_drawn_budget_does_not_depend_on_the_process() -> None:
     envs, policy = Envs(lambda: Corridor(length=7)), Scripted([0.5] * 6, 1)
 
     def depths(indices: Sequence[int]) -> dict[int, list[int]]:
-        trees = rollout(envs, policy, make_schedule(args, (5,), None), tasks=[None] * len(indices), indices=indices)
+        trees = rollout(envs, policy, schedule_of(args, None), tasks=[None] * len(indices), indices=indices)
         return {tree.index: sorted(node.depth for node in tree.branch_nodes) for tree in trees}
 
     whole = depths(range(8))
@@ -161,7 +180,7 @@ def test_the_threshold_spends_nine_tenths_of_the_budget(root_branch: str, expect
     args = settings("entropy-online", root_branch=root_branch, prompts=50)
     rng = np.random.default_rng(0)
     backbones = [[5.0, *rng.random(rng.integers(4, 12))] for _ in range(400)]  # the root's entropy is the highest
-    threshold = EntropyThreshold(args)
+    threshold = Memory.of(args).entropies
     assert threshold.value() is None
     threshold.observe(backbones)
     value = threshold.value()
@@ -173,15 +192,15 @@ def test_the_threshold_spends_nine_tenths_of_the_budget(root_branch: str, expect
 
 def test_the_threshold_forgets_old_batches_and_survives_a_checkpoint() -> None:
     args = settings("entropy-online", prompts=2)
-    threshold = EntropyThreshold(args)
+    threshold = Memory.of(args).entropies
     for batch in range(20):
         threshold.observe([[float(batch)] * 5] * 2)
     assert min(min(backbone) for backbone in threshold.history) == 12.0
-    assert EntropyThreshold(args, list(threshold.history)).value() == threshold.value()
+    assert Memory.of(args, {"entropies": list(threshold.history)}).entropies.value() == threshold.value()
 
 
 def test_more_points_than_steps_lower_the_threshold_to_the_bottom() -> None:
-    threshold = EntropyThreshold(settings("entropy-online", points=4))
+    threshold = Memory.of(settings("entropy-online", points=4)).entropies
     threshold.observe([[0.3, 0.2], [0.5, 0.1]])
     assert threshold.value() == 0.1
 
@@ -189,4 +208,43 @@ def test_more_points_than_steps_lower_the_threshold_to_the_bottom() -> None:
 def test_online_siblings_are_not_forked_again() -> None:
     (tree,) = grown(settings("entropy-online", points=3, width=2), [0.9] * 5, threshold=0.5)
     assert {len(path.key) for path in tree.paths} == {2, 4}
-    assert isinstance(make_schedule(settings("entropy-online"), (0,), 0.5), Online)
+    assert isinstance(schedule_of(settings("entropy-online"), 0.5), Online)
+
+
+# Several roots, forks of forks, unspent budget.
+
+
+@pytest.mark.parametrize("schedule", ["entropy", "entropy-online", "random", "spaced", "root"])
+def test_every_root_path_forks_or_every_path(schedule: str) -> None:
+    common: dict[str, Any] = {"roots": 3, "points": 2, "width": 2, "root_branch": "never"}
+    (tree,) = grown(settings(schedule, forks="roots", **common), [0.5] * 8, threshold=0.0)
+    assert sorted(path.key[1] for path in tree.paths if len(path.key) == 4) == [0, 0, 1, 1, 2, 2]
+    (tree,) = grown(settings(schedule, forks="all", **common), [0.5] * 8, threshold=0.0)
+    assert len(tree.paths) == 3 * 2**2  # each way down passes two forks
+    assert {len(path.key) // 2 - 1 for path in tree.paths} == {0, 1, 2}
+
+
+def test_no_path_passes_more_than_m_forks() -> None:
+    args = settings("random", forks="all", points=2, width=3, root_branch="never")
+    for tree in grown(args, [0.5] * 9, trees=20):
+        for path in tree.paths:
+            passed = [edge.parent for edge in path.from_root() if len(edge.parent.children) > 1]
+            assert len(passed) <= 2
+
+
+def test_unspent_points_widen_the_chosen_ones() -> None:
+    args = settings("entropy", points=5, width=3, fill="widen")
+    (tree,) = grown(args, [0.5, 0.4])
+    assert [len(node.children) for node in tree.branch_nodes] == [6, 6]  # 5 x 2 siblings on two nodes
+    assert len(tree.paths) == 1 + 5 * 2
+
+
+def test_explained_rounds_its_depth_at_random() -> None:
+    args = settings("explained", roots=1, points=1, width=2, forks="roots", root_branch="never")
+    memory = Memory.of(args)
+    memory.depth.depth = 2.25
+    envs = Envs(lambda: Corridor(length=9))
+    trees = rollout(envs, Scripted([0.5] * 8, 1), make_schedule(args, (5,), memory), tasks=[None] * 200)
+    depths = [node.depth for tree in trees for node in tree.branch_nodes]
+    assert set(depths) == {2, 3} and len(depths) == 200
+    assert np.mean(depths) == pytest.approx(2.25, abs=4 * np.sqrt(0.25 * 0.75 / 200))

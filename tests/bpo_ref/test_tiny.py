@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bpo_ref.tiny import TINY_SIZES, tiny_model, tiny_tokenizer, words_of
+from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
 
 COMMANDS = [
     "look",
@@ -94,3 +94,25 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "text", [*COMMANDS, OBSERVATION, "  two  spaces\n\ttab\r\n", "naïve 猫 🙂 \x00", "<|unseen|>", ""]
+)
+def test_byte_level_texts_decode_to_themselves(text: str) -> None:
+    tokenizer = tiny_bpe_tokenizer(COMMANDS, 300)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_byte_level_pieces_are_learnt_saved_and_the_same_again(tmp_path: Path) -> None:
+    tokenizer = tiny_bpe_tokenizer(COMMANDS * 5, 400)
+    assert len(tokenizer("take toiletpaper 1 from toiletpaperhanger 17")["input_ids"]) < 15
+    assert tiny_bpe_tokenizer(COMMANDS * 5, 400).get_vocab() == tokenizer.get_vocab()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model(tokenizer, hidden=32, ffn=64, layers=1).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert all(loaded(text)["input_ids"] == tokenizer(text)["input_ids"] for text in COMMANDS)
+    with pytest.raises(ValueError, match="every byte"):
+        tiny_bpe_tokenizer(COMMANDS, 200)

@@ -68,3 +68,56 @@ class Expert:
 
 if "toys/WordGame-v0" not in gym.registry:
     gym.register("toys/WordGame-v0", entry_point=WordGame)
+
+
+class FreeText(SnapshotEnv[str, str]):
+    """Three turns of text that no word list foresees; repeating the last word wins. The least that training needs of
+    an environment: no ``num_tasks``, no ``success``, no ``progress_key``, no list of actions.
+    """
+
+    metadata = {"render_modes": []}
+    immutable_state = True
+
+    def __init__(self) -> None:
+        self.observation_space = Unicode()
+        self.action_space = Unicode()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.state = (0, "é" + hex(int(self.np_random.integers(10**6))))
+        return self._observation(), {}
+
+    def step(self, action: str):
+        turn, word = self.state
+        self.state = (turn + 1, word)
+        return self._observation(), float(word in action), turn == 2, False, {"valid_action": action.startswith("say[")}
+
+    def expert(self, *, rng: random.Random, noise: float) -> Repeater:
+        return Repeater()
+
+    def _observation(self) -> str:
+        turn, word = self.state
+        return f"$ cat log{turn}\n\tline  one\n" + "=" * 40 + f"\nThe word is {word}"
+
+    def _capture(self) -> tuple[int, str]:
+        return self.state
+
+    def _apply(self, state: tuple[int, str]) -> None:
+        self.state = state
+
+
+class Repeater:
+    """Says the last word, in two lines."""
+
+    noisy = False
+
+    def reset(self, observation: str) -> None:
+        pass
+
+    def act(self, observation: str) -> str:
+        return f"say[{observation.split()[-1]}]\n  # done"
+
+
+FREE_TEXT_ID = "wordgame:toys/FreeText-v0"
+if "toys/FreeText-v0" not in gym.registry:
+    gym.register("toys/FreeText-v0", entry_point=FreeText)

@@ -52,7 +52,7 @@ class Terminal:
         for _ in range(10):
             self.type("\x03")
             with contextlib.suppress(AssertionError):
-                self.expect(text, seconds=3.0)
+                self.expect(text, seconds=15.0)
                 return
         raise AssertionError(f"no {text!r} after 10 interrupts")
 

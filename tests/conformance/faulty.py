@@ -83,7 +83,7 @@ class Foreign(gym.Env[int, int]):
 
         if self.at is None:
             raise gym.error.ResetNeeded("reset first")
-        self.action_space.np_random, self.observation_space.np_random  # noqa: B018
+        self.np_random, self.action_space.np_random, self.observation_space.np_random  # noqa: B018
         return ("foreign", deepcopy(vars(self)))
 
     def restore(self, snap, *, seed=None):
@@ -217,3 +217,15 @@ class HashDependent(Corridor):
     def step(self, action):
         *rest, info = super().step(action)
         return (*rest, {**info, "name": self.names[0]})
+
+
+def dice(correct: bool = True) -> Dice:
+    return Dice() if correct else Unseeded()
+
+
+def no_action(observation: Any, info: dict[str, Any], rng: Any) -> Any:
+    """A hook that fails, to be named on a command line."""
+    raise RuntimeError("no action today")
+
+
+NUMBER = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import toy_envs
 
 from sandboxgym.conformance import ConformanceError, MakeSpec, Subject, Verdict, all_checks, check_snapshot, run
 from sandboxgym.conformance.check import REGISTRY, Budget, Check, Failed, Inconclusive, Level, Skipped, check
+from sandboxgym.conformance.checks.restore import in_time
 from sandboxgym.conformance.checks.snapshot import scribble
 from sandboxgym.conformance.recording import Scene
-from sandboxgym.conformance.runner import run_check
+from sandboxgym.conformance.reports import write_json
+from sandboxgym.conformance.runner import pace, run_check
 from sandboxgym.conformance.values import canonical, difference
 
 SMALL = Budget("small", traces=2, steps=30, repeats=30, forks=3, cycles=5, depth=20, samples=50, seconds=0.2)
@@ -354,3 +357,52 @@ def test_a_fault_of_forks_and_files_is_found_by_name(make, id):
 def test_hash_seeds_are_told_apart():
     report = run(subject(faulty.HashDependent), only=["durable.cross_process"], budget=SMALL)
     assert report.failures and "PYTHONHASHSEED" in report.failures[0].message
+
+
+def test_slow_environments_get_shorter_control_runs():
+    quick = Budget.named("quick")
+    assert quick.paced(1e-5) == quick and str(quick.paced(1e-5)) == "quick"
+    assert quick.paced(0.02).steps in range(8, quick.steps) and quick.paced(0.02).traces == quick.traces
+    slowest = quick.paced(10.0)
+    assert (slowest.steps, slowest.traces) == (8, 2) and "slow: control runs of 8 steps" in str(slowest)
+    assert quick.paced(0.02).share == 1.0 and slowest.share == 0.25 and "x 0.25" in str(slowest)
+    hurried = dataclasses.replace(slowest, seconds=0.0)
+    assert len(list(hurried.spending(400, at_least=40))) == 10
+    assert [len(list(hurried.spending(400, at_least=least))) for least in (1, 2, 4)] == [1, 2, 2]
+
+
+def test_names_of_files_that_are_no_text_can_be_reported(monkeypatch, tmp_path):
+    def finds(*_):
+        return {"\udcff": ["file \udcff"]}
+
+    def fails(*_):
+        raise Failed("left: \udcff")
+
+    (known,) = all_checks(only=["api.spec"])
+    for number, function in enumerate((finds, fails)):
+        monkeypatch.setitem(REGISTRY, "api.spec", dataclasses.replace(known, function=function))
+        report = run(subject(toy_envs.Corridor), only=["api.spec"], budget=SMALL)
+        write_json(report, tmp_path / "report.json")
+        told = json.loads((tmp_path / "report.json").read_text())["results"][0]
+        assert told["message" if number else "evidence"] in ("left: \\udcff", {"\\udcff": ["file \\udcff"]})
+
+
+def test_a_run_shares_its_time_among_its_checks():
+    quick, full = Budget.named("quick"), Budget.named("full")
+    assert quick.sharing(0.0, 60) == quick and full.sharing(1e6, 1) == full
+    assert quick.sharing(quick.total - 15.0, 30).seconds == 1.5
+    assert quick.sharing(quick.total + 100.0, 30).seconds == quick.seconds / 4
+
+
+def test_the_first_two_control_runs_are_made_whatever_the_time():
+    pool = [subject(toy_envs.Corridor).control(index, 2) for index in range(4)]
+    hurried, patient = (dataclasses.replace(SMALL, seconds=seconds) for seconds in (0.0, 1e9))
+    assert list(in_time(hurried, pool)) == pool[:2] and list(in_time(patient, pool)) == pool
+
+
+def test_the_pace_of_what_cannot_be_made_is_no_error():
+    def broken():
+        raise RuntimeError("no such sandbox")
+
+    assert pace(subject(broken)) == 0.0
+    assert pace(subject(faulty.deep_copied)) > 0.0

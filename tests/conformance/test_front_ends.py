@@ -38,6 +38,13 @@ def test_exit_codes(capsys):
         assert caught.value.code == 3
 
 
+def test_hooks_are_named_on_the_command_line(capsys):
+    assert main(["faulty:deep_copied", "--only", "api.repeatable", "--hook", "actions=faulty:no_action"]) == 1
+    assert "no action today" in capsys.readouterr().out
+    for wrong in ("actions", "acts=faulty:no_action", "actions=faulty:nothing", "actions=faulty:NUMBER"):
+        assert main(["faulty:deep_copied", "--level", "0", "--hook", wrong]) == 3
+
+
 def test_inconclusive_only_is_two(monkeypatch, capsys):
     from sandboxgym.conformance import runner
     from sandboxgym.conformance.check import Check, Inconclusive, Level
@@ -61,6 +68,27 @@ def test_a_report_for_people_and_one_for_programs(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["schema"] == 1
 
 
+def test_two_ways_of_making_it_side_by_side(tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("json", "html", "markdown")}
+    written = [f"--{name}={path}" for name, path in files.items()]
+    ways = ["--make-kwargs", "id=Blackjack-v1", "--beside", "id=FrozenLake-v1"]
+    assert main(["faulty:deep_copied", *ways, "--only", "api.spec", *written]) == 0
+    out, progress = capsys.readouterr()
+    assert "[2/2] pass api.spec" in progress
+    assert "id=Blackjack-v1  id=FrozenLake-v1" in out and "  api.spec" in out
+    content = json.loads(files["json"].read_text())
+    assert [one["make_kwargs"]["id"] for one in (content, *content["beside"])] == ["Blackjack-v1", "FrozenLake-v1"]
+    for name in ("html", "markdown"):
+        assert "id=FrozenLake-v1" in files[name].read_text()
+    assert main(["faulty:deep_copied", *ways[:2], "--beside", "id=NoSuchEnv-v0", "--only", "api.spec"]) == 3
+
+
+def test_a_failure_beside_counts(capsys):
+    assert main(["faulty:dice", "--beside", "correct=false", "--only", "restore.random_streams"]) == 1
+    out = capsys.readouterr().out
+    assert "correct by default" in out and "correct=False: restore.random_streams failed" in out
+
+
 def test_colour_is_for_terminals(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -71,6 +99,16 @@ def test_colour_is_for_terminals(monkeypatch):
     assert reports.coloured(Terminal()) and not reports.coloured(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not reports.coloured(Terminal())
+
+
+def test_progress_is_a_line_a_check_where_nobody_watches(capsys):
+    assert main(["faulty:deep_copied", "--only", "api.protocol", "--only", "api.spec"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\[1/2\] pass api\.protocol \d+\.\d s", lines[0]) and lines[1].startswith(
+        "[2/2] pass api.spec"
+    )
+    assert main(["faulty:deep_copied", "--only", "api.spec", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_list_of_checks(capsys):
@@ -96,7 +134,7 @@ def test_arguments():
 
 def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(HERE), str(HERE.parent), str(HERE.parents[1])))
-    loaded = [] if _installed() else ["-p", "sandboxgym.conformance.plugin"]
+    loaded = [] if _installed() else ["-p", "sandboxgym_pytest"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *loaded, *arguments]
     environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -105,7 +143,7 @@ def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[s
 def _installed() -> bool:
     from importlib.metadata import entry_points
 
-    return any(entry.value == "sandboxgym.conformance.plugin" for entry in entry_points(group="pytest11"))
+    return any(entry.value == "sandboxgym_pytest" for entry in entry_points(group="pytest11"))
 
 
 def test_the_plugin_makes_one_item_a_check(tmp_path):
@@ -126,6 +164,18 @@ def test_the_plugin_makes_one_item_a_check(tmp_path):
 def test_the_plugin_is_silent_without_the_option(tmp_path):
     result = run_pytest(tmp_path, "--pyargs", "sandboxgym.conformance.test_conformance")
     assert result.returncode == 5 and "no tests ran" in result.stdout
+
+
+def test_the_plugin_imports_nothing_until_it_is_used(tmp_path):
+    (tmp_path / "test_theirs.py").write_text("def test_something(): ...\n")
+    (tmp_path / "conftest.py").write_text(
+        "import sys\n"
+        "def pytest_sessionfinish():\n"
+        "    print('imported:', sorted(name for name in sys.modules if name.startswith('sandboxgym')))\n"
+    )
+    result = run_pytest(tmp_path, "--collect-only", "-s", "-q")
+    assert result.returncode == 0, result.stdout
+    assert "imported: ['sandboxgym_pytest']" in result.stdout
 
 
 def test_the_plugin_refuses_an_unknown_environment(tmp_path):

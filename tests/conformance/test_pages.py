@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.conformance import html, markdown
+from sandboxgym.conformance import html, markdown, sidebyside
 
 HOSTILE = "</script><script>alert(1)</script> | `x`"
 
@@ -66,6 +66,14 @@ def test_the_page_stands_alone_and_hostile_text_stays_text(report: dict[str, Any
     assert not any(outside in page for outside in ("http://", "https://", "src=", "<link", "@import", "url("))
 
 
+def test_prose_and_missing_values_are_for_people(report: dict[str, Any]) -> None:
+    report["results"][0]["does"] = "Calls ``restore(snap)`` <twice>."
+    report["results"][4]["evidence"]["matrix"][0]["fork"] = None
+    page = html.page(report)
+    assert "Calls <code>restore(snap)</code> &lt;twice&gt;." in page
+    assert "null" not in page
+
+
 def test_the_banner_and_title_follow_the_verdicts(report: dict[str, Any]) -> None:
     assert "Not faithful: 1 of 5 checks fail" in html.page(report)
     assert "<title>some/Env-v0: FAIL</title>" in html.page(report)
@@ -87,3 +95,47 @@ def test_failures_are_open_and_every_tile_leads_somewhere(report: dict[str, Any]
 def test_a_table_row_in_markdown_is_one_line(report: dict[str, Any]) -> None:
     (row,) = [line for line in markdown.text(report).splitlines() if line.startswith("| `restore.many`")]
     assert row.count(" | ") == 2 and "\\|" in row
+
+
+@pytest.fixture
+def compared(report: dict[str, Any]) -> dict[str, Any]:
+    """Two ways of making an environment, one of which keeps more."""
+    other = copy.deepcopy(report)
+    for one, measured in ((report, "lost"), (other, "kept")):
+        rows = [{"probe": "process.log", "measured": measured}, {"probe": "file.mode", "measured": "kept"}]
+        one["results"][4]["evidence"]["matrix"] = rows
+    report["make_kwargs"], other["make_kwargs"] = {"a": 1, "mode": "files"}, {"a": 1, "mode": "all"}
+    other["results"][1] |= {"verdict": "PASS", "message": ""}
+    other["counts"] |= {"PASS": 3, "FAIL": 0}
+    return {**report, "beside": [other]}
+
+
+def test_side_by_side_names_what_differs(compared: dict[str, Any]) -> None:
+    assert sidebyside.labels(compared) == ["mode=files", "mode=all"]
+    rows = {row.name: row for row in sidebyside.matrices(compared)["probes.matrix"]}
+    assert rows["process.log"].cells == ("lost", "kept") and rows["process.log"].differs
+    assert not rows["file.mode"].differs
+    assert [row.name for row in sidebyside.verdicts(compared) if row.differs] == ["restore.many"]
+
+
+def test_a_probe_that_one_report_lacks_differs(compared: dict[str, Any]) -> None:
+    del compared["beside"][0]["results"][4]["evidence"]["matrix"][1]
+    rows = {row.name: row for row in sidebyside.matrices(compared)["probes.matrix"]}
+    assert rows["file.mode"].cells == ("kept", "") and rows["file.mode"].differs
+
+
+def test_pages_have_both_columns(compared: dict[str, Any]) -> None:
+    text = markdown.text(compared)
+    assert "| | `mode=files` | `mode=all` |" in text
+    assert "| `process.log` | **lost** | **kept** |" in text and "| `file.mode` | kept | kept |" in text
+    page = html.page(compared)
+    assert "<th>differs</th><th>mode=files</th><th>mode=all</th>" in page
+    row = '<td>process.log</td><td><b class="inconclusive">lost</b></td><td><b class="pass">kept</b></td>'
+    assert row in page
+
+
+def test_a_failure_beside_is_no_success(compared: dict[str, Any]) -> None:
+    swapped = {**compared["beside"][0], "beside": [{**compared, "beside": []}]}
+    page = html.page(swapped)
+    assert "<title>some/Env-v0: FAIL</title>" in page and "mode=files: restore.many" in page
+    assert "`mode=files`, `restore.many`" in markdown.text(swapped)

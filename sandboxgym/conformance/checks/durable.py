@@ -18,7 +18,7 @@ import numpy as np
 
 from sandboxgym.conformance import elsewhere
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, points_of
+from sandboxgym.conformance.checks.restore import SHORT, controls, finds, points_of
 from sandboxgym.conformance.checks.snapshot import identity
 from sandboxgym.conformance.recording import (
     Scene,
@@ -72,7 +72,8 @@ def folder() -> Iterator[Path]:
 )
 def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Saves and loads snapshots of several moments, finished episodes too, some twice over; restores what was loaded
-    in new environments and compares the whole future; saving changes neither snapshot nor environment.
+    in new environments and compares the whole future; saving changes neither snapshot nor environment. Saves and loads
+    hundreds of snapshots of one moment; and loads a file whose snapshot was released and whose environment was closed.
     """
     restores = size = 0
     for control in controls(subject, budget)[:2]:
@@ -99,7 +100,33 @@ def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
                     scene.expect(env, walk, point, what)
                     restores += 1
                     scene.forget(env)
-    return {"restores": restores, "bytes of the last file": size}
+    control = subject.control(0, budget.steps)
+    point = max(1, control.last // 2)
+    with Scene(subject) as scene, folder() as path:
+        walk = scene.walk(control, [point])
+        snap, env = walk.snaps[point], scene.start(control)
+        for index in budget.spending(budget.repeats, at_least=10):
+            with scene.iteration(index):
+                scene.restore(env, snap)
+                fresh = scene.snapshot(env)  # an encoding may be kept with the handle
+                loaded = _reloaded(scene, fresh, path / "snapshot")
+                scene.restore(env, loaded)
+                scene.expect(env, walk, point, f"snapshot, save, load and restore number {index + 1}", calls=SHORT)
+                scene.drop(loaded)
+                scene.drop(fresh)
+        snap.save(path / "snapshot")
+        scene.release(snap)
+        scene.close(walk.env)
+        scene.restore(env, scene.adopt(type(snap).load(path / "snapshot"), "type(snap0).load('/tmp/snapshot')"))
+        scene.expect(env, walk, point, "restored from a file after its snapshot was released")
+    return {"restores": restores, "bytes of the last file": size, "saved and loaded": index + 1, **finds(index + 1)}
+
+
+def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
+    name = scene.snap_name(snap)
+    scene.note(f"{name}.save('/tmp/snapshot')")
+    snap.save(file)
+    return scene.adopt(type(snap).load(file), f"type({name}).load('/tmp/snapshot')")
 
 
 @check(
@@ -111,8 +138,9 @@ def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     blind="Other machines, other versions.",
 )
 def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Carries snapshots (by save and load, by their bytes, or pickled) to new interpreters with other hash seeds,
-    working directory and environment variables, restores them there, and compares the whole future.
+    """Carries snapshots (by save and load, or by their bytes; every third one pickled, unless it refuses that) to new
+    interpreters with other hash seeds, working directory and environment variables, restores them there, and compares
+    the whole future.
     """
     compared = 0
     with Scene(subject) as scene, folder() as path:
@@ -126,6 +154,8 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                     parcel = elsewhere.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
                 except elsewhere.Unreachable as error:
                     raise Failed(f"cross_process is declared, but a snapshot cannot be carried over: {error}") from None
+                if len(jobs) % 3 == 2:
+                    parcel = elsewhere.pickled(walk.snaps[point]) or parcel
                 jobs.append(elsewhere.Job(control.seed + 1, control.ops[point : walk.end], parcel))
                 parcels.append((walk, point))
         alone = elsewhere.Job(control.seed, control.ops[: walk.end])
@@ -151,7 +181,12 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
             )
             for (origin, point), outcomes in zip(parcels, answers):
                 compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
-    return {"processes": len(children), "calls compared": compared, "carried by": jobs[0].restored[0]}
+    return {
+        "processes": len(children),
+        "calls compared": compared,
+        "carried by": jobs[0].restored[0],
+        "pickled": sum(job.restored[0] == "pickle" for job in jobs),
+    }
 
 
 def _same_there(

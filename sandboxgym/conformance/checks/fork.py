@@ -8,10 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, finds, points_of
-from sandboxgym.conformance.recording import Scene, Walk, choose, comparable, opened, outcome_difference, streams
+from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
+from sandboxgym.conformance.checks.restore import SHORT, controls, finds, in_time, points_of
+from sandboxgym.conformance.recording import (
+    Scene,
+    Walk,
+    choose,
+    comparable,
+    first_difference,
+    opened,
+    outcome_difference,
+    streams,
+)
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
+
+WIDE = 20
+"""Children of the widest fork."""
 
 
 def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
@@ -42,10 +54,11 @@ def variation(subject: Subject, control: Control, point: int, rng: np.random.Gen
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Forks at the start, in the middle, before and after the end of episodes; each child, a child of a child, and the
-    source go on like an uninterrupted run. Then forks hundreds of times and compares the next calls.
+    source go on like an uninterrupted run. Then forks hundreds of times, and once into many children, and compares the
+    next calls.
     """
     forks = compared = 0
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         with Scene(subject) as scene:
             walk = scene.walk(control, ())
             points = points_of(control, rng, 1)
@@ -75,7 +88,23 @@ def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -
                 scene.expect(child, walk, point, f"fork number {index + 1} of one state", calls=SHORT)
                 scene.forget(child)
                 many += 1
-    return {"forks": forks, "calls compared": compared, "forks of one state": many, **finds(many)}
+    wide = _wide(subject, budget)
+    return {"forks": forks, "calls compared": compared, "forks of one state": many, **finds(many), "widest fork": wide}
+
+
+def _wide(subject: Subject, budget: Budget) -> int:
+    """One fork with many children, which go on alike, call by call in turn; how many."""
+    k = WIDE if budget.steps > SHORTEST else budget.forks + 1
+    control = subject.control(0, budget.steps)
+    point = max(1, control.last // 2)
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [point])
+        scene.restore(walk.env, walk.snaps[point])
+        children = scene.fork(walk.env, k)
+        for index in range(point, min(point + SHORT, walk.end)):
+            for number, child in enumerate(children):
+                scene.expect_raw(child, walk, index, f"child {number} of fork({k}), its siblings beside it,")
+    return k
 
 
 def _forked_at(scene: Scene, walk: Walk, point: int) -> list[AnyEnv]:
@@ -92,8 +121,9 @@ def _forked_at(scene: Scene, walk: Walk, point: int) -> list[AnyEnv]:
     blind="Effects that show in no sibling's observation, reward, flag or info (give observe_state).",
 )
 def isolation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Several forks play different actions, a call at a time in a drawn order, some fork again; the source goes on in
-    between. Each must give what it gives when it plays alone in an environment that was never forked.
+    """Several forks play different actions, a call at a time in a drawn order, some fork again, some are restored to
+    where they began; the source goes on in between. Each must give what it gives when it plays alone in an environment
+    that was never forked.
     """
     rounds = calls = 0
     pool = controls(subject, budget)
@@ -125,6 +155,8 @@ def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, con
                 other = Control(control.name, control.seed, ops, tuple(outcomes), None, False, "", 0)
                 alone.append(Walk(env, other, {}, outcomes, outcomes, len(ops)))
             scene.restore(env, source.snaps[point])
+        start = scene.snapshot(env)
+        restores = 2 * budget.forks
         children = scene.fork(env, len(suffixes))
         source.end = comparable(subject, control)
         players: list[list[Any]] = [[child, walk, point] for child, walk in zip(children, alone)]
@@ -146,6 +178,12 @@ def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, con
                 for child in scene.fork(current, 1):
                     players.append([child, walk, place])
                 made += 1
+            if restores and not close and rng.random() < 0.06:
+                scene.restore(current, start)
+                last.pop(id(current), None)
+                player[2] = point
+                restores -= 1
+                continue
             kind = "the source of forks" if current is env else "a fork"
             what = f"{kind} while others close" if close else f"{kind} interleaved with {made - 1} others"
             kept = last.get(id(current))
@@ -173,7 +211,7 @@ def close_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     also the source first, then half of the children.
     """
     rounds = 0
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         with Scene(subject) as scene:
             point = max(1, control.last // 2)
             walk = scene.walk(control, [point])
@@ -239,8 +277,9 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
     blind="Correlations between streams that differ: stochastic.siblings_independent.",
 )
 def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``fork(k, seed=S)``: children's np_random differ from each other's and the source's; another S gives others, the
-    same S the same; where nothing is random all go on like the source; where it is, not all children do the same.
+    """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too; another S
+    gives others, the same S the same, hundreds of times; where nothing is random all go on like the source; where it
+    is, not all children do the same.
     """
     control = subject.control(0, budget.steps)
     random_ = subject.noise.startswith("runs with other draws differ")
@@ -250,7 +289,7 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
     with Scene(subject) as scene:
         walk = scene.walk(control, [1])
         env = walk.env
-        seeds = [int(seed) for seed in rng.integers(2**31, size=3)]
+        seeds = [0, *(int(seed) for seed in rng.integers(2**31, size=2))]
         ops, end = control.ops[1 : control.last], control.last
         seen: dict[int, list[Any]] = {}
         for seed in (*seeds, seeds[0]):
@@ -295,7 +334,21 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
                     break
             else:
                 scene.fail("all seeded forks have one and the same future, although futures are random")
-    return {"futures": len(futures), "random": random_, "streams compared": distinct}
+        again = 0
+        if not subject.noise.startswith("two runs"):
+            scene.restore(env, walk.snaps[1])
+            first: list[Outcome] = []
+            for index in budget.spending(budget.repeats, seconds=budget.seconds / 2, at_least=10):
+                with scene.iteration(index):
+                    (child,) = scene.fork(env, 1, seed=7)
+                    played_now = scene.play(child, ops[:SHORT])
+                    first = first or played_now
+                    if played_now != first:
+                        text = first_difference(first, played_now)
+                        scene.fail(f"fork number {index + 1} with one and the same seed goes on differently: {text}")
+                    scene.forget(child)
+                    again += 1
+    return {"futures": len(futures), "random": random_, "streams compared": distinct, "forks with one seed": again}
 
 
 @check(

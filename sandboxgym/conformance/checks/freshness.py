@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, points_of
-from sandboxgym.conformance.recording import Scene, quiet
+from sandboxgym.conformance.checks.restore import controls, in_time, points_of
+from sandboxgym.conformance.recording import Scene, opened, quiet
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject
 from sandboxgym.conformance.values import canonical, difference
 
@@ -24,8 +24,8 @@ from sandboxgym.conformance.values import canonical, difference
 )
 def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore`` returns, exactly, the observation of the captured moment: in the environment that went on, in a new
-    one, in one playing another episode; what it, reset
-    and step returned stays as it is when the environment goes on.
+    one, in one playing another episode; arrays can be written to if those of steps can; what it, reset and step
+    returned stays as it is when the environment goes on.
     """
     return _returned(subject, budget, rng, 0, "observation")
 
@@ -68,11 +68,12 @@ def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -
 def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place: int, name: str) -> dict[str, Any]:
     compared = differing = 0
     pool = controls(subject, budget)
-    for index, control in enumerate(pool):
+    for index, control in enumerate(in_time(budget, pool)):
         other = pool[(index + 1) % len(pool)]
         with Scene(subject) as scene:
             walk = scene.walk(control, points_of(control, rng, 3))
             used = scene.start(other)
+            returned = _raw(subject, control, place)
             _stays(scene, other, used, place, name)
             for point in walk.points:
                 expected = walk.expected[point - 1]
@@ -86,6 +87,8 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
                     if one != two:
                         text = difference(one, two, name)
                         scene.fail(f"restore() returned another {name} than that of the captured moment: {text}")
+                    if frozen := _frozen(returned[point - 1], result[place], name):
+                        scene.fail(f"{frozen} can be written to where step() returns it, not where restore() does")
                     for op in control.ops[point : point + 2]:
                         scene.call(env, op)
                     later = subject.outcome(env, result[0], 0.0, False, False, result[1])[4 * place]
@@ -97,6 +100,26 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
     return {"restores": compared, "captured states that look unlike the one before the restore": differing}
 
 
+def _raw(subject: Subject, control: Control, place: int) -> list[Any]:
+    """The observations (place 0) or infos (1) of a control run as they are returned."""
+    with opened(subject) as env:
+        env.action_space.seed(control.seed), env.observation_space.seed(control.seed)
+        found = [subject.call(env, op)[1] for op in control.ops]
+    return [None if raw is None else raw[4 * place] for raw in found]
+
+
+def _frozen(expected: Any, found: Any, path: str) -> str | None:
+    """The path of an array that is read-only, unlike the expected one."""
+    if isinstance(expected, np.ndarray) and isinstance(found, np.ndarray):
+        return path if expected.flags.writeable and not found.flags.writeable else None
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(expected, dict) and isinstance(found, dict):
+        pairs = [(key, value, found.get(key)) for key, value in expected.items()]
+    elif isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
+        pairs = [(index, *pair) for index, pair in enumerate(zip(expected, found))]
+    return next((text for key, one, two in pairs if (text := _frozen(one, two, f"{path}[{key!r}]"))), None)
+
+
 @check(
     "freshness.render",
     level=1,
@@ -106,7 +129,7 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
 )
 def render(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``render()`` right after a restore gives what it gave at the captured moment, in the modes ansi and rgb_array:
-    in the environment that went on and in a new one.
+    in the environment that went on and in a new one; and in a fork it gives what it gives in its source.
     """
     tried: dict[str, int] = {}
     reasons = []
@@ -152,6 +175,13 @@ def _rendered(subject: Subject, make: Callable[[], AnyEnv], mode: str, budget: B
                 if frames[count] != canonical(twin.render()):
                     raise Skipped(f"two environments in the same state render differently ({mode})")
                 snaps[count] = scene.snapshot(env)
+                (child,) = scene.fork(env, 1)
+                scene.note(f"print({scene.name(child)}.render())")
+                if (found := canonical(child.render())) != frames[count]:
+                    scene.fail(
+                        f"render() of a fork ({mode}) is not that of its source: {difference(frames[count], found)}"
+                    )
+                scene.forget(child)
         for point in reversed(points):
             for target in (env, scene.start(control)):
                 scene.restore(target, snaps[point])

@@ -7,7 +7,7 @@ was changed in between. What changes without an effect (a cache that fills) is t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,22 @@ def _global_draws(subject: Subject, budget: Budget) -> list[str]:
     blind="Variables and folders of other processes: probes.matrix.",
 )
 def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares environment variables, working directory, umask and import path of this process before and after forks
-    act; fails where the steps of a fork changed them.
+    """Compares environment variables, working directory, umask, import path, signal handlers and settings of this
+    process before and after snapshots, restores, forks, their steps, and closing; fails where one of them changed any.
+    What only the first time changes (a library that is loaded) is put back and not counted.
     """
     changed: set[str] = set()
+    with suppress(Exception), ambient.put_back(), Scene(subject) as scene:
+        for _ in _operate(scene, subject):
+            pass
+    with ambient.put_back(), Scene(subject) as scene:
+        doing = _operate(scene, subject)
+        next(doing)
+        before = ambient.surroundings()
+        for done in doing:
+            if change := ambient.changed(before, ambient.surroundings()):
+                shown = ", ".join(change[:6])
+                scene.fail(f"{done} changed what the whole process shares: {shown}", {"changed": change[:50]})
     for index in range(2):
         control = subject.control(index, budget.steps)
         point = max(1, control.last // 2)
@@ -158,6 +170,28 @@ def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
                         {"changed": change[:50]},
                     )
     return {"changed": sorted(changed)}
+
+
+def _operate(scene: Scene, subject: Subject) -> Iterator[str]:
+    """What snapshots consist of, one call after the other; the names of the calls, that of a reset first."""
+    env, other = scene.make(), scene.make()
+    for each in (env, other):
+        scene.reset(each, seed=1, options=subject.options(0))
+    yield "reset()"
+    snap = scene.snapshot(env)
+    yield "snapshot()"
+    for target, where in ((env, ""), (other, " in another environment")):
+        for seed in (None, 1):
+            scene.restore(target, snap, seed=seed)
+            yield f"restore(seed={seed}){where}"
+    for seed in (None, 1):
+        children = scene.fork(env, 2, seed=seed)
+        yield f"fork(2, seed={seed})"
+        for child in children:
+            scene.forget(child)
+            yield "close()"
+    scene.drop(snap)
+    yield "release()"
 
 
 @check(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from sandboxgym.conformance import losses as declared_losses
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
 from sandboxgym.conformance.recording import Scene
 from sandboxgym.conformance.shell_probes import PROBES, Probe, parse, same, script, start, stop
@@ -105,7 +106,7 @@ def matrix(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     with Scene(subject) as scene:
         session = Session(subject, scene, token)
         try:
-            rows = _measure(session)
+            rows = measure(session)
         finally:
             for env in session.opened:
                 with contextlib.suppress(Exception):
@@ -116,6 +117,38 @@ def matrix(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
         wrong = [row for row in rows if row.wrong]
         if wrong:
             raise Failed(_message(wrong), evidence, _script(scene))
+    return evidence
+
+
+@check(
+    "probes.losses",
+    level=4,
+    after=("api.protocol",),
+    hazard="What a snapshot cannot hold (a traced process, a connection that leads outside) is gone or shared in the "
+    "copies and nobody is told, or the attempt to capture it breaks the sandbox.",
+    blind="What the sandbox does not let the probes set up, which the evidence lists with the reason; GPU contexts; "
+    "what a snapshot loses beside what it declares. Without Subject.shell, everything.",
+)
+def losses(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Sets up, one after the other, what is hard to capture: io_uring, a traced child, nested namespaces, another
+    user's process, one that outlived its shell, and connections, sockets and pipes to a peer outside. FAIL unless a
+    snapshot is then refused with an error of a type of its own, or declares a loss (``info["lossy"]`` of the restore,
+    or Subject.lossy), or keeps the thing, if all of it is inside; and unless the sandbox goes on as before.
+    """
+    if subject.shell is None:
+        raise Skipped("no shell hook: give Subject.shell to probe a sandbox with shell commands")
+    with Scene(subject) as scene:
+        outcomes = declared_losses.measure(subject, scene)
+        evidence = {
+            "set up": sum(outcome.measured != declared_losses.SKIPPED for outcome in outcomes),
+            "matrix": [outcome.to_json() for outcome in outcomes],
+        }
+        wrong = [outcome for outcome in outcomes if outcome.measured in declared_losses.WRONG]
+        if wrong:
+            message = "; ".join(f"{one.measured}: {one.snag.kind} ({one.detail})" for one in wrong)
+            raise Failed(message, evidence, _script(scene))
+        if not evidence["set up"]:
+            raise Skipped(f"nothing could be set up, such as {outcomes[0].snag.kind}: {outcomes[0].detail}")
     return evidence
 
 
@@ -153,19 +186,20 @@ def _declared(subject: Subject, probe: Probe) -> bool:
     return True if probe.need == "state" else bool(getattr(subject.capabilities, probe.need))
 
 
-def _measure(session: Session) -> list[Row]:
+def measure(session: Session, chosen: Sequence[Probe] = PROBES) -> list[Row]:
+    """What becomes of each piece of hidden state, in an environment that is made for it."""
     subject, scene = session.subject, session.scene
     env = scene.make()
     scene.reset(env, seed=1, options=subject.options(0))
     session.opened.append(env)
-    rows = {probe.name: Row(probe, _declared(subject, probe)) for probe in PROBES}
+    rows = {probe.name: Row(probe, _declared(subject, probe)) for probe in chosen}
     session.type(env, start())
-    session.change(env, PROBES, "prepare")
+    session.change(env, chosen, "prepare")
     below = scene.snapshot(env)  # what is deleted next is in a layer of its own
-    pristine = session.read(env, PROBES)
-    session.change(env, PROBES, "one")
-    before = session.read(env, PROBES)
-    probes = [probe for probe in PROBES if _applies(probe, pristine, before)]
+    pristine = session.read(env, chosen)
+    session.change(env, chosen, "one")
+    before = session.read(env, chosen)
+    probes = [probe for probe in chosen if _applies(probe, pristine, before)]
     snap = scene.snapshot(env)
     taken = time.monotonic()
     after_snapshot = session.read(env, probes)
@@ -174,7 +208,7 @@ def _measure(session: Session) -> list[Row]:
             rows[probe.name].places["after the snapshot"] = DISTURBED
             rows[probe.name].detail = _seen(before, after_snapshot, probe)
     _siblings(session, rows, probes, env)
-    session.change(env, PROBES, "two")
+    session.change(env, chosen, "two")
     changed = session.read(env, probes)
     time.sleep(WAIT)
     scene.restore(env, snap)

@@ -11,6 +11,7 @@ import statistics
 import time
 import tracemalloc
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from sandboxgym.conformance.checks.durable import folder
 from sandboxgym.conformance.recording import Scene, opened, release
 from sandboxgym.conformance.subject import Control, Subject, branch, put, take
 
+_OTHERS = "files in /tmp, /dev/shm and the working directory"
+_DEEP = 8192
+"""Bytes by which a snapshot at the end of a chain may be larger, beside twice its size."""
+_PATIENCE = 8.0
+"""Seconds that a chain may take in every budget, however little time is left of a run's."""
 _SLACK = 1024
 """Bytes of Python memory that a cycle may keep: lists of a run's statistics grow by less."""
 _NOISE = 16_384
@@ -35,7 +41,8 @@ _NATIVE_SLACK = 128 * 1024
     level=5,
     after=("api.protocol",),
     hazard="Every branch leaves something behind: a night of training ends in a full disk or no processes left.",
-    blind="What an environment leaves once, not with every cycle; folders other than TMPDIR, /tmp and /dev/shm.",
+    blind="What an environment leaves once, not with every cycle; folders other than TMPDIR, /tmp, /dev/shm and the "
+    "working directory.",
 )
 def baseline(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Counts threads, descriptors, child processes, mounts, temporary files, containers and memory after rounds of
@@ -44,7 +51,7 @@ def baseline(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
     control = subject.control(0, min(budget.steps, 12))
     growing: dict[str, list[int]] = {}
     with ambient.private_temporary() as path:
-        others = [Path("/tmp"), Path("/dev/shm")]
+        others = [Path("/tmp"), Path("/dev/shm"), Path.cwd()]
         mine = uuid.uuid4().hex  # processes of other programs come and go; ours carry this
         os.environ["SANDBOXGYM_CONFORMANCE_MARK"] = mine
         rounds = []
@@ -62,7 +69,7 @@ def baseline(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
                 for _ in range(cycles):
                     _cycle(subject, control)
                 counts = processes.held(path)
-                counts["files in /tmp and /dev/shm"] = sum(_entries(other) for other in others)
+                counts[_OTHERS] = sum(_entries(other) for other in others)
                 counts["bytes of Python objects"] = tracemalloc.get_traced_memory()[0]
                 counts["bytes of resident memory"] = processes.resident()
                 rounds.append(counts)
@@ -77,7 +84,7 @@ def baseline(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
                 least = max(_SLACK * cycles, _NOISE)
             elif name == "bytes of resident memory":
                 least = _NATIVE_SLACK * cycles
-            elif name == "files in /tmp and /dev/shm":
+            elif name == _OTHERS:
                 least = cycles
             if min(steps) >= max(1, least):
                 growing[name] = steps
@@ -140,6 +147,94 @@ def _entries(path: Path) -> int:
 
 
 @check(
+    "resources.long_lived",
+    level=5,
+    after=("api.protocol",),
+    hazard="A worker's environment that is restored for days, or a snapshot that is restored in thousands of "
+    "environments, holds more with every restore.",
+    blind="Growth of less than a kilobyte of Python objects a cycle; what is given back at the end, if it ever comes.",
+)
+def long_lived(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Counts the same things as resources.baseline while one environment and one snapshot live: it is restored and
+    snapshotted again and again, and the snapshot restored in new environments, which are closed.
+    """
+    control = subject.control(0, min(budget.steps, 12))
+    with opened(subject) as env:
+        for op in control.ops[:2]:
+            subject.call(env, op)
+        snap = take(env)
+
+        def cycle() -> None:
+            put(env, snap)
+            for op in control.ops[2:4]:
+                subject.call(env, op)
+            release(take(env))
+            with opened(subject) as other:
+                put(other, snap)
+
+        try:
+            return _steady(budget, cycle, "snapshots and restores in one environment, and of one snapshot in new ones")
+        finally:
+            release(snap)
+
+
+@check(
+    "resources.dropped",
+    level=5,
+    after=("api.protocol",),
+    hazard="A search drops thousands of snapshots without a word, and what they held is never given back.",
+    blind="What is given back when the interpreter ends.",
+)
+def dropped(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Counts the same things as resources.baseline while snapshots are taken and dropped without ``release()``, which
+    is garbage collection's business then.
+    """
+    control = subject.control(0, min(budget.steps, 12))
+    with opened(subject) as env:
+        for op in control.ops[:2]:
+            subject.call(env, op)
+
+        def cycle() -> None:
+            take(env)
+
+        return _steady(budget, cycle, "snapshots that were dropped without release()")
+
+
+def _steady(budget: Budget, cycle: Callable[[], None], what: str) -> dict[str, Any]:
+    """Fail if anything that a process holds grows in each of three rounds of cycles."""
+    rounds: list[dict[str, int]] = []
+    with ambient.private_temporary() as path:
+        tracing = tracemalloc.is_tracing()
+        if not tracing:
+            tracemalloc.start()
+        try:
+            cycle()
+            begin = time.perf_counter()
+            cycle()
+            cost = time.perf_counter() - begin
+            cycles = int(np.clip(budget.seconds / 8 / max(cost, 1e-6), 3, budget.cycles))
+            for _ in range(4):
+                for _ in range(cycles):
+                    cycle()
+                counts = processes.held(path)  # collects garbage first
+                counts["bytes of Python objects"] = tracemalloc.get_traced_memory()[0]
+                rounds.append(counts)
+        finally:
+            if not tracing:
+                tracemalloc.stop()
+    growing = {}
+    for name in rounds[0]:
+        steps = [after[name] - before[name] for before, after in itertools.pairwise(rounds)]
+        least = max(_SLACK * cycles, _NOISE) if name == "bytes of Python objects" else cycles / 2
+        if min(steps) >= max(1, least):
+            growing[name] = steps
+    if growing:
+        grown = "; ".join(f"{name} grew by {', '.join(map(str, steps))}" for name, steps in growing.items())
+        raise Failed(f"in rounds of {cycles} {what}: {grown}", {"cycles a round": cycles, "growth a round": growing})
+    return {"cycles": 4 * cycles, "counted": sorted(rounds[0])}
+
+
+@check(
     "resources.depth",
     level=5,
     needs=("exact",),
@@ -149,7 +244,8 @@ def _entries(path: Path) -> int:
 )
 def depth(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """A chain of 200 snapshots, each taken from an environment restored from the one before, turn by turn in two
-    environments; then compares futures from all over it, the first and the last included.
+    environments; then compares futures from all over it, the first and the last included, and the bytes of the last
+    with those of a snapshot taken at the same moment of an uninterrupted run.
     """
     control = subject.control(0, budget.steps)
     seconds: list[float] = []
@@ -157,7 +253,7 @@ def depth(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
         walk = scene.walk(control, [1])
         envs = [walk.env, scene.start(control)]
         chain = [(1, walk.snaps[1])]
-        slow = budget.seconds * 4
+        slow = max(4 * budget.seconds, _PATIENCE)
         for number in range(budget.depth):
             point, snap = chain[-1]
             env = envs[number % 2]
@@ -179,6 +275,14 @@ def depth(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
             scene.expect_returned(envs[0], walk, point, result, what)
             scene.expect(envs[0], walk, point, what)
         first, last = (statistics.median(part) for part in (seconds[5:25], seconds[-20:]))
+        point, snap = chain[-1]
+        direct, deep = (getattr(each, "nbytes", 0) for each in (scene.walk(control, [point]).snaps[point], snap))
+        if deep > 2 * direct + _DEEP:
+            scene.fail(
+                f"the last snapshot of a chain of {length} has {deep} bytes; taken at the same moment of an "
+                f"uninterrupted run it has {direct}",
+                {"bytes": [direct, deep], "depth": length},
+            )
     if length < budget.depth:
         raise (
             Failed(f"a chain of {length} took {sum(seconds):.1f} s: each snapshot is dearer than the one before")

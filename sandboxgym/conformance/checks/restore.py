@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.recording import Scene, streams
-from sandboxgym.conformance.subject import Control, Subject
+from sandboxgym.conformance.check import BUDGETS, Budget, Skipped, check
+from sandboxgym.conformance.recording import Scene, first_difference, streams
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject
 from sandboxgym.conformance.values import difference
 
 SHORT = 4
@@ -35,6 +35,19 @@ def controls(subject: Subject, budget: Budget) -> list[Control]:
     return [subject.control(index, budget.steps) for index in range(budget.traces)]
 
 
+def in_time(budget: Budget, pool: Sequence[Control]) -> Iterator[Control]:
+    """Control runs one after another: the first two (one on-policy, one not), the others while the time suffices."""
+    return (pool[index] for index in budget.spending(len(pool), at_least=2))
+
+
+def longer(subject: Subject, budget: Budget) -> list[Control]:
+    """One run four times as long, where the usual one stopped before its episode's end and calls are fast."""
+    slow = budget.steps < BUDGETS.get(budget.name, budget).steps
+    if slow or subject.control(0, budget.steps).ended is not None:
+        return []
+    return [subject.control(0, 4 * budget.steps)]
+
+
 @check(
     "restore.trace_equality",
     level=1,
@@ -45,22 +58,30 @@ def controls(subject: Subject, budget: Budget) -> list[Control]:
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Takes snapshots at the start, in the middle, before and after the end of episodes of several seeds, on- and
-    off-policy; restores each, in the environment that went on to the end, with what surrounds it changed in between
-    (global random streams, environment variables, time), and compares the whole rest with an uninterrupted run.
+    off-policy, some of them long; restores each, in the environment that went on to the end, with what surrounds it
+    changed in between (global random streams, environment variables, time), and compares the whole rest with an
+    uninterrupted run.
     """
-    compared = restores = 0
+    compared = restores = traces = 0
     kinds = set()
-    for index in budget.spending(10 * budget.traces, at_least=2 * budget.traces):
-        control = subject.control(index, budget.steps)
+
+    def trace(control: Control, middle: int) -> None:
+        nonlocal compared, restores, traces
         with Scene(subject) as scene:
-            walk = scene.walk(control, points_of(control, rng, 2 if index < budget.traces else 4))
+            walk = scene.walk(control, points_of(control, rng, middle))
             for point in reversed(walk.points):
                 with perturbed(scene, rng):
                     scene.restore(walk.env, walk.snaps[point])
                     compared += scene.expect(walk.env, walk, point, "a restored environment goes on differently")
                 restores += 1
-            kinds.add("an uninterrupted run" if control.repeatable else "the original environment")
-    return {"traces": index + 1, "restores": restores, "calls compared": compared, "compared with": sorted(kinds)}
+        kinds.add("an uninterrupted run" if control.repeatable else "the original environment")
+        traces += 1
+
+    for index in budget.spending(10 * budget.traces, at_least=2 * budget.traces):
+        trace(subject.control(index, budget.steps), 2 if index < budget.traces else 4)
+    for control in longer(subject, budget):
+        trace(control, 4)
+    return {"traces": traces, "restores": restores, "calls compared": compared, "compared with": sorted(kinds)}
 
 
 @contextmanager
@@ -69,18 +90,21 @@ def perturbed(scene: Scene, rng: np.random.Generator) -> Iterator[None]:
     seed = int(rng.integers(2**31))
     states = random.getstate(), np.random.get_state()
     name = f"SANDBOXGYM_CONFORMANCE_{seed}"
-    real, real_ns = time.time, time.time_ns
+    clocks = {clock: getattr(time, clock) for clock in ("time", "monotonic", "perf_counter")}
+    clocks |= {f"{clock}_ns": getattr(time, f"{clock}_ns") for clock in clocks}
     shift = 3600 * 24 * 3
     scene.note(f"import os, random, time; import numpy as np; random.seed({seed}); np.random.seed({seed})")
     try:
         random.seed(seed)
         np.random.seed(seed)
         os.environ[name] = "1"
-        time.time = lambda: real() + shift
-        time.time_ns = lambda: real_ns() + shift * 10**9
+        for clock, real in clocks.items():
+            later = shift * 10**9 if clock.endswith("_ns") else shift
+            setattr(time, clock, lambda real=real, later=later: real() + later)
         yield
     finally:
-        time.time, time.time_ns = real, real_ns
+        for clock, real in clocks.items():
+            setattr(time, clock, real)
         os.environ.pop(name, None)
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -203,7 +227,7 @@ def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     environments; then restores them all, newest and oldest first.
     """
     taken = 0
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         with Scene(subject) as scene:
             walk = scene.walk(control, [1])
             envs = [walk.env, scene.start(control)]
@@ -236,7 +260,9 @@ def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     blind="Tasks that neither seeds nor reset_options reach.",
 )
 def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """After the snapshot resets to other seeds and tasks, plays there (a little, or to the end), and restores."""
+    """After the snapshot resets to other seeds and tasks, plays there (a little, or to the end), and restores; and
+    after a restored episode, a whole other one is what it is after an uninterrupted episode.
+    """
     restores = 0
     pool = controls(subject, budget)
     for index, control in enumerate(pool):
@@ -250,6 +276,12 @@ def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
                 scene.expect_returned(walk.env, walk, point, result, "restored after reset() to another episode")
                 scene.expect(walk.env, walk, point, "restored after reset() to another episode")
                 restores += 1
+            following = pool[(index + 1) % len(pool)]
+            if control.repeatable:
+                both = scene.followed(control, following, control.last)
+                scene.restore(walk.env, walk.snaps[walk.points[0]])
+                what = "the episode restored, or the one after it"
+                scene.expect(walk.env, both, walk.points[0], what)
     return {"restores": restores}
 
 
@@ -266,7 +298,7 @@ def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     never interrupted; restoring an earlier point of it takes the end back.
     """
     tried = 0
-    for control in controls(subject, budget):
+    for control in [*controls(subject, budget), *longer(subject, budget)]:
         if control.ended is None:
             continue
         with Scene(subject) as scene:
@@ -333,7 +365,7 @@ def idempotent(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     streams and the observed state are the same after each.
     """
     tried = 0
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         with Scene(subject) as scene:
             walk = scene.walk(control, points_of(control, rng, 1))
             for point in walk.points:
@@ -370,9 +402,18 @@ def _same_streams(scene: Scene, expected: dict[str, Any], found: dict[str, Any],
 )
 def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Compares the bit state of np_random and of the spaces, in every layer, at the snapshot and after restoring it:
-    in the same environment with draws in between, and in another one.
+    in the same environment with draws in between, and in another one; and futures after a reset without a seed.
     """
     compared: set[str] = set()
+    with Scene(subject) as scene:
+        env, ops = scene.make(), subject.control(0, budget.steps).ops
+        scene.reset(env, options=subject.options(0))
+        snap = scene.snapshot(env)
+        first = scene.play(env, ops[1:])
+        for target in (env, scene.make()):
+            scene.restore(target, snap)
+            if text := first_difference(first, scene.play(target, ops[1:])):
+                scene.fail(f"restored after a reset without a seed, the same actions give something else: {text}")
     for control in controls(subject, budget):
         with Scene(subject) as scene:
             env = scene.start(control)
@@ -405,10 +446,12 @@ def _draw(space: Any) -> None:
     blind="Whether the fresh streams have the right distribution: stochastic.transition_distribution.",
 )
 def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore(snap, seed=S)`` returns the captured observation; the same seed gives the same future, other seeds
-    other streams; without randomness the future is that of the control run; the seed leaves no trace afterwards.
+    """``restore(snap, seed=S)`` returns the captured observation; the same seed gives the same future, hundreds of
+    times, other seeds (0 is one) other streams; without randomness the future is that of the control run; the seed
+    leaves no trace afterwards, not in the handle either.
     """
     control = subject.control(0, budget.steps)
+    again = 0
     exact = subject.capabilities.rng or not subject.noise
     random_ = subject.noise.startswith("runs with other draws differ")
     with Scene(subject) as scene:
@@ -417,8 +460,10 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
         env, end = walk.env, control.last
         futures = set()
         ops = control.ops[1:end]
+        scene.restore(env, walk.snaps[1])
+        exact_bits = streams(env)
         for index in budget.spending(64, at_least=64):
-            seed = int(rng.integers(2**31))
+            seed = int(rng.integers(2**31)) if index else 0
             result = scene.restore(env, walk.snaps[1], seed=seed)
             scene.expect_returned(env, walk, 1, result, f"restored with seed={seed}")
             bits = streams(env)
@@ -432,6 +477,10 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
                     scene.fail(f"nothing is random, but restore(snap, seed={seed}) changed the future")
             if index == 0:
                 first_bits = bits
+                if subject.capabilities.rng:
+                    _other_streams(
+                        scene, exact_bits, bits, "restore(snap, seed=0) left the random stream of restore(snap)"
+                    )
             elif index < 3:
                 _other_streams(scene, first_bits, bits)
             futures.add(future)
@@ -439,17 +488,38 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
                 break
         if random_ and len(futures) == 1:
             scene.fail("64 seeds gave one and the same future, although futures are random: the seed has no effect")
+        if exact or random_:
+            again = _again(scene, env, walk.snaps[1], ops[:SHORT], budget)
         if exact:
+            result = scene.restore(env, walk.snaps[1])
+            scene.expect_returned(env, walk, 1, result, "restored without a seed from a handle restored with seeds")
+            scene.expect(env, walk, 1, "restored without a seed from a handle restored with seeds")
             result = scene.restore(env, walk.snaps[point])
             scene.expect_returned(env, walk, point, result, "restored without a seed after restores with seeds")
             scene.expect(env, walk, point, "restored without a seed after restores with seeds")
-    return {"seeds": index + 1, "futures": len(futures), "random": random_}
+    return {"seeds": index + 1, "futures": len(futures), "random": random_, "restores with one seed": again}
 
 
-def _other_streams(scene: Scene, one: dict[str, Any], other: dict[str, Any]) -> None:
+def _again(scene: Scene, env: AnyEnv, snap: Any, ops: Sequence[Op], budget: Budget) -> int:
+    """Restores with one seed, hundreds of times; how many."""
+    first: list[Outcome] = []
+    for index in budget.spending(budget.repeats, seconds=budget.seconds / 2, at_least=10):
+        with scene.iteration(index):
+            scene.restore(env, snap, seed=7)
+            found = scene.play(env, ops)
+            first = first or found
+            if found != first:
+                text = first_difference(first, found)
+                scene.fail(f"restore number {index + 1} with one and the same seed goes on differently: {text}")
+    return index + 1
+
+
+def _other_streams(
+    scene: Scene, one: dict[str, Any], other: dict[str, Any], what: str = "two seeds left the same random stream"
+) -> None:
     for name, bits in one.items():
         if name.endswith(".np_random") and bits is not None and other.get(name) == bits:
-            scene.fail(f"two seeds left the same random stream {name}", {"stream": name})
+            scene.fail(f"{what} {name}", {"stream": name})
 
 
 def _late(scene: Scene, budget: Budget) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, points_of
+from sandboxgym.conformance.checks.restore import controls, in_time, points_of
 from sandboxgym.conformance.recording import Scene, streams
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.conformance.values import canonical, difference
@@ -23,24 +23,24 @@ from sandboxgym.conformance.values import canonical, difference
 )
 def noninterference(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Plays control runs again with one, two or three snapshots after every call, kept or released, and compares each
-    outcome with the run without snapshots.
+    outcome, and the whole of another episode after them, with the same calls without snapshots.
     """
     taken = 0
     repeatable = [control for control in controls(subject, budget) if control.repeatable]
     if not repeatable:
         raise Skipped("no run repeats itself without snapshots: " + subject.control(0, budget.steps).differs)
-    for control in repeatable:
+    for number, control in enumerate(in_time(budget, repeatable)):
         with Scene(subject) as scene:
-            walk = scene.walk(control, ())
+            walk = scene.followed(control, repeatable[(number + 1) % len(repeatable)])
             env = scene.start(control)
-            for index, op in enumerate(control.ops):
+            for index, op in enumerate(walk.control.ops):
                 found = scene.call(env, op)
                 if found != walk.expected[index]:
                     scene.differ(walk, env, index, found, f"with {taken} snapshots taken before it")
-                for number in range(1 + index % 3):
+                for again in range(1 + index % 3 if index < len(control.ops) else 0):
                     snap = scene.snapshot(env)
                     taken += 1
-                    if (index + number) % 2:
+                    if (index + again) % 2:
                         scene.drop(snap)
     return {"snapshots": taken}
 
@@ -57,7 +57,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     snapshot, restore of it, and fork.
     """
     seen: set[str] = set()
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         with Scene(subject) as scene:
             env = scene.start(control)
             scene.play(env, control.ops[:1])
@@ -99,7 +99,7 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
     """
     overwritten = 0
     handles = "no digest or bytes to compare"
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         for point in points_of(control, rng, 1):
             with Scene(subject) as scene:
                 env = scene.start(control)

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, points_of
+from sandboxgym.conformance.checks.restore import controls, in_time, points_of
 from sandboxgym.conformance.recording import Scene, opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, take
 from sandboxgym.errors import SnapshotNotSupported
@@ -55,7 +55,7 @@ def time_limit(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     """
     elapsed = truncated = 0
     reason = ""
-    for control in controls(subject, budget):
+    for control in in_time(budget, controls(subject, budget)):
         with Scene(subject) as scene:
             env = scene.start(control)
             seen: dict[int, list[Any]] = {}

@@ -1,0 +1,66 @@
+"""What the trainer's own forward pass tells of finished rollouts, before credit is assigned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bpo_ref.batch import Batch, Critique, collate, rows_of_path, token_batches
+from sandboxgym.tree import RolloutTree
+
+if TYPE_CHECKING:
+    from bpo_ref.train import Args
+
+Measure: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
+"""Log-probabilities, entropies and, of a value head, values of the sampled tokens, [B, T-1] each."""
+
+
+def annotate(
+    trees: Sequence[RolloutTree],
+    args: Args,
+    policy: Measure,
+    reference: Measure,
+    device: torch.device,
+) -> None:
+    """Fill in what is needed and not known yet.
+
+    Values of the states in which tokens were drawn (`Critique`), the divergence from the reference where it is taken
+    off the rewards, and log-probabilities and entropies that the backend did not give.
+
+    Args:
+        trees: changed in place.
+        args: ``critic``, ``kl``, ``kl_in``, ``pack`` and ``micro_tokens`` are used.
+        policy: the policy that has sampled.
+        reference: asked only where the divergence is taken off the rewards.
+        device: of the tensors that they are given.
+    """
+    unknown = any(not edge.action.data.logps for tree in trees for edge in tree.edges())
+    penalty = args.kl if args.kl_in == "reward" else 0.0
+    if not (unknown or args.critic or penalty):
+        return
+    paths = [row for tree in trees for path in tree.paths for row in rows_of_path(path)]
+    for rows in token_batches(paths, args):
+        batch = collate(rows, device)
+        sampled, values = batch.old_logps, None
+        with torch.no_grad():
+            if unknown or args.critic:
+                logps, entropies, values = policy(batch)
+                sampled = logps if unknown else sampled
+            if penalty:
+                apart = (sampled - reference(batch)[0]) * batch.mask
+        for i, row in enumerate(rows):
+            for edge in row.edges:
+                action = edge.action
+                span = slice(action.position - 1, action.position - 1 + action.tokens)
+                if penalty:
+                    edge.reward -= penalty * float(apart[i, span].sum())
+                if values is not None:
+                    edge.data = Critique(values[i, span].tolist(), targets=[math.nan] * action.tokens)
+                if unknown:
+                    found = {"logps": logps[i, span].tolist(), "entropies": entropies[i, span].tolist()}
+                    action.data, action.logp = replace(action.data, **found), float(logps[i, span].sum())

@@ -1,0 +1,360 @@
+"""What schedules and credit know beside the tree at hand: other rollouts of its batch, and earlier batches.
+
+Nothing here ever depends on an action that it is held against, nor on what came of it: that is what keeps estimators
+with these baselines and schedules unbiased.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from sandboxgym.tree import Node, Path, RolloutTree
+
+if TYPE_CHECKING:
+    from bpo_ref.train import Args
+
+StateKey: TypeAlias = Any
+Moments: TypeAlias = tuple[float, float, float]
+"""Share of a rollout that was there, its mean return from there, the mean square."""
+RootTable: TypeAlias = dict[StateKey, Moments]
+Gather: TypeAlias = Callable[[list[Any]], list[Any]]
+
+
+def state_key(node: Node, kind: str) -> StateKey:
+    """Where states are pooled: by turn, or by the environment's progress key and half the turn."""
+    return node.depth if kind == "turn" else (node.key, node.depth // 2)
+
+
+def mean_value(node: Node) -> float:
+    """Mean of the children's values: of the state itself, where `Node.value` is what it hands up."""
+    return sum(edge.value for edge in node.children) / len(node.children)
+
+
+@dataclass(frozen=True)
+class TreeSummary:
+    """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
+
+    index: int
+    value: float
+    roots: list[RootTable]
+    returns: list[tuple[float, float]]
+    """Mean return of each root path's subtree, and its mean square."""
+
+
+def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummary:
+    """Mean value of each root path's subtree at each state key, every return counted once."""
+    squares = _second_moments(tree, gamma)
+    roots: list[RootTable] = []
+    returns: list[tuple[float, float]] = []
+    for root_edge in tree.root.children:
+        v, s = root_edge.value, _square(root_edge.reward, gamma, root_edge.child, squares)
+        sums: dict[StateKey, list[float]] = {state_key(tree.root, kind): [1.0, v, s]}
+        todo = [(root_edge.child, 1.0)]
+        while todo:
+            node, share = todo.pop()
+            if node.children:
+                entry = sums.setdefault(state_key(node, kind), [0.0, 0.0, 0.0])
+                entry[0] += share
+                entry[1] += share * mean_value(node)
+                entry[2] += share * squares[id(node)]
+                todo += [(edge.child, share / len(node.children)) for edge in node.children]
+        roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
+        returns.append((v, s))
+    return TreeSummary(tree.index, tree.root.value, roots, returns)
+
+
+def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
+    """Mean squared return from every node with children, by id(node)."""
+    squares: dict[int, float] = {}
+    for node in sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth):
+        if node.children:
+            total = sum(_square(edge.reward, gamma, edge.child, squares) for edge in node.children)
+            squares[id(node)] = total / len(node.children)
+    return squares
+
+
+def _square(reward: float, gamma: float, child: Node, squares: dict[int, float]) -> float:
+    """Mean of (r + γ G)²; a path that was stopped counts as what is handed up, V̂, squared."""
+    square = squares.get(id(child), child.value**2)
+    return reward * reward + 2 * gamma * reward * child.value + gamma * gamma * square
+
+
+class StateBaseline:
+    """Value of a state from other rollouts of the batch: the same task's other root paths, shrunk to the other tasks'.
+
+    With n and S the number and summed value of this task's other root paths at the key, and likewise n', S' over the
+    other tasks, whose mean value is v̄:  m = (S' + 2 v̄) / (n' + 2),  b = (S + 6 m) / (n + 6).
+    """
+
+    SHRINK_TASK, SHRINK_ALL = 6.0, 2.0
+
+    def __init__(self, summaries: Sequence[TreeSummary]) -> None:
+        self._by_index = {summary.index: summary for summary in summaries}
+        self._values = sum(summary.value for summary in summaries)
+        self._tasks: dict[int, dict[StateKey, list[float]]] = {}
+        self._all: dict[StateKey, list[float]] = {}
+        for summary in summaries:
+            task = self._tasks[summary.index] = {}
+            for table in summary.roots:
+                _accumulate(task, table)
+                _accumulate(self._all, table)
+
+    def others(self, index: int) -> float:
+        """Mean value of the other tasks (0 if there are none)."""
+        n = len(self._by_index) - 1
+        return (self._values - self._by_index[index].value) / n if n else 0.0
+
+    def __call__(self, index: int, root: int, key: StateKey) -> float:
+        """The baseline at a state key for a step of one root path (or of forks off it) of one task."""
+        n_task, s_task = self._tasks[index].get(key, (0.0, 0.0))
+        n_all, s_all = self._all.get(key, (0.0, 0.0))
+        n_own, mean_own, _ = self._by_index[index].roots[root].get(key, (0.0, 0.0, 0.0))
+        shared = (s_all - s_task + self.SHRINK_ALL * self.others(index)) / (n_all - n_task + self.SHRINK_ALL)
+        return (s_task - n_own * mean_own + self.SHRINK_TASK * shared) / (n_task - n_own + self.SHRINK_TASK)
+
+
+def _accumulate(sums: dict[StateKey, list[float]], table: RootTable) -> None:
+    for key, (n, mean, _) in table.items():
+        entry = sums.setdefault(key, [0.0, 0.0])
+        entry[0] += n
+        entry[1] += n * mean
+
+
+class EntropyThreshold:
+    """Running quantile of the forkable paths' entropies in earlier batches, set to spend nearly M points on each.
+
+    High entropies come in clusters, and a path branches at no more than its M points: so each path counts with
+    its M highest only. All of the budget would be spent by no threshold at all, hence ``SPENT`` of it.
+
+    Args:
+        points: M, without the root's own.
+        first: depth from which on the schedule may choose.
+        keep: number of paths remembered.
+        history: the remembered.
+    """
+
+    SPENT = 0.9
+
+    def __init__(self, points: float, *, first: int, keep: int, history: Iterable[Sequence[float]] = ()) -> None:
+        self._points, self._first = points, first
+        self.history: deque[list[float]] = deque((list(h) for h in history), maxlen=keep)
+
+    def observe(self, paths: Iterable[Sequence[float]]) -> None:
+        """The entropies of a batch's root paths, one sequence each, by depth."""
+        self.history.extend(list(path)[self._first :] for path in paths)
+
+    def value(self) -> float | None:
+        """The threshold; None before the first batch."""
+        highest = [h for path in self.history for h in sorted(path)[-math.ceil(self._points) :]]
+        if not highest or not self._points:
+            return None
+        share = self.SPENT * self._points * len(self.history) / len(highest)
+        return float(np.quantile(highest, max(0.0, 1.0 - share)))
+
+
+class ValueTable:
+    """V̂ of a state: mean return from states of its key over earlier batches, plus 2 pseudo-counts of the overall mean.
+
+    Args:
+        decay: share of what is known that is kept at each batch, as the policy changes.
+        state: of `state`.
+    """
+
+    PSEUDO = 2.0
+
+    def __init__(self, decay: float = 1.0, *, state: dict[str, Any] | None = None) -> None:
+        self._decay = decay
+        self._sums: dict[StateKey, list[float]] = {key: list(entry) for key, entry in (state or {}).get("sums", [])}
+        self._overall: list[float] = list((state or {}).get("overall", [0.0, 0.0, 0.0]))
+        self._low: list[float] = list((state or {}).get("low", [0.0, 0.0]))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        sums = [(key, list(entry)) for key, entry in self._sums.items()]
+        return {"sums": sums, "overall": list(self._overall), "low": list(self._low)}
+
+    def observe(self, summaries: Sequence[TreeSummary], *, low: float) -> None:
+        """A batch. States that were valued at most ``low`` before it test `trusts`."""
+        batch: list[tuple[StateKey, Moments]] = []
+        for summary in summaries:
+            for table in summary.roots:
+                batch += table.items()
+        if self.known:
+            for key, (n, mean, _) in batch:
+                if self.value(key) <= low:
+                    self._low = [self._low[0] + n, self._low[1] + n * mean]
+        for entry in [*self._sums.values(), self._overall, self._low]:
+            entry[:] = [value * self._decay for value in entry]
+        for key, (n, mean, square) in batch:
+            entry = self._sums.setdefault(key, [0.0, 0.0, 0.0])
+            entry[:] = [a + b for a, b in zip(entry, (n, n * mean, n * square))]
+        for mean, square in (pair for summary in summaries for pair in summary.returns):
+            self._overall[:] = [a + b for a, b in zip(self._overall, (1.0, mean, square))]
+
+    @property
+    def known(self) -> bool:
+        """Whether there was a batch."""
+        return bool(self._sums)
+
+    @property
+    def mean(self) -> float:
+        """p̄: mean return of an episode."""
+        return self._overall[1] / self._overall[0] if self._overall[0] else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Variance of the return of an episode; p̄ (1 - p̄) where it is 0 or 1."""
+        return max(0.0, self._overall[2] / self._overall[0] - self.mean**2) if self._overall[0] else 0.0
+
+    def value(self, key: StateKey, *, prior: float | None = None) -> float:
+        """V̂ at a key; ``prior`` stands in for p̄ before the first batch."""
+        n, total, _ = self._sums.get(key, (0.0, 0.0, 0.0))
+        mean = self.mean if self.known or prior is None else prior
+        return (total + self.PSEUDO * mean) / (n + self.PSEUDO)
+
+    def variance(self, key: StateKey) -> float:
+        """Variance of the return from states of a key; V̂ (1 - V̂) where it is 0 or 1."""
+        n, _, squares = self._sums.get(key, (0.0, 0.0, 0.0))
+        square = (squares + self.PSEUDO * (self.spread + self.mean**2)) / (n + self.PSEUDO)
+        return max(0.0, square - self.value(key) ** 2)
+
+    def trusts(self, low: float, *, least: float = 10.0) -> bool:
+        """Whether states valued at most ``low`` turned out, afterwards, to be worth at most twice that."""
+        n, total = self._low
+        return n >= least and total / n <= 2 * low
+
+
+@dataclass(frozen=True)
+class ForkSample:
+    """A branch node below the root: what it says of the noise within forks, and of the baseline beside them."""
+
+    tree: int
+    """Number of its task in the batch."""
+    width: int
+    within: float
+    """Sample variance of the children's values."""
+    apart: float
+    """Mean of the children's values minus the baseline there."""
+
+
+class Shrinkage:
+    """κ of the sibling mean's weight a = (K - 1) / (K - 1 + κ): an analysis of variance over earlier batches.
+
+    σ² = mean variance within forks, τ² = mean (fork mean - baseline)² - σ² / K, κ = σ² / τ²; 2 before the first batch.
+    """
+
+    DECAY, START = 0.95, 2.0
+
+    def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)) -> None:
+        self.sums = list(sums)  # forks, Σ within, Σ apart², Σ within / K
+
+    def observe(self, forks: Iterable[ForkSample]) -> None:
+        """A batch's forks."""
+        found = list(forks)
+        self.sums = [value * self.DECAY for value in self.sums] if found else self.sums
+        for fork in found:
+            new = (1.0, fork.within, fork.apart**2, fork.within / fork.width)
+            self.sums = [a + b for a, b in zip(self.sums, new)]
+
+    @property
+    def kappa(self) -> float:
+        """κ."""
+        n, within, apart, noise = self.sums
+        if not n:
+            return self.START
+        return within / max(apart - noise, 1e-3 * n)
+
+    def weight(self, width: int) -> float:
+        """A of a fork with this many children."""
+        return (width - 1) / (width - 1 + self.kappa)
+
+
+class ForkDepth:
+    """Depth (in turns) at which what has happened explains ``SHARE`` of the variance of the return: where to fork.
+
+    After each batch it moves towards where 1 - (variance within forks) / (variance between root paths) is that share;
+    a root path that ended before its fork has variance 0 there.
+    """
+
+    SHARE, GAIN = 0.3, 2.0
+
+    def __init__(self, depth: float, *, limit: int) -> None:
+        self.depth, self._limit = depth, limit
+
+    def observe(self, samples: Iterable[tuple[float, float]]) -> None:
+        """(mean variance within the forks of a tree's root paths, variance between its root paths) of each tree."""
+        within, between = (sum(part) for part in zip(*samples, strict=True))
+        if between > 0:
+            explained = 1.0 - within / between
+            self.depth += float(np.clip(self.GAIN * (self.SHARE - explained), -1.0, 1.0))
+            self.depth = min(max(self.depth, 1.0), float(self._limit - 1))
+
+    @staticmethod
+    def sample(tree: RolloutTree, returns: Sequence[float]) -> tuple[float, float]:
+        """A tree's entry for `observe`; ``returns`` are those of its root paths."""
+        within = sum(
+            float(np.var([edge.value for edge in node.children], ddof=1)) for node in tree.branch_nodes if node.depth
+        )
+        return within / len(returns), float(np.var(returns, ddof=1)) if len(returns) > 1 else 0.0
+
+
+def independent(path: Path, args: Args) -> bool:
+    """Whether it is one of the W root paths: forks at the root are numbered after them."""
+    return len(path.key) == 2 and path.key[1] < (args.roots or 0)
+
+
+@dataclass
+class Memory:
+    """What earlier batches have taught the schedules and the baselines."""
+
+    entropies: EntropyThreshold
+    values: ValueTable
+    shrinkage: Shrinkage
+    depth: ForkDepth
+
+    @classmethod
+    def of(cls, args: Args, state: Mapping[str, Any] | None = None) -> Memory:
+        """Empty, or as a checkpoint kept it."""
+        state = state or {}
+        points = (args.points or 0.0) - (args.root_branch == "always")
+        first, keep = int(args.root_branch != "free"), 8 * args.prompts
+        return cls(
+            EntropyThreshold(points, first=first, keep=keep, history=state.get("entropies", [])),
+            ValueTable(args.value_decay, state=state.get("values")),
+            Shrinkage(state.get("shrinkage", (0.0,) * 4)),
+            ForkDepth(state.get("depth", max(1.0, args.max_turns / 4)), limit=args.max_turns),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "entropies": list(self.entropies.history),
+            "values": self.values.state(),
+            "shrinkage": self.shrinkage.sums,
+            "depth": self.depth.depth,
+        }
+
+    def observe(
+        self, trees: Sequence[RolloutTree], forks: Sequence[ForkSample], args: Args, gather: Gather = list
+    ) -> None:
+        """A batch with credit assigned (``forks`` is what `assign_credit` returned), of all processes."""
+        local = []
+        for tree in trees:
+            roots = [path for path in tree.paths if independent(path, args)]
+            forked = roots[:1] if args.forks == "backbone" else roots
+            entropies = [[edge.action.entropy for edge in path.edges] for path in forked]
+            summary = summarize(tree, "key", gamma=args.gamma) if args.keyed else None
+            depth = ForkDepth.sample(tree, [path.total_reward for path in roots])
+            local.append((tree.index, entropies, summary, depth, [fork for fork in forks if fork.tree == tree.index]))
+        every = sorted(gather(local), key=lambda entry: entry[0])
+        self.entropies.observe(path for _, paths, *_ in every for path in paths)
+        self.values.observe([summary for _, _, summary, *_ in every if summary], low=args.roulette_below)
+        if args.schedule == "explained":
+            self.depth.observe(depth for *_, depth, _ in every)
+        self.shrinkage.observe(fork for *_, found in every for fork in found)

@@ -1,0 +1,139 @@
+"""What is trained on: the paths of trees as rows of token ids, and rows as padded tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from bpo_ref.packing import by_prefix
+from sandboxgym.tree import Edge, Path, RolloutTree
+
+if TYPE_CHECKING:
+    from bpo_ref.train import Args
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class Critique:
+    """`Edge.data` where there is a value head; one entry a token of the action."""
+
+    values: list[float]
+    """V of the state in which each token was drawn, before the update."""
+    targets: list[float] = field(default_factory=list)
+    """What V is to be; NaN where it is not learnt."""
+    advantages: list[float] = field(default_factory=list)
+    """Of each token, where they differ within an action."""
+
+
+@dataclass
+class Row:
+    """One path as the trainer sees it: the ids of the whole episode, and the actions sampled on this path."""
+
+    ids: list[int]
+    edges: list[Edge]
+
+    @property
+    def mass(self) -> float:
+        """Σ weight x tokens of its actions."""
+        return sum(edge.weight * edge.action.tokens for edge in self.edges)
+
+    @property
+    def learnt(self) -> int:
+        """States whose value is learnt."""
+        return sum(not math.isnan(t) for edge in self.edges for t in getattr(edge.data, "targets", ()))
+
+
+@dataclass
+class Batch:
+    """Rows padded on the right. T is the longest; position t of the [B, T-1] tensors belongs to token t + 1."""
+
+    ids: Tensor  # [B, T]
+    lengths: Tensor  # [B]
+    step: Tensor  # [B, T-1] number of the action in the batch that the token belongs to, -1 where it was not sampled
+    advantage: Tensor  # [B, T-1]
+    weight: Tensor  # [B, T-1]
+    old_logps: Tensor  # [B, T-1] as sampled; 0 where not known
+    old_values: Tensor | None = None  # [B, T-1] of a value head before the update
+    targets: Tensor | None = None  # [B, T-1] of the values, NaN where they are not learnt
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T-1]: exactly the sampled tokens."""
+        return self.step >= 0
+
+
+def rows_of(trees: Iterable[RolloutTree]) -> list[Row]:
+    """The rows of all paths; those of weight 0 (for values only, and those left out) are not trained on."""
+    return [row for tree in trees for path in tree.paths if path.edges[0].weight for row in rows_of_path(path)]
+
+
+def rows_of_path(path: Path) -> list[Row]:
+    """A row a conversation: one, or one a turn where prompts show a window.
+
+    The prefix that a path was forked from is context, so every action is trained on once.
+    """
+    talks: list[list[Edge]] = []
+    for edge in path.edges:
+        if not talks or edge.action.memory.before is None:
+            talks.append([])
+        talks[-1].append(edge)
+    return [Row(edges[-1].action.memory.ids(), edges) for edges in talks]
+
+
+def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
+    """Rows as tensors."""
+    longest = max(len(row.ids) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    step = torch.full((len(rows), longest - 1), -1)
+    advantage, weight, old, values = (torch.zeros(len(rows), longest - 1) for _ in range(4))
+    targets = torch.full((len(rows), longest - 1), math.nan)
+    number = 0
+    for i, row in enumerate(rows):
+        ids[i, : len(row.ids)] = torch.tensor(row.ids)
+        for edge in row.edges:
+            span = slice(edge.action.position - 1, edge.action.position - 1 + edge.action.tokens)
+            step[i, span], advantage[i, span], weight[i, span] = number, edge.advantage, edge.weight
+            if edge.action.data.logps:
+                old[i, span] = torch.tensor(edge.action.data.logps)
+            if isinstance(edge.data, Critique):
+                values[i, span], targets[i, span] = torch.tensor(edge.data.values), torch.tensor(edge.data.targets)
+                if edge.data.advantages:
+                    advantage[i, span] = torch.tensor(edge.data.advantages)
+            number += 1
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    return Batch(*(tensor.to(device) for tensor in (ids, lengths, step, advantage, weight, old, values, targets)))
+
+
+def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
+    """Rows for the update, as `token_batches`.
+
+    Those without any advantage are left out where they cannot matter, and with them what only they would have made of
+    a packed tree; one stays, for data parallel processes must all take part in the reduction of the gradients.
+    """
+    matter = args.kl or args.critic
+    moving = [row for row in rows if matter or any(edge.advantage for edge in row.edges)] or list(rows[:1])
+    return token_batches(moving, args)
+
+
+def token_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
+    """Rows in batches of at most ``micro_tokens`` tokens, padded or packed as ``pack`` says, or one row."""
+    if args.pack == "tree":
+        return by_prefix(rows, lambda row: row.ids, args.micro_tokens)
+    return by_length(rows, lambda row: len(row.ids), args.micro_tokens)
+
+
+def by_length(items: Iterable[Item], length: Callable[[Item], int], most: int) -> list[list[Item]]:
+    """Items of like length together, so that little is padded: at most ``most`` padded tokens a batch, or one item."""
+    batches: list[list[Item]] = []
+    for item in sorted(items, key=length, reverse=True):
+        if batches and (len(batches[-1]) + 1) * length(batches[-1][0]) <= most:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches

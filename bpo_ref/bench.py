@@ -1,0 +1,462 @@
+"""What the trainer's shortcuts are worth: ratios of runs that take turns in one process, never times alone.
+
+python -m bpo_ref.bench update|forks|environments|overlap|trl [--repeats 5]
+
+CPU seconds of one thread are compared, not the clock (but where waiting is what is measured): on a machine that does
+other things as well, too, they mean the same from run to run. ``docs/results/trainer-speed.md`` holds what was printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from bpo_ref import packing
+from bpo_ref.baselines import Memory
+from bpo_ref.chat import ChatFormat
+from bpo_ref.eval import make_env
+from bpo_ref.generate import Generator, forward
+from bpo_ref.policy import ChatPolicy
+from bpo_ref.schedules import make_schedule
+from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
+from bpo_ref.train import Args, Trainer, resolved
+from sandboxgym import SnapshotEnv, Unicode
+from sandboxgym.tree import Action, Clock, Context, Envs, rollout
+
+WORDS = [f"w{i}" for i in range(100)]
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median CPU seconds of each call; the first round is not counted."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            began = time.process_time()
+            call()
+            spent[name].append(time.process_time() - began)
+    return {name: statistics.median(times[1:]) for name, times in spent.items()}
+
+
+def model_of(size: str, context: int) -> Any:
+    """A tiny policy."""
+    return tiny_model(tiny_tokenizer(WORDS), **TINY_SIZES[size], max_position_embeddings=context)
+
+
+# --------------------------------------------------------------------------------------------------------------- update
+
+
+def paths_of(
+    trees: int, *, prompt: int, turns: int, turn: int, points: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, T] of trees with forks at random turns, and which of ids[:, 1:] were sampled: a third of each turn."""
+    rng = np.random.default_rng(0)
+    rows: list[np.ndarray] = []
+    starts: list[int] = []
+    for _ in range(trees):
+        backbone = rng.integers(0, 100, prompt + turns * turn)
+        rows, starts = [*rows, backbone], [*starts, prompt]
+        for depth in rng.choice(turns, points, replace=False):
+            at = prompt + turn * int(depth)
+            for _ in range(width - 1):
+                rows.append(np.concatenate([backbone[:at], rng.integers(0, 100, len(backbone) - at)]))
+                starts.append(at)
+    place = np.arange(1, prompt + turns * turn)
+    sampled = ((place - prompt) % turn >= 2 * turn // 3) & (place >= np.array(starts)[:, None])
+    return torch.from_numpy(np.stack(rows)), torch.from_numpy(sampled)
+
+
+LONG = {"prompt": 600, "turns": 10, "turn": 40}
+SHORT = {"prompt": 60, "turns": 10, "turn": 12}
+
+
+def bench_update(repeats: int) -> list[str]:
+    """Forward and backward pass, packed and flat."""
+    lines = ["| policy | paths | tokens flat | packed | ratio of tokens | update flat / packed | gradients differ by |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    lines.append(update_line("3M", 1, LONG, points=4, repeats=repeats))
+    lines.append(update_line("0.2M", 1, LONG, points=4, repeats=repeats))
+    lines.append(update_line("0.2M", 4, SHORT, points=2, repeats=repeats))
+    return [*lines, update_line("0.2M", 4, SHORT, points=0, repeats=repeats)]
+
+
+def update_line(size: str, trees: int, shape: dict[str, int], *, points: int, repeats: int) -> str:
+    """Trees with ``points`` forks of width 4."""
+    model = model_of(size, 1024)
+    packing.enable(model)
+    ids, where = paths_of(trees, points=points, width=4, **shape)
+    lengths = torch.full((len(ids),), ids.shape[1])
+    gradients: dict[bool, torch.Tensor] = {}
+
+    def update(packed: bool) -> None:
+        model.zero_grad()
+        logps, *_ = forward(model, ids, lengths, where=where, packed=packed)
+        (logps.sum() / len(logps)).backward()  # type: ignore[no-untyped-call]
+        gradients[packed] = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    spent = in_turns({"flat": partial(update, False), "packed": partial(update, True)}, repeats)
+    apart = float((gradients[True] - gradients[False]).norm() / gradients[False].norm())
+    n = packing.pack(ids, lengths).ids.shape[1]
+    return (
+        f"| {size} | {trees} x {len(ids) // trees} of {ids.shape[1]} | {ids.numel():,} | {n:,} | "
+        f"{ids.numel() / n:.2f} | **{spent['flat'] / spent['packed']:.2f}** | {apart:.0e} |"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- forks
+
+
+def bench_forks(repeats: int) -> list[str]:
+    """Three forks of a path of 720 tokens up to their first token, from its keys and values and read again."""
+    lines = ["| policy | read again / shared | tokens read again | shared |", "|---|---|---|---|"]
+    return [*lines, *(forks_line(size, repeats) for size in ("3M", "0.2M"))]
+
+
+def forks_line(size: str, repeats: int) -> str:
+    """The path has gone on for 200 tokens since."""
+    ids = np.random.default_rng(0).integers(0, 100, 720).tolist()
+    session = Generator(model_of(size, 1024), stop_ids=[0], max_new_tokens=1).open([ids + ids[:200]])
+    session.prefill([0])
+
+    def start(shared: bool) -> int:
+        """Returns the tokens read."""
+        before = session.prefilled
+        rows = [session.fork(0, length=720) if shared else session.add(ids) for _ in range(3)]
+        session.generate(rows, [np.random.default_rng(i) for i in range(3)])
+        session.drop(rows)
+        return session.prefilled - before
+
+    spent = in_turns({"again": partial(start, False), "shared": partial(start, True)}, repeats)
+    return f"| {size} | **{spent['again'] / spent['shared']:.1f}** | {start(False)} | {start(True)} |"
+
+
+# --------------------------------------------------------------------------------------------------------- environments
+
+
+class Admissible:
+    """A policy that samples as it would in training, and then does something that the environment understands."""
+
+    def __init__(self, policy: ChatPolicy) -> None:
+        self.policy = policy
+        self.release = policy.release
+
+    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+        """Actions drawn from ``info["admissible_commands"]``."""
+        actions = self.policy(contexts)
+        for context, action in zip(contexts, actions):
+            if action is not None:
+                action.text = str(context.rng.choice(context.info["admissible_commands"]))
+        return actions
+
+
+def bench_environments(repeats: int) -> list[str]:
+    """Share of a rollout's wall-clock time that goes to environments, with snapshots of every step of each backbone."""
+    lines = ["| environment | steps | snapshots | steps and resets | snapshots and restores | together |"]
+    lines.append("|---|---|---|---|---|---|")
+    lines.append(environment_line("sandboxgym/ALFWorld-v0", ("games=embedded:train",), 14, repeats))
+    return [*lines, environment_line("sandboxgym/WebShop-v0", ("split=product-train",), 8, repeats)]
+
+
+def environment_line(env_id: str, kwargs: Sequence[str], turns: int, repeats: int) -> str:
+    """Eight tasks of 13 paths each, a policy of 0.2 M parameters."""
+    args = resolved(Args(algo="bpo-paper", width=4, points=4, spacing=1, context=1024, max_new_tokens=12, prompts=8))
+    shares, steps, snapshots = [], 0, 0
+    with Envs(lambda: make_env(env_id, kwargs, turns)) as envs:
+        env = envs.take()
+        texts = [str(env.reset(options={"task": task})[0]) for task in range(8)]  # also loads what is loaded once
+        envs.give(env)
+        tokenizer = tiny_tokenizer(words_of(texts))
+        chat = ChatFormat(tokenizer, observation_tokens=60)
+        model = tiny_model(tokenizer, **TINY_SIZES["0.2M"], max_position_embeddings=args.context)
+        generator = Generator(model, stop_ids=chat.stop_ids, max_new_tokens=12, context_limit=args.context)
+        for repeat in range(repeats + 1):
+            clock, began = Clock(), time.perf_counter()
+            policy, schedule = Admissible(ChatPolicy(generator, chat)), make_schedule(args, (repeat,), Memory.of(args))
+            trees = rollout(envs, policy, schedule, tasks=range(8), seed=(repeat,), clock=clock)
+            seconds = time.perf_counter() - began
+            shares.append((clock.steps / seconds, clock.snapshots / seconds))
+            steps, snapshots = sum(tree.env_steps for tree in trees), sum(tree.snapshots for tree in trees)
+    env_share, snapshot_share = (statistics.median(part) for part in zip(*shares[1:]))
+    together = f"**{env_share + snapshot_share:.2%}**"
+    return f"| {env_id} | {steps} | {snapshots} | {env_share:.2%} | {snapshot_share:.2%} | {together} |"
+
+
+# -------------------------------------------------------------------------------------------------------------- overlap
+
+
+class Recited(Admissible):
+    """A policy that samples as it would in training, and then does what an expert would, each time a bit differently.
+
+    A patch that was submitted before is not tested again; those of a policy that learns are mostly new.
+    """
+
+    def __init__(self, policy: ChatPolicy, scripts: Sequence[Sequence[str]]) -> None:
+        super().__init__(policy)
+        self.scripts = scripts
+
+    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+        """Actions of the task's script."""
+        actions = self.policy(contexts)
+        for context, action in zip(contexts, actions):
+            script = self.scripts[context.path[0]]
+            if action is not None:
+                last = context.depth + 1 >= len(script)
+                note = "" if last else f"\necho {context.rng.integers(10**9)} >> notes.txt"
+                action.text = script[min(context.depth, len(script) - 1)] + note
+        return actions
+
+
+def bench_overlap(repeats: int) -> list[str]:
+    """Rollouts on SWE-bench's small repositories, with and without sampling while environments step, by the clock."""
+    lines = ["| environments at a time | steps | share that waits for them | overlapped | rollout / overlapped |"]
+    return [*lines, "|---|---|---|---|---|", overlap_line(4, repeats)]
+
+
+def overlap_line(threads: int, repeats: int) -> str:
+    """Four tasks of 4 paths each, a policy of 0.2 M parameters that says 100 tokens a turn."""
+    settings: dict[str, Any] = {"context": 1024, "max_new_tokens": 100, "prompts": 4}
+    args = resolved(Args(algo="bpo-paper", width=4, points=1, spacing=1, **settings))
+    kwargs = ("dataset=mini", "limits={seconds: 5}")
+    with Envs(lambda: make_env("sandboxgym/SWEBench-v0", kwargs, 8), threads=threads) as envs:
+        scripts, texts = demonstrated(envs, 4)
+        tokenizer = tiny_bpe_tokenizer(texts, 2000)
+        chat = ChatFormat(tokenizer, observation_tokens=48)
+        model = tiny_model(tokenizer, **TINY_SIZES["0.2M"], max_position_embeddings=args.context)
+        generator = Generator(model, stop_ids=chat.stop_ids, max_new_tokens=100, context_limit=args.context)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        shares: dict[bool, list[float]] = {False: [], True: []}
+        for repeat in range(repeats + 1):
+            for overlap in seconds:
+                policy, clock = Recited(ChatPolicy(generator, chat), scripts), Clock()
+                schedule, began = make_schedule(args, (repeat,), Memory.of(args)), time.perf_counter()
+                trees = rollout(
+                    envs, policy, schedule, tasks=range(4), seed=(repeat, overlap), overlap=overlap, clock=clock
+                )
+                seconds[overlap].append(time.perf_counter() - began)
+                shares[overlap].append((clock.steps + clock.snapshots) / seconds[overlap][-1])
+    steps = sum(tree.env_steps for tree in trees)
+    waits = {overlap: statistics.median(found[1:]) for overlap, found in shares.items()}
+    ratio = statistics.median(alone / both for alone, both in zip(seconds[False][1:], seconds[True][1:]))
+    return f"| {threads} | {steps} | {waits[False]:.0%} | {waits[True]:.0%} | **{ratio:.2f}** |"
+
+
+def demonstrated(envs: Envs, tasks: int) -> tuple[list[list[str]], list[str]]:
+    """What the expert does in each of these tasks; and everything that was said."""
+    scripts: list[list[str]] = []
+    texts: list[str] = []
+    env = envs.take()
+    for task in range(tasks):
+        base: Any = env.unwrapped
+        expert = base.expert(rng=random.Random(task), direct=True)
+        observation, over, script = str(env.reset(seed=task, options={"task": task})[0]), False, []
+        expert.reset(observation)
+        while not over:
+            script.append(expert.act(observation))
+            texts += [observation, script[-1]]
+            observation, _, terminated, truncated, _ = env.step(script[-1])
+            over = terminated or truncated
+        scripts.append(script)
+    envs.give(env)
+    return scripts, texts
+
+
+# ------------------------------------------------------------------------------------------------------------------ trl
+
+GROUP, PROMPTS, COMPLETION, STEPS = 8, 8, 24, 4
+
+
+class OneTurn(SnapshotEnv[str, str]):
+    """Twenty words; an answer of an even number of characters is right. What GRPO is like without an environment."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+    immutable_state = True
+    num_tasks = 64
+
+    def __init__(self) -> None:
+        self.observation_space = Unicode()
+        self.action_space = Unicode()
+        self.task = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Words by the number of the task."""
+        super().reset(seed=seed)
+        self.task = (options or {}).get("task", 0)
+        return words_for(self.task), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Ends the episode."""
+        return "", right(action), True, False, {}
+
+    def _capture(self) -> int:
+        return self.task
+
+    def _apply(self, state: int) -> None:
+        self.task = state
+
+
+def words_for(task: int) -> str:
+    """A task's words."""
+    return " ".join(random.Random(task).choices(WORDS, k=20))
+
+
+def right(answer: str) -> float:
+    """The reward."""
+    return float(len(answer) % 2 == 0)
+
+
+ONE_TURN = "bpo_ref.bench:bench/OneTurn-v0"
+if "bench/OneTurn-v0" not in gym.registry:
+    gym.register("bench/OneTurn-v0", entry_point="bpo_ref.bench:OneTurn")
+
+
+class Spending:
+    """CPU and wall-clock seconds and generated tokens of the steps after the first, and the memory they needed."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.marks: list[tuple[float, float, int]] = []
+        self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def mark(self) -> None:
+        """A step has ended."""
+        self.marks.append((time.process_time(), time.perf_counter(), self.tokens))
+
+    def report(self) -> dict[str, float]:
+        """Of all steps but the first."""
+        (cpu, wall, tokens), (cpu_end, wall_end, tokens_end) = self.marks[0], self.marks[-1]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        spent = {"tokens": tokens_end - tokens, "cpu": cpu_end - cpu, "wall": wall_end - wall}
+        return {**spent, "grown_mb": (peak - self.before) / 1024, "peak_mb": peak / 1024}
+
+
+def run_ours(folder: str, out: str) -> dict[str, float]:
+    """GRPO by this trainer."""
+    args = Args(
+        algo="grpo", model=folder, out=out, env_id=ONE_TURN, max_turns=1, context=96, max_new_tokens=COMPLETION,
+        roots=GROUP, prompts=PROMPTS, updates=STEPS + 1, eval_episodes=1, eval_every=1000, save_every=1000,
+    )  # fmt: skip
+    trainer = Trainer(args)
+    spending, count = Spending(), trainer._count
+
+    def counted(*values: Any) -> dict[str, float]:
+        metrics = count(*values)
+        spending.tokens = int(trainer.counters["tokens"])
+        spending.mark()
+        return metrics
+
+    trainer._count = counted  # type: ignore[method-assign,assignment]
+    trainer.run()
+    return spending.report()
+
+
+def run_trl(folder: str, out: str) -> dict[str, float]:
+    """GRPO by TRL."""
+    from datasets import Dataset  # type: ignore[import-untyped]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [{"prompt": [{"role": "user", "content": words_for(task)}]} for task in range(64)]
+
+    def reward(completions: Any, completion_ids: Any, **_: Any) -> list[float]:
+        spending.tokens += sum(map(len, completion_ids))
+        return [right(completion[0]["content"]) for completion in completions]
+
+    class Marks(TrainerCallback):  # type: ignore[misc]
+        """Tells when a step ends."""
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            """So."""
+            spending.mark()
+
+    config = GRPOConfig(
+        output_dir=out, max_steps=STEPS + 1, num_generations=GROUP, per_device_train_batch_size=GROUP * PROMPTS,
+        max_completion_length=COMPLETION, beta=0.0, learning_rate=5e-4, use_cpu=True, save_strategy="no",
+        report_to="none", logging_steps=1000, gradient_checkpointing=False, bf16=False, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Marks()],
+    )
+    spending = Spending()
+    trainer.train()
+    return spending.report()
+
+
+def bench_trl(repeats: int) -> list[str]:
+    """GRPO where the algorithms coincide: one turn, no divergence; the same model, prompts and numbers of samples."""
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = tiny_tokenizer(WORDS)
+        tiny_model(tokenizer, **TINY_SIZES["3M"], max_position_embeddings=128).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for repeat in range(repeats):
+            for side in found:
+                command = [sys.executable, "-m", "bpo_ref.bench", "trl-side", "--side", side, "--folder", folder]
+                out = subprocess.run([*command, "--out", f"{folder}/{side}{repeat}"], capture_output=True, text=True)
+                if out.returncode:
+                    raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
+                found[side].append(json.loads(out.stdout.splitlines()[-1]))
+    lines = [
+        "| trainer | tokens | tokens a CPU second | a second | peak MB | of it in training |",
+        "|---|---|---|---|---|---|",
+    ]
+    speeds = {}
+    for side, runs in found.items():
+        mid = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        speeds[side] = statistics.median(run["tokens"] / run["cpu"] for run in runs)
+        wall = statistics.median(run["tokens"] / run["wall"] for run in runs)
+        lines.append(
+            f"| {'bpo_ref' if side == 'ours' else 'TRL'} | {mid['tokens']:,.0f} | {speeds[side]:,.0f} | {wall:,.0f} | "
+            f"{mid['peak_mb']:,.0f} | {mid['grown_mb']:,.0f} |"
+        )
+    return [*lines, "", f"bpo_ref / TRL: **{speeds['ours'] / speeds['trl']:.2f}** tokens a CPU second"]
+
+
+BENCHES = {
+    "update": bench_update,
+    "forks": bench_forks,
+    "environments": bench_environments,
+    "overlap": bench_overlap,
+    "trl": bench_trl,
+}
+
+
+def main() -> None:
+    """Print Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=[*BENCHES, "trl-side"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--side", choices=["ours", "trl"], help="for trl-side, which trl runs")
+    parser.add_argument("--folder", help="for trl-side")
+    parser.add_argument("--out", help="for trl-side")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.name == "trl-side":
+        side = run_ours if options.side == "ours" else run_trl
+        print(json.dumps(side(options.folder, options.out)))
+        return
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread\n")
+    print("\n".join(BENCHES[options.name](options.repeats)))
+
+
+if __name__ == "__main__":
+    main()

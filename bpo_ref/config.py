@@ -1,0 +1,77 @@
+"""Settings from a YAML file and the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+
+Settings = TypeVar("Settings")
+
+
+class ConfigError(ValueError):
+    """The settings contradict each other, or cannot be read; the message names the field."""
+
+
+def parse(settings: type[Settings], argv: Sequence[str] | None = None) -> Settings:
+    """Defaults, then the YAML file of ``--config``, then the command line.
+
+    Args:
+        settings: a dataclass with defaults.
+        argv: the command line (default: this process's).
+
+    Raises:
+        ConfigError: a file that cannot be read, or a field in it that does not exist; the message names both.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    argv = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    values: dict[str, Any] = {}
+    if "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise ConfigError("--config: expected a YAML file")
+        values = read_config(settings, Path(argv[at + 1]))
+        del argv[at : at + 2]
+    return tyro.cli(settings, default=settings(**values), args=argv, config=(tyro.conf.FlagConversionOff,))
+
+
+def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
+    """Fields of a dataclass from a YAML file; those named ``…_kwargs`` may be written as a mapping."""
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of the form name: value, found {values!r:.80}")
+    known = get_type_hints(settings)
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{path}: there is no setting {name!r}; see --help for those that are")
+        if name.endswith("_kwargs") and isinstance(value, dict):
+            values[name] = tuple(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items())
+        elif isinstance(value, list):
+            values[name] = tuple(value)
+        if not _fits(values[name], known[name]):
+            expected = "a number (5e-4 is text in YAML, 5.0e-4 a number)" if known[name] is float else known[name]
+            raise ConfigError(f"{path}: {name}: expected {expected}, found {value!r}")
+    return values
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the type of a field."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in options
+    if get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        wanted = options[:1] * len(value) if options[-1] is ... else options
+        return len(value) == len(wanted) and all(map(_fits, value, wanted))
+    if options:
+        return any(_fits(value, option) for option in options)
+    return type(value) is hint or (hint is float and type(value) is int)

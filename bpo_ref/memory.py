@@ -1,0 +1,169 @@
+"""GPU memory that a configuration asks for, counted from the shape of its model.
+
+    python -m bpo_ref.memory --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml
+
+Counted, not measured: weights, gradients and optimizer states as they are; activations as what a Llama-like layer
+keeps; keys and values as if every row filled its context, logits as if every token of an update had been sampled, so at
+most.
+Not counted: the CUDA context, buffers of NCCL, fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bpo_ref.train import Args, parse_args, resolved
+
+Layout = Literal["ddp", "fsdp2"]
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama-like causal model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    qkv_bias: bool = False
+    tied: bool = False
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(in, out) of the linear layers of one block."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(self.hidden, wide), (self.hidden, narrow), (self.hidden, narrow), (wide, self.hidden)]
+        return [*attention, (self.hidden, self.ffn), (self.hidden, self.ffn), (self.ffn, self.hidden)]
+
+    @property
+    def parameters(self) -> int:
+        """Weights in all."""
+        bias = (self.heads + 2 * self.kv_heads) * self.head_dim * self.qkv_bias
+        block = sum(a * b for a, b in self.linears) + bias + 2 * self.hidden
+        return self.layers * block + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    def adapters(self, r: int) -> int:
+        """Weights of adapters of rank r beside every linear layer of every block."""
+        return self.layers * sum(r * (a + b) for a, b in self.linears)
+
+    @property
+    def kept(self) -> int:
+        """Numbers a token that one block keeps for its backward pass: the inputs of its norms, of its linear layers, of
+        attention (queries, keys, values, output), and of the gated product.
+        """
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return 4 * self.hidden + 2 * wide + 2 * narrow + 4 * self.ffn
+
+
+SHAPES = {  # as in the config.json of these checkpoints
+    "Qwen/Qwen2.5-7B-Instruct": Shape(3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True),
+    "meta-llama/Llama-3.1-8B-Instruct": Shape(4096, 32, 32, 8, 128, 14336, 128256),
+}
+
+
+def shape_of(config: Any) -> Shape:
+    """The shape that a transformers configuration of a Llama-like model states."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim,
+        config.intermediate_size,
+        config.vocab_size,
+        qkv_bias=config.model_type == "qwen2",
+        tied=config.tie_word_embeddings,
+    )
+
+
+def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, int]:
+    """Bytes on each GPU, by what they hold.
+
+    Args:
+        args: settings of the run, resolved.
+        shape: of the model.
+        layout: ``ddp`` holds everything on every GPU, ``fsdp2`` a part of it.
+        gpus: how many.
+    """
+    assert args.roots is not None and args.width is not None and args.points is not None
+    low = 2 if args.dtype == "bfloat16" else 4
+    parts = gpus if layout == "fsdp2" else 1
+    weights = shape.parameters
+    trained = shape.adapters(args.lora_r) if args.lora_r else weights
+    residual = low if layout == "fsdp2" else 4  # autocast adds up what blocks give in fp32
+    blocks = shape.layers if not args.gradient_checkpointing else 1
+    tokens = args.micro_tokens
+    forks = args.schedule not in ("none", "mc")
+    siblings = args.points * (args.width - 1) if forks else 0
+    rows = -(-args.prompts // gpus) * max(args.roots, round(siblings))
+    return {
+        "weights": ((low * weights if args.lora_r else 0) + 4 * trained) // parts,
+        "gradients": 4 * trained // parts,
+        "optimizer": 8 * trained // parts,
+        "reference": low * weights // parts if args.kl and not args.lora_r else 0,
+        "update: gathered or cast": low * (weights if layout == "fsdp2" or not args.lora_r else 0),
+        "update: blocks": tokens * (shape.layers * shape.hidden * residual + blocks * shape.kept * low),
+        "update: logits": tokens * shape.vocabulary * 2 * low + 4096 * shape.vocabulary * 3 * 4,
+        "rollout: gathered": low * weights if layout == "fsdp2" else 0,
+        "rollout: keys and values": rows * args.context * 2 * shape.layers * shape.kv_heads * shape.head_dim * low,
+    }
+
+
+def peak(parts: dict[str, int]) -> int:
+    """Bytes of the larger of the two phases, which do not hold their parts at the same time."""
+    always = sum(size for name, size in parts.items() if ":" not in name)
+    phases = [sum(size for name, size in parts.items() if name.startswith(phase)) for phase in ("update", "rollout")]
+    return always + max(phases)
+
+
+def table(name: str, args: Args, shape: Shape, *, gpus: int) -> list[str]:
+    """Lines of a Markdown table: what each GPU holds in GiB, with adapters on every GPU, and with sharded weights."""
+    lines = []
+    rank = args.lora_r or 32
+    for layout, r in (("ddp", rank), ("fsdp2", rank), ("fsdp2", 0)):
+        chosen = Args(**{**vars(args), "lora_r": r})
+        parts = memory(chosen, shape, layout=layout, gpus=gpus)  # type: ignore[arg-type]
+        kind = f"{layout.upper()}, " + (f"adapters of rank {r}" if r else "all weights")
+        cells = [f"{size / GIB:.1f}" for size in (*parts.values(), peak(parts))]
+        lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+HEADER = [
+    "| configuration | layout | weights | gradients | optimizer | reference | update: gathered or cast "
+    "| update: blocks | update: logits | rollout: gathered | rollout: keys and values | peak |",
+    "|---|---|" + "---|" * 10,
+]
+
+
+def main(argv: Sequence[str] | None = None, *, gpus: int = 8) -> None:
+    """Print the table of a configuration, or of all in ``bpo_ref/configs`` whose model is in `SHAPES`."""
+    import sys
+
+    given = list(sys.argv[1:] if argv is None else argv)
+    folder = Path(__file__).parent / "configs"
+    files = [] if given else sorted(folder.glob("*.yaml"))
+    runs = [(file.stem, parse_args(["--config", str(file)])) for file in files] or [("this", parse_args(given))]
+    print("\n".join(HEADER))
+    for name, args in runs:
+        if args.model.startswith("tiny:"):
+            continue
+        if args.model in SHAPES:
+            shape = SHAPES[args.model]
+        else:
+            from transformers import AutoConfig
+
+            shape = shape_of(AutoConfig.from_pretrained(args.model))
+        print("\n".join(table(name, resolved(args), shape, gpus=gpus)))
+
+
+if __name__ == "__main__":
+    main()

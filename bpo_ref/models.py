@@ -1,0 +1,184 @@
+"""The policy's network: built in code, or loaded; with a value head where an algorithm wants a critic."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from bpo_ref.config import ConfigError
+from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
+
+CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
+
+
+class Output(NamedTuple):
+    """Of `ActorCritic`."""
+
+    logits: Tensor
+    """[B, T, vocabulary]"""
+    values: Tensor
+    """[B, T], fp32: of the state after each token."""
+
+
+class ActorCritic(nn.Module):
+    """A causal model and a linear value head on its last hidden states, which starts at 0."""
+
+    def __init__(self, policy: CausalLM) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value_head = nn.Linear(policy.config.hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, **inputs: Any) -> Output:
+        """The policy's logits, and the values."""
+        output = self.policy(**inputs, output_hidden_states=True)
+        return Output(output.logits, self.value_head(output.hidden_states[-1].float())[..., 0])
+
+
+def policy_of(model: CausalLM) -> CausalLM:
+    """The causal model within."""
+    return model.policy if isinstance(model, ActorCritic) else model
+
+
+def build_tiny(
+    size: str, texts: Iterable[str], *, vocabulary: int, context: int, seed: int
+) -> tuple[CausalLM, PreTrainedTokenizerBase]:
+    """A small transformer and a tokenizer for these texts.
+
+    Args:
+        size: one of `TINY_SIZES`.
+        texts: what is to be read and written.
+        vocabulary: pieces of a byte-level tokenizer learnt on the texts, which can encode anything; 0: a word-level
+            one that knows the words of the texts and nothing else.
+        context: most tokens of an episode.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: there is no such size.
+    """
+    if size not in TINY_SIZES:
+        raise ConfigError(f"model: expected tiny: with one of {', '.join(TINY_SIZES)}, found tiny:{size}")
+    tokenizer = tiny_bpe_tokenizer(texts, vocabulary) if vocabulary else tiny_tokenizer(words_of(texts))
+    return tiny_model(tokenizer, **TINY_SIZES[size], max_position_embeddings=context, seed=seed), tokenizer
+
+
+def load_policy(folder: str | Path, *, dtype: str = "float32") -> tuple[CausalLM, PreTrainedTokenizerBase]:
+    """A transformers causal model and its tokenizer, from a folder or the hub.
+
+    A folder with adapters alone is the model that they were trained beside (its name is in there) with them merged
+    into it, in fp32 before the weights take ``dtype``.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    base, adapter = folder, Path(folder, "adapter_config.json")
+    wanted = getattr(torch, dtype)
+    try:
+        if adapter.exists():
+            base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32 if adapter.exists() else wanted)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model: cannot load {folder} as a transformers causal model: {error}") from error
+    if adapter.exists():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        for parameter in model.parameters():  # not the buffers: rotary frequencies stay fp32, as when loading in dtype
+            parameter.data = parameter.data.to(wanted)
+    return model, tokenizer
+
+
+def eos_ids(model: CausalLM) -> tuple[int, ...]:
+    """The tokens that the model says end its output; often more than the tokenizer's one."""
+    config = getattr(model, "generation_config", None) or model.config
+    found = config.eos_token_id
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
+
+
+def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int) -> CausalLM:
+    """The model frozen, with low-rank adapters in fp32 beside every linear layer but the output one (LoRA; Hu et al.,
+    2021). Their product starts at 0, so that at first nothing changes.
+
+    Args:
+        model: of transformers.
+        r: rank.
+        alpha: their product is scaled by alpha / r.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: PEFT is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError('lora_r: needs the package peft: pip install "sandboxgym[lora]"') from error
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return get_peft_model(model, config)
+
+
+def load_adapter(model: CausalLM, folder: Path) -> None:
+    """The weights of the adapters that a checkpoint holds."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+
+
+class WithoutAdapter:
+    """A model with adapters as it was before them: the reference policy, without a second copy of the weights."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output without the adapters."""
+        with self._model.disable_adapter():
+            return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def checkpoint_layers(model: CausalLM) -> None:
+    """Keep only the input of each layer for the backward pass, which computes the layer again.
+
+    transformers does so in training mode alone, where a model may have dropout: it is switched off, for with it the
+    log-probabilities of the sampler would not recur.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name in older versions
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.train()
+
+
+def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
+    """Let forward passes compute in a lower precision; the weights stay what they are, and so do their gradients.
+
+    Weights in bfloat16 would not learn: at a learning rate of 1e-6 most steps are less than half the distance to the
+    next number of theirs.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(model.device.type, dtype):  # one a pass: it caches casts of weights, which then go stale
+            return forward(*args, **kwargs)
+
+    model.forward = lowered

@@ -1,0 +1,68 @@
+"""Where a fork would tell most: the variance of the value over fresh actions, by brute force. For analysis only.
+
+At every step of the first path some fresh actions are taken and each followed by many rollouts from the state it leads
+to. These probes are not trained on and not counted, and have random streams of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.tree import Action, EnvSource, Node, Path, Policy, RolloutTree, Schedule, rollout
+
+FIRST = 1000  # number of the first probe among a node's siblings: those of the real rollout come before
+
+
+class _Probes(Schedule):
+    def __init__(self, width: int, rollouts: int) -> None:
+        super().__init__(1)
+        self._width, self._rollouts = width, rollouts
+
+    def watches(self, path: Path) -> bool:
+        return path.key == (0, 0)
+
+    def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
+        for edge in path.edges:
+            edge.parent.width = FIRST
+            yield edge.parent, self._width
+
+    def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
+        probe = len(path.key) == 4 or (len(path.key) == 2 and path.key[1] >= FIRST)
+        return self._rollouts - 1 if probe and len(path.edges) == 1 else 0
+
+
+def value_scores(
+    envs: EnvSource,
+    policy: Policy,
+    tasks: Sequence[Any],
+    *,
+    seed: Sequence[int],
+    indices: Sequence[int] | None = None,
+    width: int = 4,
+    rollouts: int = 16,
+) -> dict[tuple[int, int], float]:
+    """(task index, depth) -> variance, over ``width`` fresh actions, of the mean of ``rollouts`` returns after each.
+
+    The first path of every task is that of a `rollout` with the same seed and indices.
+    """
+    trees = rollout(envs, policy, _Probes(width, rollouts), tasks=tasks, seed=seed, indices=indices)
+    scores = {}
+    for tree in trees:
+        for edge in tree.paths[0].edges:
+            values = [probe.reward + _mean(probe.child) for probe in edge.parent.children if probe.path != (0, 0)]
+            scores[tree.index, edge.parent.depth] = float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
+    return scores
+
+
+def _mean(node: Node) -> float:
+    """Mean return of the paths through a node, which fork there or not at all."""
+    totals = []
+    for edge in node.children:
+        total, at = edge.reward, edge.child
+        while at.children:
+            total, at = total + at.children[0].reward, at.children[0].child
+        totals.append(total)
+    return sum(totals) / len(totals) if totals else 0.0

@@ -1,0 +1,457 @@
+"""What every run needs and no algorithm cares about: processes, environments, the network, checkpoints, evaluation.
+
+Everything random is keyed by (seed, step), so a run that was interrupted goes on exactly as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import gymnasium as gym
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from bpo_ref import packing, parallel
+from bpo_ref.backends import make_backend
+from bpo_ref.chat import ChatFormat
+from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from bpo_ref.config import ConfigError
+from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
+from bpo_ref.models import (
+    ActorCritic,
+    CausalLM,
+    WithoutAdapter,
+    add_adapter,
+    build_tiny,
+    checkpoint_layers,
+    compute_in,
+    eos_ids,
+    load_adapter,
+    load_policy,
+    policy_of,
+)
+from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
+from bpo_ref.runlog import RunLog, write_report
+from sandboxgym.prompts import make_prompt
+from sandboxgym.tree import Envs
+
+if TYPE_CHECKING:
+    from bpo_ref.train import Args
+
+Item = TypeVar("Item")
+
+MAY_CHANGE = {  # on resuming
+    "resume", "out", "threads", "env_threads", "env_overlap", "updates", "budget", "eval_every", "save_every",
+    "micro_tokens", "pack",
+}  # fmt: skip
+
+
+class Interrupted(Exception):
+    """Asked to stop, with the state saved."""
+
+
+class Run:
+    """The state of a run: where it is, what it has spent, what it has scored."""
+
+    def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        if args.threads and self.accelerator.device.type == "cpu":
+            torch.set_num_threads(args.threads)
+        self.envs, self.eval_envs = (
+            Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
+            for kwargs in (args.env_kwargs, args.eval_kwargs)
+        )
+        for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
+            try:
+                envs.give(envs.take())
+            except (OSError, ValueError, TypeError, gym.error.Error) as error:
+                raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
+        self.args = args = resolve(gives_key(self.envs))
+        self._check_processes()
+        self.out = Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
+        self.scores: dict[str, Score] = {}
+        self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
+        self._interrupted = False
+
+        saved = self._saved()
+        if saved is not None:
+            self.stage = saved["stage"]
+        self.prompt = make_prompt(
+            args.prompt, args.env_id, system=args.system, list_actions=args.list_actions, history=args.history
+        )
+        self.demonstrations = self._load_demonstrations()
+        model, self.tokenizer = self._build(saved is not None)
+        self.chat = ChatFormat(
+            self.tokenizer,
+            system=self.prompt.system,
+            observation_tokens=args.observation_tokens,
+            stop_ids=eos_ids(model),
+        )
+        whole = ActorCritic(model) if args.critic else model
+        if saved is not None and args.critic:
+            whole.value_head.load_state_dict(saved["value_head"])
+        self._place(whole)
+        self.restore(saved)
+        self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
+        self.log = RunLog(self.out, self.done(), enabled=self.accelerator.is_main_process)
+
+    # State.
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the weights of the policy. All processes have to ask for it."""
+        optimizer, head = self.optimizer.state_dict(), None
+        if self.sharded:
+            optimizer = parallel.optimizer_state(self.model, self.optimizer)
+        if self.args.critic:
+            head = self.accelerator.unwrap_model(self.model).value_head
+            head = parallel.full_state(head) if self.sharded else head.state_dict()
+        return {
+            "args": json.loads(json.dumps(asdict(self.args))),
+            "stage": self.stage,
+            "step": self.step,
+            "counters": self.counters,
+            "scores": {name: asdict(score) for name, score in self.scores.items()},
+            "optimizer": optimizer,
+            "value_head": head,
+            "sharded": self.sharded,
+        }
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Go on from there."""
+        if saved is not None:
+            if self.sharded:
+                parallel.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
+            else:
+                self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.counters = saved["step"], saved["counters"]
+            self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
+
+    def _saved(self) -> dict[str, Any] | None:
+        checkpoint = self.out / "checkpoint"
+        if not self.args.resume:
+            return None
+        saved = load_checkpoint(checkpoint)
+        for name, mine in json.loads(json.dumps(asdict(self.args))).items():
+            theirs = saved["args"].get(name)
+            if mine != theirs and name not in MAY_CHANGE:
+                raise CheckpointError(f"{checkpoint}: was made with {name}={theirs!r}, now it is {mine!r}")
+        if saved["sharded"] != self.sharded:
+            kind = {False: "whole weights on every process", True: "sharded weights"}
+            raise CheckpointError(
+                f"{checkpoint}: was made with {kind[saved['sharded']]}, now there are {kind[self.sharded]}"
+            )
+        return saved
+
+    def _maybe_save(self, every: int, *, last: bool = False) -> None:
+        stop = self._sum(float(self._interrupted)) > 0
+        if stop or last or self.step % every == 0:
+            self._save(self.out / "checkpoint")
+        if stop:
+            raise Interrupted
+
+    def _save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
+        """With the weights of ``policy``, or those at present."""
+        state = self.state()
+        weights = self._whole() if policy is None else None
+        if self.accelerator.is_main_process:
+            save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+        self.accelerator.wait_for_everyone()
+
+    def _whole(self) -> dict[str, Any] | None:
+        """What the policy has learnt, put together from the processes' parts; None: each has all of it."""
+        return parallel.full_state(self.policy) if self.sharded else None
+
+    def done(self) -> int:
+        """Steps since the start, over both stages: the x axis of the logs."""
+        return self.step if self.stage == "sft" or self.args.init_from else self.args.sft_steps + self.step
+
+    def catch_signals(self) -> None:
+        """On SIGINT or SIGTERM finish the step, save and stop; the second time, at once."""
+
+        def interrupt(*_: object) -> None:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+
+        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGINT, interrupt)
+
+    def close(self) -> None:
+        """Environments and logs."""
+        self.envs.close()
+        self.eval_envs.close()
+        self.log.close()
+
+    # The network and what it starts from.
+
+    @property
+    def policy(self) -> CausalLM:
+        """The causal model, without wrappers and value head."""
+        return policy_of(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are spread over the processes."""
+        return parallel.wanted() and self.accelerator.num_processes > 1
+
+    def _build(self, resuming: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
+        """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
+        args, checkpoint = self.args, self.out / "checkpoint"
+        if args.lora_r:
+            base, tokenizer = load_policy(self._start(), dtype=args.dtype)
+            model = self._adapted(base)
+            if resuming:
+                load_adapter(model, checkpoint)
+            return model, tokenizer
+        model, tokenizer = load_policy(checkpoint) if resuming else self._initial("float32")
+        self._configure(model)
+        return model, tokenizer
+
+    def _initial(self, dtype: str) -> tuple[CausalLM, PreTrainedTokenizerBase]:
+        """What this stage starts from."""
+        args = self.args
+        if self._start() == args.model and args.model.startswith("tiny:"):
+            texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
+            size = args.model.removeprefix("tiny:")
+            return build_tiny(size, texts, vocabulary=args.tiny_vocabulary, context=args.context, seed=args.seed)
+        return load_policy(self._start(), dtype=dtype)
+
+    def _start(self) -> str:
+        """Folder or name of the weights that this stage starts from."""
+        args = self.args
+        if args.init_from:
+            return args.init_from
+        return str(self.out / "sft") if args.sft_steps and self.stage == "rl" else args.model
+
+    def _adapted(self, base: CausalLM) -> CausalLM:
+        args = self.args
+        model = add_adapter(base, r=args.lora_r, alpha=args.lora_alpha, seed=args.seed)
+        self._configure(model)
+        return model
+
+    def _configure(self, model: CausalLM) -> None:
+        if self.args.pack == "tree":
+            packing.enable(model)
+        if self.args.gradient_checkpointing:
+            checkpoint_layers(model)
+        if self.args.dtype != "float32" and not self.sharded:  # shards are gathered in that type
+            compute_in(model, getattr(torch, self.args.dtype))
+
+    def _place(self, whole: CausalLM) -> None:
+        """On this process's device, as all processes share it; with a new optimizer."""
+        if not self.sharded:
+            self.model, self.optimizer = self.accelerator.prepare(whole, self._adamw(whole))
+            return
+        self._shard(policy_of(whole))
+        if self.args.critic:
+            self._shard(whole.value_head)
+        self.model, self.optimizer = whole, self._adamw(whole)
+
+    def _shard(self, model: nn.Module) -> None:
+        dtype = torch.float32 if isinstance(model, nn.Linear) else getattr(torch, self.args.dtype)  # the value head
+        parallel.shard(model, device=self.accelerator.device, dtype=dtype)
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """Within it, processes may run as many forward passes as they like; see `parallel`."""
+        held = (self.policy, self.reference if self.args.kl_in == "reward" else None)
+        return parallel.gathered(*(model for model in held if isinstance(model, nn.Module)))
+
+    def _enter_rl(self) -> None:
+        """The supervised policy becomes the start and the reference; what was learnt by adapters is merged into it."""
+        self.stage, self.step = "rl", 0
+        whole = self.accelerator.unwrap_model(self.model)
+        if self.args.lora_r:
+            weights = self._whole()
+            if self.accelerator.is_main_process:
+                self.policy.save_pretrained(self.out / "adapter", state_dict=weights)
+                self.tokenizer.save_pretrained(self.out / "adapter")
+            self.accelerator.wait_for_everyone()
+            merged, _ = load_policy(self.out / "adapter", dtype=self.args.dtype)
+            self._save(self.out / "sft", policy=merged)
+            if self.accelerator.is_main_process:
+                shutil.rmtree(self.out / "adapter")
+            policy = self._adapted(merged)
+            self.accelerator.free_memory()  # it keeps what it has prepared
+            if self.args.critic:
+                whole.policy = policy
+            self._place(whole if self.args.critic else policy)
+        else:
+            self.optimizer = self._adamw(whole) if self.sharded else self.accelerator.prepare(self._adamw(whole))
+            self._save(self.out / "sft")
+        self._save(self.out / "checkpoint")
+        self.reference = self._build_reference() if self.args.kl else None
+
+    def _build_reference(self) -> CausalLM:
+        """The policy that reinforcement learning started from, frozen: the same without its adapters, or a copy."""
+        if self.args.lora_r:
+            return WithoutAdapter(self.policy)
+        model, _ = self._initial(self.args.dtype)
+        model = model.to(self.accelerator.device).eval().requires_grad_(False)
+        if self.args.pack == "tree":
+            packing.enable(model)
+        if self.sharded:
+            self._shard(model)
+        return model
+
+    def _adamw(self, model: CausalLM) -> torch.optim.AdamW:
+        """The value head's learning rate stays in proportion to the policy's."""
+        args = self.args
+        learnt = [parameter for parameter in policy_of(model).parameters() if parameter.requires_grad]
+        groups = [{"params": learnt, "scale": 1.0}]
+        if args.critic:
+            groups.append({"params": list(model.value_head.parameters()), "scale": args.value_lr / args.lr})
+        return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, weight_decay=args.weight_decay)
+
+    def _load_demonstrations(self) -> list[dict[str, Any]]:
+        """Expert episodes, collected once and kept in ``out``: they warm the policy up and give its vocabulary."""
+        args = self.args
+        if not (args.sft_steps or args.model.startswith("tiny:")) or args.init_from:
+            return []
+        if args.sft_data:
+            return read_demonstrations(Path(args.sft_data))
+        path = self.out / "demonstrations.jsonl"
+        if self.accelerator.is_main_process and not (args.resume and path.exists()):
+            with tqdm(total=args.sft_episodes, desc="expert episodes") as bar:
+                episodes = collect_demonstrations(
+                    self.envs,
+                    args.sft_episodes,
+                    noise=args.sft_noise,
+                    seed=args.seed,
+                    least=args.sft_reward,
+                    expert_kwargs=parse_kwargs(args.expert_kwargs),
+                    prompt=self.prompt,
+                    progress=bar.update,
+                )
+            if not episodes:
+                raise ConfigError(f"sft_episodes: none of {args.sft_episodes} is good enough (sft_reward)")
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+            temporary.replace(path)
+        self.accelerator.wait_for_everyone()
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    # Playing and scoring.
+
+    def _player(self, temperature: float) -> ChatPolicy:
+        """The present policy; good until the weights change."""
+        backend = make_backend(
+            self.args.backend,
+            self.policy,
+            stop_ids=self.chat.stop_ids,
+            max_new_tokens=self.args.max_new_tokens,
+            temperature=temperature,
+            context_limit=self.args.context,
+            entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+        )
+        skip = self.args.entropy_skip
+        skip = self.chat.length(self.prompt.opening) if skip is None else skip
+        return ChatPolicy(backend, self.chat, prompt=self.prompt, entropy_skip=skip)
+
+    def _evaluate(self, name: str) -> Score:
+        args = self.args
+        with self._gathered():
+            score = evaluate(
+                self._player(args.eval_temperature),
+                self.eval_envs,
+                args.eval_episodes,
+                seed=(args.seed, 3),
+                part=(self.accelerator.process_index, self.accelerator.num_processes),
+                gather=self._gather,
+                overlap=args.env_overlap,
+            )
+        self.scores[name] = score
+        values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
+        self.log.scalars(values, self.done())
+        by_type = {kind: won / n for kind, (won, n) in score.by_type.items()}
+        record = {"step": self.done(), "name": name, **self.counters, "success": score.rate, "n": score.n}
+        self.log.point({**record, "reward": score.reward, "by_type": by_type, "outcomes": score.outcomes})
+        return score
+
+    def _report(self) -> None:
+        if self.accelerator.is_main_process:
+            processes = self.accelerator.num_processes
+            write_report(self.out, self.args, self.scores, self.counters, last=self.step, processes=processes)
+
+    # Optimizer steps, over all processes.
+
+    def _accumulate(
+        self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None], *, idle: Item
+    ) -> None:
+        """Backward passes whose gradients are reduced over the processes once, in the last.
+
+        Sharded weights are gathered by all processes at a time: those with fewer batches do ``idle`` ones, of no loss.
+        """
+        if self.sharded:
+            rounds = max(self._gather([len(batches)]))
+            for batch in [*batches, *([idle],) * (rounds - len(batches))]:
+                backward(batch)
+            return
+        for batch in batches[:-1]:
+            with self.accelerator.no_sync(self.model):
+                backward(batch)
+        backward(batches[-1])
+
+    def _optimizer_step(self) -> None:
+        clip = torch.nn.utils.clip_grad_norm_ if self.sharded else self.accelerator.clip_grad_norm_
+        norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)
+        self.grad_norm = float(norm.full_tensor() if self.sharded else norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+
+    def _sum(self, value: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)
+        return float(self.accelerator.reduce(tensor, reduction="sum"))
+
+    def _gather(self, local: list[Any]) -> list[Any]:
+        return gather_object(local) if self.accelerator.num_processes > 1 else local
+
+    def _bar(self, description: str, total: int) -> Any:
+        return tqdm(desc=description, total=total, initial=self.step, disable=not self.accelerator.is_main_process)
+
+    def _check_processes(self) -> None:
+        """A launcher that meant several processes but started one would train on a part of the batch."""
+        args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ConfigError(
+                "the launcher asked for DeepSpeed, whose engine is not supported: ZeRO-3 spreads what FSDP2 spreads, "
+                "which is (bpo_ref/configs/accelerate/fsdp2.yaml)"
+            )
+        if wanted != self.accelerator.num_processes:
+            raise ConfigError(
+                f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
+            )
+        if args.prompts % (args.minibatches * wanted):
+            raise ConfigError(
+                f"prompts: {args.prompts} cannot be split evenly into {args.minibatches} minibatches "
+                f"for {wanted} processes"
+            )
+        if args.sft_batch < wanted:
+            raise ConfigError(f"sft_batch: {args.sft_batch} episodes for {wanted} processes")
+
+
+def gives_key(envs: Envs) -> bool:
+    """Whether the environment's ``info`` holds a ``progress_key``."""
+    env = envs.take()
+    _, info = env.reset(seed=0)
+    envs.give(env)
+    return info.get("progress_key") is not None

@@ -1,0 +1,145 @@
+"""The tables of the BPO paper, and ours, each by one command: every variant, several seeds, one start for each seed.
+
+    python -m bpo_ref.study main --config bpo_ref/configs/alfworld-tiny.yaml --seeds 0 1 2 --jobs 2 --out runs/main
+    python -m bpo_ref.study k-sweep --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml \
+        --launch "accelerate launch --multi_gpu" --out runs/k
+
+A run that has finished is not repeated and one that was interrupted goes on, so the same command continues a study.
+With ``--match tokens --budget N`` (anything after ``--`` goes to every run) all variants spend the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bpo_ref.compare import overhead, write
+
+TRAIN = Path(__file__).with_name("train.py")
+
+Variants = Mapping[str, str]  # label -> words of the command line
+
+
+def _schedules(algo: str) -> Variants:
+    names = ("entropy", "entropy-online", "random", "spaced", "lowest", "root", "value-oracle")
+    return {f"{algo}-{name}": f"--algo {algo} --schedule {name}" for name in names}
+
+
+STUDIES: dict[str, Variants] = {
+    # "Main results": the paper's rows, then the same budget with state baselines, then trees that use them
+    "main": {
+        name: f"--algo {name}"
+        for name in ("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-tree", "rloo-turn", "rloo-key", "rloo-value")
+    }
+    | {"bpo": "--algo bpo", "bpo-forest": "--algo bpo-forest", "bpo-split": "--algo bpo-split"},
+    # K at 13 returns a task; M is an average where it is not whole
+    "k-sweep": {
+        f"bpo-paper-K{k}": f"--algo bpo-paper --width {k} --points {m}"
+        for k, m in ((2, 12), (4, 4), (8, 1.7), (16, 0.8))
+    }
+    | {"rloo-13": "--algo rloo --roots 13", "bpo-tree-K4": "--algo bpo-tree --width 4 --points 4"},
+    "schedule": {**_schedules("bpo-paper"), **_schedules("bpo-tree")},
+    "lambda": {f"bpo-paper-{lam}": f"--algo bpo-paper --lam {lam}" for lam in (0.0, 0.5, 0.9, 0.95, 1.0)},
+    "overhead": {
+        "grpo": "--algo grpo",
+        "bpo-paper": "--algo bpo-paper",  # snapshots at every step: the choice comes after the end
+        "bpo-tree": "--algo bpo-tree",  # at the branch points only
+        "bpo-split": "--algo bpo-split",
+    },
+    # which part of bpo-split gains what
+    "split": {
+        "rloo": "--algo rloo --roots 8",
+        "rloo-value": "--algo rloo-value --roots 8",
+        "bpo-split": "--algo bpo-split",
+        "bpo-split-roulette": "--algo bpo-split --roulette 0.5",
+        "bpo-split-p75": "--algo bpo-split --step-weight-power 0.75",
+    },
+}
+
+
+def commands(
+    variants: Variants, out: Path, *, config: str, seeds: Sequence[int], launch: str, extra: Sequence[str]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """The supervised starts, and the runs from them; those that have finished are left out."""
+
+    def command(folder: Path, *words: str) -> list[list[str]]:
+        if (folder / "results.json").exists():
+            return []
+        resume = ["--resume", "True"] if (folder / "checkpoint").exists() else []
+        return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *resume]]
+
+    starts, runs = [], []
+    for seed in seeds:
+        start = out / f"start-seed{seed}"
+        starts += command(start, "--algo", "sft", "--seed", str(seed))
+        for label, words in variants.items():
+            begun = ["--init-from", str(start / "checkpoint"), "--sft-steps", "0", "--seed", str(seed)]
+            runs += command(out / f"{label}-seed{seed}", *words.split(), *begun)
+    return starts, runs
+
+
+def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
+    """Run the commands, so many at a time; their output goes to a file.
+
+    Raises:
+        SystemExit: one failed; the rest has been run.
+    """
+
+    def one(command: Sequence[str]) -> int:
+        with log.open("a") as file:
+            return subprocess.run(command, stdout=file, stderr=file, check=False).returncode
+
+    with ThreadPoolExecutor(jobs) as executor:
+        failed = [shlex.join(c) for c, code in zip(commands, executor.map(one, commands)) if code]
+    if failed:
+        raise SystemExit(f"error: failed (see {log}):\n" + "\n".join(failed))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    extra = given[given.index("--") + 1 :] if "--" in given else []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("--config", required=True, help="YAML file of the settings that all runs share")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", help="labels of the variants to run (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--launch", default=sys.executable, help="what starts a run, such as accelerate launch")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; writes OUT-table.md and OUT.png")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
+    variants = STUDIES[arguments.study]
+    if arguments.only:
+        if unknown := set(arguments.only) - set(variants):
+            parser.error(f"--only: expected some of {', '.join(variants)}, found {', '.join(sorted(unknown))}")
+        variants = {label: variants[label] for label in arguments.only}
+    starts, runs = commands(
+        variants,
+        arguments.out,
+        config=arguments.config,
+        seeds=arguments.seeds,
+        launch=arguments.launch,
+        extra=extra,
+    )
+    if arguments.dry_run:
+        print("\n".join(shlex.join(command) for command in [*starts, *runs]))
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "study.json").write_text(json.dumps({"study": arguments.study, "command": given}, indent=1))
+    for stage in (starts, runs):
+        run_all(stage, arguments.out / "log.txt", arguments.jobs)
+    folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
+    print(write(folders, arguments.out))
+    if arguments.study == "overhead":
+        print("\n" + overhead(folders))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""What sandboxes survive, and what is left of them: real faults, with processes, mounts and the rest counted.
+
+sandboxgym bench faults [--image IMAGE] [--kills 5] [--write docs/results/sandbox-faults.md]
+
+Each fault happens to an owner of sandboxes in a process of its own, and what belongs to it is counted (`traces`) while
+it runs and after it ended. A bomb goes off in a sandbox with small limits; "survived" means that the same sandbox
+answers afterwards and is restored to what it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from sandboxgym.bench.traces import Folder, Traces
+from sandboxgym.sandbox.backends import NAMES
+from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxFull, SandboxUnavailable
+from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+
+MIB = 2**20
+PATIENCE = 300.0
+"""Seconds that a fault may take, on a machine that does other things too."""
+
+
+# What happens, in the process of an owner.
+
+Fault = Callable[[Sandbox], str]
+
+
+def fork_bomb(sandbox: Sandbox) -> str:
+    """Processes that double until nothing more can be started."""
+    done = sandbox.execute("bomb() { bomb | bomb & }; bomb; while :; do :; done", timeout=2)
+    return f"exit code {done.exit_code}, timed out: {done.timed_out}"
+
+
+def memory_bomb(sandbox: Sandbox) -> str:
+    """A gigabyte where an eighth of one is allowed."""
+    done = sandbox.execute("python3 -c 'x = bytearray(2**30); print(len(x))'")
+    if done.exit_code == 0:
+        raise AssertionError("it got its memory")
+    return f"exit code {done.exit_code}"
+
+
+def disk_fill(sandbox: Sandbox) -> str:
+    """Files of 1 MB until something stops it."""
+    try:
+        done = sandbox.execute("for i in {1..2000}; do head -c 1M /dev/zero > ~/full-$i || break; sleep 0.01; done")
+        for _ in range(200):
+            sandbox.execute("sleep 0.1")
+    except (SandboxFull, SandboxClosed) as error:
+        return type(error).__name__
+    raise AssertionError(f"nothing stopped it: exit code {done.exit_code}")
+
+
+def output_flood(sandbox: Sandbox) -> str:
+    """100 MB on the terminal."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    done = sandbox.execute("head -c 100000000 /dev/zero | tr '\\0' x", timeout=PATIENCE / 3)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    if len(done.output) > sandbox.limits.output + 100 or grown > 64:  # a note says how much is missing
+        raise AssertionError(f"{len(done.output):,} characters were kept, the owner grew by {grown:.0f} MB")
+    return f"{len(done.output):,} characters kept, {done.elided:,} bytes dropped"
+
+
+def hung_command(sandbox: Sandbox) -> str:
+    """A command that ignores signals, with a child that left its session."""
+    command = "trap '' INT TERM HUP; setsid sleep 1000 & (trap '' INT TERM; sleep 1000) & while :; do :; done"
+    done = sandbox.execute(command, timeout=1)
+    if not done.timed_out or sandbox.lossy():
+        raise AssertionError(f"timed out: {done.timed_out}, still there: {sandbox.lossy()}")
+    return "ended after its time with all that it started"
+
+
+def killed_processes(sandbox: Sandbox) -> str:
+    """The shell and everything else inside is killed from outside."""
+    said = []
+    for _ in range(3):
+        sandbox.backend.kill([info.pid for info in sandbox.backend.processes()])
+        said.append(sandbox.execute("true").exit_code)
+    return f"a new shell each time, exit codes {said}"
+
+
+class Relay:
+    """A socket that leads to the Docker daemon's, and can be cut without hurting the daemon's other users."""
+
+    def __init__(self, path: Path, target: str) -> None:
+        self.path, self._target = path, target
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(path))
+        self._server.listen()
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._target)
+            self._ends += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+
+    def cut(self) -> None:
+        """No more answers."""
+        self.path.unlink()
+        for end in (self._server, *self._ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while block := source.recv(1 << 16):
+            sink.sendall(block)
+        sink.shutdown(socket.SHUT_WR)
+
+
+IN_A_SANDBOX: dict[str, tuple[Fault, str]] = {
+    "fork bomb": (fork_bomb, "processes"),
+    "memory bomb": (memory_bomb, "memory"),
+    "disk fill": (disk_fill, "disk"),
+    "output flood": (output_flood, "seconds"),
+    "hung command": (hung_command, "seconds"),
+    "shell and programs killed": (killed_processes, "seconds"),
+}
+"""What happens, and the limit that a backend must declare for it to be tried."""
+SMALL = Limits(seconds=60, memory=128 * MIB, processes=60, disk=24 * MIB, output=100_000)
+
+
+def suffer(fault: str, backend: str, rootfs: str) -> str:
+    """Let a fault happen to a sandbox, and use it afterwards; what was seen."""
+    happen, limit = IN_A_SANDBOX[fault]
+    with make_sandbox(backend, rootfs=rootfs, limits=SMALL, allow_unsafe=True) as sandbox:
+        if limit not in sandbox.backend.capabilities.limits:
+            return f"not tried: {limit} is not limited, which is declared"
+        sandbox.execute("cd; echo before > file; x=1")
+        snap = sandbox.snapshot()
+        sandbox.execute("echo after > file; x=2")
+        seen = happen(sandbox)
+        if "Sandbox" not in seen and sandbox.execute("echo $x", timeout=30).output != "2\n":
+            raise AssertionError("the sandbox does not answer any more")
+        sandbox.restore(snap)
+        answer = sandbox.execute("echo $x; cat file").output
+        if answer != "1\nbefore\n":
+            raise AssertionError(f"restored, it says {answer!r}")
+    return seen
+
+
+def lose_the_daemon(rootfs: str) -> str:
+    """The Docker daemon stops to answer a working sandbox."""
+    real = (os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock").removeprefix("unix://")
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-") as folder:
+        relay = Relay(Path(folder, "relay.sock"), real)
+        os.environ["DOCKER_HOST"] = f"unix://{relay.path}"
+        sandbox = make_sandbox("docker", rootfs=rootfs)
+        sandbox.execute("sleep 1000 &")
+        relay.cut()
+        said = []
+        for use in (lambda: sandbox.run("true"), sandbox.snapshot, lambda: sandbox.fork(1, start=True)):
+            try:
+                use()
+            except (SandboxUnavailable, SandboxClosed) as error:
+                said.append(type(error).__name__)
+            else:
+                raise AssertionError("it goes on without a daemon")
+        sandbox.close()
+        os.environ["DOCKER_HOST"] = f"unix://{real}"
+    return ", ".join(said)
+
+
+def work(backend: str, rootfs: str) -> None:
+    """Use, snapshot and restore sandboxes until killed; a line for each round."""
+    sandboxes = [make_sandbox(backend, rootfs=rootfs, allow_unsafe=True) for _ in range(2)]
+    snaps: list[SandboxSnapshot] = []
+    for number in range(10**9):
+        sandbox = sandboxes[number % 2]
+        sandbox.execute(f"setsid sleep 1000 & echo {number} > ~/file-{number % 5}")
+        snaps = [*snaps[-3:], sandbox.snapshot()]
+        if number % 3 == 2:
+            sandbox.restore(snaps[-1])
+        print(number, flush=True)
+
+
+# How it ends, seen from outside.
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a fault ended."""
+
+    seen: str
+    """What happened, or what went wrong."""
+    survived: bool
+    most: Traces
+    left: Traces
+
+
+def _settled(folder: Folder) -> Traces:
+    """What is left once what was killed had time to go."""
+    deadline = time.monotonic() + 30
+    while not (left := folder.count()).none and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _watched(folder: Folder, process: subprocess.Popen[str]) -> Traces:
+    """The most that there was until a process ended; it is killed if it takes too long."""
+    most = folder.count()
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None:
+        most = most.most(folder.count())
+        if time.monotonic() > deadline:
+            process.kill()
+        time.sleep(0.1)
+    return most
+
+
+def one_fault(folder: Folder, *arguments: str) -> Outcome:
+    """A fault in an owner that then ends by itself."""
+    process = folder.start(*arguments)
+    most = _watched(folder, process)
+    output, complaint = process.communicate()
+    left = _settled(folder)
+    if process.returncode:
+        return Outcome(complaint.strip().splitlines()[-1], False, most, left)
+    return Outcome(json.loads(output), True, most, left)
+
+
+def killed_owner(folder: Folder, backend: str, rootfs: str, seed: int) -> Outcome:
+    """An owner is killed at a random moment; the next start clears up."""
+    process = folder.start("work", backend, rootfs)
+    assert process.stdout is not None
+    process.stdout.readline()
+    most = folder.count()
+    moment = time.monotonic() + random.Random(seed).uniform(0, 1.5)
+    while time.monotonic() < moment:
+        most = most.most(folder.count())
+    process.kill()
+    process.communicate()
+    cleared = folder.reap().communicate(timeout=PATIENCE)[0].strip()
+    left = _settled(folder)
+    return Outcome(f"{cleared} run directories cleared", cleared.isdigit(), most, left)
+
+
+def racing_owners(folder: Folder, backend: str, rootfs: str) -> Outcome:
+    """Of two owners one is killed, three processes clear up at once, and the other one works on."""
+    doomed, living = (folder.start("work", backend, rootfs) for _ in range(2))
+    assert doomed.stdout is not None and living.stdout is not None
+    doomed.stdout.readline(), living.stdout.readline()
+    most = folder.count()
+    doomed.kill()
+    doomed.communicate()
+    racing = [folder.reap() for _ in range(3)]
+    said = [process.communicate(timeout=PATIENCE) for process in racing]
+    rounds = [living.stdout.readline() for _ in range(10)]
+    went_on = living.poll() is None and all(line.strip().isdigit() for line in rounds)
+    living.kill()
+    living.communicate()
+    folder.reap().communicate(timeout=PATIENCE)
+    left = _settled(folder)
+    clean = all(process.returncode == 0 for process in racing)
+    seen = "the other one worked on" if went_on else f"the other one said {rounds[-1]!r}"
+    return Outcome(seen if clean else said[0][1].strip()[-200:], went_on and clean, most, left)
+
+
+def faults_of(backend: str, rootfs: str, kills: int) -> dict[str, Outcome]:
+    """All faults, on one backend."""
+    docker = backend == "docker"
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-faults-") as name:
+        folder = Folder(Path(name), docker=docker)
+        outcomes = {fault: one_fault(folder, fault, backend, rootfs) for fault in IN_A_SANDBOX}
+        for seed in range(kills):
+            outcomes[f"owner killed (-9) at a random moment, {seed + 1}"] = killed_owner(folder, backend, rootfs, seed)
+        outcomes["two owners, one killed, three clear up"] = racing_owners(folder, backend, rootfs)
+        if docker:
+            outcomes["the daemon stops to answer"] = one_fault(folder, "daemon", backend, rootfs)
+    return outcomes
+
+
+def tables(backends: Sequence[str], image: str | None, kills: int) -> list[str]:
+    """One table for each backend."""
+    lines = []
+    names = [field.name for field in fields(Traces)]
+    for backend in backends:
+        rootfs = f"docker:{image}" if backend == "docker" else "host"
+        try:
+            if backend == "docker" and not image:
+                raise SandboxUnavailable("no image was given")
+            make_sandbox(backend, rootfs=rootfs, allow_unsafe=True).close()
+        except SandboxUnavailable as error:
+            lines += [f"## {backend}", "", f"Not run: {error}.", ""]
+            continue
+        lines += [f"## {backend}", "", f"| what happens | | what was seen | most / left: {', '.join(names)} |"]
+        lines += ["|---|---|---|---|"]
+        for fault, outcome in faults_of(backend, rootfs, kills).items():
+            tried = "not tried" not in outcome.seen
+            good = "survived, nothing left" if outcome.survived and outcome.left.none else "**failed**"
+            counts = ", ".join(map("{}/{}".format, astuple(outcome.most), astuple(outcome.left)))
+            lines.append(f"| {fault} | {good if tried else ''} | {outcome.seen} | {counts} |")
+        lines.append("")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: a Markdown page."""
+    parser = argparse.ArgumentParser(
+        prog="sandboxgym bench faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--image", help="a local Docker image, for the backend docker")
+    parser.add_argument("--backends", nargs="+", default=list(NAMES), choices=NAMES, help="default: all")
+    parser.add_argument("--kills", type=int, default=5, help="owners to kill, for each backend")
+    parser.add_argument("--write", metavar="FILE", help="write the page there")
+    parser.add_argument("--inside", nargs=3, metavar=("FAULT", "BACKEND", "ROOTFS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.inside:
+        fault, backend, rootfs = arguments.inside
+        if fault == "work":
+            work(backend, rootfs)
+        print(json.dumps(lose_the_daemon(rootfs) if fault == "daemon" else suffer(fault, backend, rootfs)))
+        return
+    given = ["--image", arguments.image] if arguments.image else []
+    given += [] if arguments.backends == list(NAMES) else ["--backends", *arguments.backends]
+    lines = [
+        "# Sandboxes: faults",
+        "",
+        "```bash",
+        " ".join(["sandboxgym bench faults", *given, f"--kills {arguments.kills}"]),
+        "```",
+        "",
+        f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release().split('-')[0]}, Python "
+        f"{platform.python_version()}, {datetime.date.today()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
+        "",
+        "Each fault happens to real sandboxes in a process of its own. The last column counts what belonged to it: the",
+        "most while it ran, and what was left after it ended, or, where it was killed, after the next one started.",
+        "*Survived*: the sandbox answered afterwards, and was restored to what it was before.",
+        "",
+        *tables(arguments.backends, arguments.image, arguments.kills),
+    ]
+    text = "\n".join(lines).rstrip() + "\n"
+    sys.stdout.write(text)
+    if arguments.write:
+        Path(arguments.write).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

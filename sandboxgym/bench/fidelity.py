@@ -1,0 +1,243 @@
+"""What snapshots of sandboxes keep, lose and leak, on every backend that works here: declared against measured.
+
+sandboxgym bench fidelity [--image IMAGE] [--write docs/results/sandbox-fidelity.md]
+
+The measurement is the conformance suite's (``conformance/checks/probes.py``): each piece of hidden state is changed by
+a command before a snapshot and again after it, then read in forks, in a sibling that outlives a changed one, after a
+restore, and in a sandbox of its own. It is taken twice: with nothing but an idle shell, where the files are frozen as
+they are, and with processes in the background, where they are copied. The worst of all that was seen counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandboxgym.conformance import holder
+from sandboxgym.conformance.checks.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
+from sandboxgym.conformance.recording import Scene
+from sandboxgym.conformance.shell_probes import NEEDS_PROCESSES, PROBES
+from sandboxgym.conformance.subject import Subject
+from sandboxgym.core import SnapshotEnv, SnapshotSpec
+from sandboxgym.sandbox.backends import NAMES
+from sandboxgym.sandbox.base import Capabilities, RootFS, SandboxUnavailable
+from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+from sandboxgym.spaces import Unicode
+
+REPORTED = "lost, reported"
+"""A snapshot names it in its ``lossy``, and refuses with ``strict=True``."""
+_WORST = (LEAKED, DISTURBED, LOST, KEPT, ABSENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the matrix.
+
+    Attributes:
+        title: what it is about.
+        probes: names of `PROBES`.
+        keeps: the word of `Capabilities.keeps` that declares it kept.
+        always: what is declared of every backend, if that decides.
+        outside: whether it lies where a backend without isolation has nothing to itself.
+    """
+
+    title: str
+    probes: tuple[str, ...]
+    keeps: str = ""
+    always: str = ""
+    outside: bool = False
+
+
+ROWS = (
+    Row("contents, symbolic links, pipes", ("file.content", "file.changed", "file.binary", "file.large", "file.symlink",
+        "file.fifo"), always=KEPT),
+    Row("modes", ("file.mode", "file.setgid"), "modes"),
+    Row("owners", ("file.owner",), "owners"),
+    Row("extended attributes", ("file.xattr",), "xattrs"),
+    Row("hard links", ("file.hardlink",), "hardlinks"),
+    Row("sparse files stay sparse", ("file.sparse",), "sparse"),
+    Row("modification times", ("file.mtime",), "mtimes"),
+    Row("deletions, replacements, renamed directories", ("directory.deleted_file", "directory.replaced",
+        "directory.becomes_file", "directory.renamed"), always=KEPT),
+    Row("empty directories", ("directory.empty",), always=KEPT),
+    Row("odd names (new lines, bytes that are no text)", ("file.special_names",), always=KEPT),
+    Row("/tmp", ("file.tmp",), "tmp"),
+    Row("/dev/shm", ("file.shm",), "shm", outside=True),
+    Row("git's index, reflog and stash", ("git.index", "git.history"), always=KEPT),
+    Row("shell: directory, variables, functions, aliases, options, umask, limits", ("shell.cwd", "shell.exported",
+        "shell.timezone", "shell.locale", "shell.variable", "shell.function", "shell.alias", "shell.option",
+        "shell.ulimit", "shell.umask", "shell.trap"), always=KEPT),
+    Row("background processes, servers", ("process.background", "process.server", "process.http", "process.log"),
+        always=REPORTED, outside=True),
+    Row("what a running program holds: memory, connections, deleted files, locks, …", ("process.repl",
+        *(f"held.{name}" for name in holder.MAKERS)), always=REPORTED),
+    Row("processes started after the snapshot are gone", ("process.later",), always=KEPT),
+    Row("open descriptors and jobs of the shell", ("shell.descriptor", "shell.offset", "shell.job"), always=REPORTED),
+    Row("the shell's history", ("shell.history",), always=LOST),
+    Row("clocks are set back", ("clock.wall", "clock.monotonic"), always=LOST),
+    Row("the sequence of `$RANDOM`", ("shell.random",), always=LOST),
+)  # fmt: skip
+"""Of what no row mentions nothing is declared."""
+
+
+def declared(row: Row, capabilities: Capabilities) -> str:
+    """What a backend says becomes of a row, in the words of `measured`."""
+    if row.outside and not capabilities.isolated:
+        return LEAKED
+    if row.always:
+        return row.always
+    if row.keeps == "owners" and not capabilities.owners:
+        return ABSENT
+    return KEPT if row.keeps in capabilities.keeps else LOST
+
+
+class Terminal(SnapshotEnv[str, str]):
+    """A sandbox as an environment: an action is a command, the observation what it prints."""
+
+    snapshot_spec = SnapshotSpec(kind="filesystem", cost="written", rng=False, cross_host=False)
+    immutable_state = True
+
+    def __init__(self, backend: str, rootfs: RootFS | str) -> None:
+        self.observation_space, self.action_space = Unicode(), Unicode(("true",))
+        self._backend, self._rootfs = backend, rootfs
+        self._sandbox: Sandbox | None = None
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """The sandbox; made when it is first needed."""
+        if self._sandbox is None:
+            env = {"PAGER": "cat"}
+            self._sandbox = make_sandbox(self._backend, rootfs=self._rootfs, allow_unsafe=True, env=env)
+        return self._sandbox
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """An empty sandbox."""
+        super().reset(seed=seed)
+        self.close()
+        return self.sandbox.execute("cd").output, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Run a command."""
+        return self.sandbox.execute(action).output, 0.0, False, False, {}
+
+    def close(self) -> None:
+        """End the sandbox. Idempotent."""
+        if self._sandbox is not None:
+            self._sandbox.close()
+            self._sandbox = None
+
+    def _capture(self) -> SandboxSnapshot:
+        return self.sandbox.snapshot()
+
+    def _apply(self, state: SandboxSnapshot) -> None:
+        self.sandbox.restore(state)
+
+
+def measured(backend: str, rootfs: RootFS | str = "host") -> dict[str, str]:
+    """What becomes of each of `ROWS` on a backend: kept, lost (reported or not), leaked, disturbed, or n/a.
+
+    Raises:
+        SandboxUnavailable: it cannot run here.
+    """
+    subject = Subject(lambda: Terminal(backend, rootfs), shell=lambda env, command: str(env.step(command)[0]))
+    quiet = [probe for probe in PROBES if not probe.name.startswith(NEEDS_PROCESSES)]
+    found: dict[str, set[str]] = {}
+    for probes in (quiet, PROBES):
+        with Scene(subject) as scene:
+            for result in measure(Session(subject, scene, secrets.token_hex(6)), probes):
+                found.setdefault(result.probe.name, set()).add(result.measured)
+    reported = _reported(backend, rootfs)
+    outcomes = {}
+    for row in ROWS:
+        seen = set().union(*(found[name] - ({ABSENT} if len(found[name]) > 1 else set()) for name in row.probes))
+        worst = next(state for state in _WORST if state in seen)
+        outcomes[row.title] = REPORTED if worst == LOST and row.title in reported else worst
+    return outcomes
+
+
+def _reported(backend: str, rootfs: RootFS | str) -> set[str]:
+    """Titles of the rows whose loss a snapshot reports."""
+    with make_sandbox(backend, rootfs=rootfs, allow_unsafe=True) as sandbox:
+        sandbox.execute("cd; sleep 100 & exec 8>descriptor")
+        lossy = sandbox.snapshot().lossy
+    seen = {"process.background": "background: ", "process.repl": "background: ", "shell.descriptor": "fd 8 -> "}
+    said = {name for name, text in seen.items() if any(item.startswith(text) for item in lossy)}
+    return {row.title for row in ROWS if said.intersection(row.probes)}
+
+
+def matrix(backends: Sequence[str], image: str | None) -> list[str]:
+    """The table, and what differs from what is declared."""
+    columns: dict[str, tuple[dict[str, str], Capabilities]] = {}
+    left_out = []
+    for backend in backends:
+        rootfs = f"docker:{image}" if backend == "docker" else "host" if backend == "copy" else resolve("host")
+        try:
+            if backend == "docker" and not image:
+                raise SandboxUnavailable("no image was given")
+            with make_sandbox(backend, rootfs=rootfs, allow_unsafe=True) as sandbox:
+                capabilities = sandbox.backend.capabilities
+            columns[backend] = measured(backend, rootfs), capabilities
+        except SandboxUnavailable as error:
+            left_out.append(f"- `{backend}` was not measured: {error}.")
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    differing = []
+    for row in ROWS:
+        cells = []
+        for backend, (outcomes, capabilities) in columns.items():
+            cell, expected = outcomes[row.title], declared(row, capabilities)
+            if cell != expected:
+                differing.append(f"- {backend}, {row.title}: declared {expected}, measured {cell}.")
+            cells.append(f"{cell}, declared" if cell == expected and cell in (LOST, LEAKED) else cell)
+        lines.append(f"| {row.title} | {' | '.join(cells)} |")
+    return [*lines, "", *(differing or ["Nothing differs from what is declared."]), *left_out]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: a Markdown page."""
+    parser = argparse.ArgumentParser(
+        prog="sandboxgym bench fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--image", help="a local Docker image, for the backend docker")
+    parser.add_argument("--backends", nargs="+", default=list(NAMES), choices=NAMES, help="default: all")
+    parser.add_argument("--write", metavar="FILE", help="write the page there")
+    arguments = parser.parse_args(argv)
+    given = [*(["--image", arguments.image] if arguments.image else [])]
+    given += [] if arguments.backends == list(NAMES) else ["--backends", *arguments.backends]
+    lines = [
+        "# Sandboxes: what a snapshot keeps",
+        "",
+        "```bash",
+        " ".join(["sandboxgym bench fidelity", *given]),
+        "```",
+        "",
+        f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, {datetime.date.today()}; "
+        f"{'root' if os.geteuid() == 0 else 'an ordinary user'}.",
+        "",
+        "Each cell is the worst of what the probes of its row showed: after a restore, in forks, in a sibling, in",
+        "another sandbox; with the files frozen (only an idle shell runs), and copied (something runs beside it).",
+        "",
+        "- *kept*: it is as it was. *lost, declared*: it is not, as the documentation says of this backend.",
+        "- *lost, reported*: each snapshot that loses it says so in `lossy`, or is refused with `strict=True`.",
+        "- *leaked*: what one sandbox does shows in another one, or after a restore. Only `copy` does so: it isolates",
+        "  nothing, says so, and is never chosen without `allow_unsafe=True`.",
+        "- *n/a*: it cannot be changed there in the first place (one user only).",
+        "",
+        *matrix(arguments.backends, arguments.image),
+    ]
+    text = "\n".join(lines).rstrip() + "\n"
+    sys.stdout.write(text)
+    if arguments.write:
+        Path(arguments.write).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

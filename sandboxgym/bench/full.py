@@ -1,0 +1,313 @@
+"""Sandboxes forked with what runs in them, against files alone, against replaying the commands, and against Docker.
+
+sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE] [--write docs/results/full-snapshots.md]
+
+Times are on the wall: fastest, median and 95th percentile in milliseconds. A snapshot counts until the sandbox has
+answered its next command; a fork and a restore count until they have answered their first one. What stands under
+"What the numbers say" in a page that is written anew is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
+from sandboxgym.sandbox import criu
+from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
+
+LONG = 300.0
+_SERVE = "cd /tmp; python3 -m http.server 8000 >/dev/null 2>&1 & until python3 -c 'import socket; "
+_SERVE += 'socket.create_connection(("127.0.0.1", 8000))\' 2>/dev/null; do sleep 0.01; done'
+_HOLD = 'python3 -c \'import os, time; x = os.urandom({size} << 20); open("/tmp/ready", "w"); time.sleep(100000)\' & '
+_HOLD += "until [[ -e /tmp/ready ]]; do sleep 0.01; done"
+_READ = 'python3 -q -i -c "x = bytes([7]) * ({size} << 20)"'
+_TREE = "touch /tmp/log; tail -f /tmp/log >/dev/null 2>&1 & sleep 100000 & sleep 100000 & "
+_TREE += "(while :; do date >>/tmp/log; sleep 0.2; done) & "
+WORKS = {
+    "an idle bash": "true",
+    "a Python of 13 MB": _HOLD.format(size=5),
+    "an http.server": _SERVE,
+    "a tree of 7 processes": _TREE + _SERVE,
+    "a process of 200 MB": _HOLD.format(size=190),
+}
+"""What runs when the snapshot is taken, as bash commands that return once it does."""
+TREE, LARGE = "a tree of 7 processes", "a process of 200 MB"
+CAPTURED, LIVE, FORK, LARGE_FORK = 40.0, 80.0, 60.0, 80.0
+"""The aims: milliseconds at the median until the tree is written down, until it goes on, for a fork of it, and for one
+of the large process with its memory brought bit by bit."""
+END = "### What the numbers say"
+
+
+@dataclass
+class Row:
+    """What was measured with one kind of work."""
+
+    capture: Times = field(default_factory=Times)
+    """Until the processes are written down, of which they are stopped for the most part."""
+    snapshot: Times = field(default_factory=Times)
+    fork: Times = field(default_factory=Times)
+    files: Times = field(default_factory=Times)
+    """A snapshot of files and shell in the same sandbox, in which the processes are lost."""
+    files_fork: Times = field(default_factory=Times)
+    replay: Times = field(default_factory=Times)
+    """A fresh sandbox in which the command is run again."""
+    nbytes: int = 0
+
+
+def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) -> Row:
+    """One kind of work."""
+    row = Row()
+    with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
+        do(sandbox, command)
+        for _ in range(repeats):
+            with row.snapshot.one():
+                snap = sandbox.snapshot(strict=True)
+                do(sandbox, "true")
+            assert snap.whole is not None
+            row.capture.seconds.append(snap.whole.image.content.seconds)
+            row.nbytes = snap.whole.image.nbytes
+            snap.release()
+            (child,) = sandbox.fork(1, strict=True)
+            with child, row.fork.one():
+                do(child, "true")
+            with row.files.one():
+                snap = sandbox.snapshot(mode="filesystem")
+                do(sandbox, "true")
+            with make_sandbox("overlay") as other:
+                other.start()
+                with row.files_fork.one():
+                    other.restore(snap)
+                    do(other, "true")
+            snap.release()
+            with make_sandbox("overlay") as other, row.replay.one():
+                do(other, command)
+    return row
+
+
+def do(sandbox: Sandbox, command: str) -> str:
+    """Run a command to its end."""
+    result = sandbox.execute(command, timeout=LONG)
+    if result.timed_out or result.exit_code:
+        raise RuntimeError(f"{command!r}: {result}")
+    return result.output
+
+
+def until_read(size: int, repeats: int, *, lazy_pages: int | None) -> Times:
+    """A fork of a process of ``size`` MiB, until it has read all of them."""
+    times = Times()
+    with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
+        ask(sandbox, _READ.format(size=size))
+        for _ in range(repeats):
+            (child,) = sandbox.fork(1, strict=True)
+            with child, times.one():
+                if ask(child, "x.count(7) == len(x)\n") != "True\n>>> ":
+                    raise RuntimeError("a fork has other memory")
+    return times
+
+
+def ask(sandbox: Sandbox, text: str) -> str:
+    """What a Python that is typed to says before its next prompt."""
+    answer = sandbox.interact(text, timeout=LONG, until=">>> $")
+    if not answer.running:
+        raise RuntimeError(f"{text!r}: {answer}")
+    return answer.output
+
+
+def at_once(command: str, number: int, repeats: int, *, threads: int) -> Times:
+    """So many forks, all alive, until each has answered: started by so many threads."""
+    times = Times()
+    with make_sandbox("overlay", snapshot="full") as sandbox, ThreadPoolExecutor(threads) as pool:
+        do(sandbox, command)
+        for _ in range(repeats):
+            with forks(sandbox, number) as children, times.one():
+                list(pool.map(do, children, ["true"] * number))
+    return times
+
+
+@contextmanager
+def forks(sandbox: Sandbox, number: int) -> Iterator[list[Sandbox]]:
+    """Forks, not started, closed at the end."""
+    children = sandbox.fork(number, strict=True)
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.close()
+
+
+def chain(command: str, length: int) -> list[Times]:
+    """Snapshots one after another, each of a sandbox restored by the one before: by quarters."""
+    quarters = [Times() for _ in range(4)]
+    with make_sandbox("overlay", snapshot="full") as sandbox:
+        do(sandbox, command)
+        for number in range(length):
+            do(sandbox, f"echo {number} >>/tmp/lines")
+            with quarters[number * 4 // length].one():
+                snap = sandbox.snapshot(strict=True)
+                sandbox.restore(snap)
+                do(sandbox, "true")
+            snap.release()
+        if do(sandbox, "wc -l </tmp/lines").strip() != str(length):
+            raise RuntimeError("a line was lost")
+    return quarters
+
+
+def memory(command: str, number: int) -> float:
+    """MiB that a live fork takes: the proportional share of all its processes."""
+    with make_sandbox("overlay", snapshot="full") as sandbox:
+        do(sandbox, command)
+        with forks(sandbox, number) as children:
+            for child in children:
+                do(child, "true")
+            return memory_of([cast(OverlayBackend, child.backend) for child in children])[0] / number / 2**20
+
+
+def docker(image: str, repeats: int) -> tuple[Times, Times]:
+    """``docker commit`` and ``docker run`` of the committed image until it answers; no process is kept."""
+    commit, run = Times(), Times()
+    with make_sandbox("docker", rootfs=f"docker:{image}") as sandbox:
+        do(sandbox, "echo 1 >/root/f; sleep 100000 &")
+        for _ in range(repeats):
+            with commit.one():
+                snap = sandbox.snapshot()
+            (child,) = sandbox.fork(1)
+            with child, run.one():
+                do(child, "true")
+            snap.release()
+    return commit, run
+
+
+def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
+    """The table of what each kind of work costs, and its rows by name."""
+    lines = [
+        "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | fork | MiB | files only: snapshot | "
+        "files only: restore | replayed | fork to replay |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    ways: list[tuple[str, str, int | None]] = [
+        (name, command, LAZY_PAGES) for name, command in WORKS.items() if name != LARGE
+    ]
+    ways += [(f"{LARGE}, as a whole", WORKS[LARGE], None), (f"{LARGE}, bit by bit", WORKS[LARGE], LAZY_PAGES)]
+    rows: dict[str, Row] = {}
+    for name, command, lazy_pages in ways:
+        row = rows[name] = measure(command, repeats, lazy_pages=lazy_pages)
+        ratio = row.replay.median / row.fork.median
+        lines.append(
+            f"| {name} | {row.capture} | {row.snapshot} | {row.fork} | {row.nbytes / 2**20:.1f} | {row.files} | "
+            f"{row.files_fork} | {row.replay} | 1 : {ratio:.1f} |"
+        )
+    return lines, rows
+
+
+def aims(rows: dict[str, Row]) -> list[str]:
+    """The table of what was aimed at and what was found."""
+    lines = ["| | aim, ms | median, ms | |", "|---|---|---|---|"]
+    for what, aim, times in (
+        (f"{TREE}, captured", CAPTURED, rows[TREE].capture),
+        (f"{TREE}, the sandbox goes on", LIVE, rows[TREE].snapshot),
+        (f"{TREE}, fork", FORK, rows[TREE].fork),
+        (f"{LARGE}, fork, bit by bit", LARGE_FORK, rows[f"{LARGE}, bit by bit"].fork),
+    ):
+        told = "reached" if times.median * 1e3 <= aim else "not reached"
+        lines.append(f"| {what} | {aim:.0f} | {times.median * 1e3:.1f} | {told} |")
+    return lines
+
+
+def many(repeats: int, length: int, number: int) -> list[str]:
+    """The table of many forks and of chains, and what a live fork takes."""
+    lines = ["| | ms, min / p50 / p95 |", "|---|---|"]
+    for how, threads in (("one after another", 1), ("at once", 8)):
+        lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)} |")
+    for how, least in (("as a whole", None), ("bit by bit", LAZY_PAGES)):
+        lines.append(f"| a fork until it has read its 190 MiB, {how} | {until_read(190, repeats, lazy_pages=least)} |")
+    for quarter, times in enumerate(chain(WORKS["an http.server"], length), 1):
+        lines.append(f"| {length} snapshots in a row, each restored, an http.server, quarter {quarter} | {times} |")
+    return [
+        *lines,
+        "",
+        f"{number} forks of a bash with a `sleep`, all alive: {memory('sleep 100000 &', number):.2f} MiB each, by "
+        "proportional share of memory.",
+    ]
+
+
+def against_docker(image: str | None, repeats: int) -> list[str]:
+    """The table of Docker, or why there is none."""
+    if reason := why_no_docker(image):
+        return [f"Not measured: {reason}."]
+    assert image is not None
+    commit, run = docker(image, repeats)
+    return [
+        "| ms, min / p50 / p95; every process is lost | docker commit | docker run, `true` |",
+        "|---|---|---|",
+        f"| a bash with a `sleep` | {commit} | {run} |",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and perhaps write."""
+    parser = argparse.ArgumentParser(prog="sandboxgym bench full", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--forks", type=int, default=40, help="live at the same time")
+    parser.add_argument("--nested", type=int, default=60, help="snapshots of snapshots")
+    parser.add_argument("--image", help="Docker image with bash; without it Docker is left out")
+    parser.add_argument("--write", metavar="FILE", help="write the tables there")
+    arguments = parser.parse_args(argv)
+    if reason := criu.why_unavailable():
+        raise SystemExit(f"full snapshots cannot be had here: {reason}")
+    program = criu.find()
+    assert program is not None
+    if not criu.brings_pages(program):
+        raise SystemExit(f"memory cannot be brought bit by bit here: {criu.NO_PAGES}")
+    given = re.sub(r" ?--write \S+", "", " ".join(sys.argv[1:] if argv is None else argv))
+    few = max(3, arguments.repeats // 3)
+    machine = (
+        f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release().split('-')[0]}, "
+        f"CRIU {criu.version(program)}, Python {platform.python_version()}, {datetime.date.today()}; "
+        f"load {os.getloadavg()[0]:.1f} at the start. Compare within this page only."
+    )
+    table, rows = works(arguments.repeats)
+    lines = [
+        "# Full snapshots: sandboxes forked with what runs in them",
+        "",
+        "```bash",
+        f"sandboxgym bench full {given}".strip(),
+        "```",
+        "",
+        machine,
+        "",
+        *table,
+        "",
+        "### Aims",
+        "",
+        *aims(rows),
+        "",
+        "### Many",
+        "",
+        *many(few, arguments.nested, arguments.forks),
+        "",
+        "### Docker",
+        "",
+        *against_docker(arguments.image, few),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if arguments.write:
+        page = Path(arguments.write)
+        kept = page.read_text().partition(END)[2] if page.exists() else ""
+        page.write_text(text + (f"\n{END}{kept}" if kept else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Environments one by one, in threads and in processes: throughput as ratios of one run.
+
+sandboxgym bench pool [--envs 8] [--repeats 15]
+
+Every number is the fastest of repeats that take turns with those of the other ways: what else a machine is busy with
+only ever slows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+
+from sandboxgym.bench.snapshots import play
+from sandboxgym.core import Snapshot, SnapshotEnv
+from sandboxgym.host import Call, env_maker
+from sandboxgym.pool import EnvPool
+from sandboxgym.randomness import sibling_seed
+from sandboxgym.spaces import Unicode
+from sandboxgym.vector import SnapshotVectorEnv
+from sandboxgym.workers import ProcessWorker, close_workers
+from sandboxgym.wrappers import restore, snapshot
+
+ALFWORLD = env_maker("sandboxgym/ALFWorld-v0", max_episode_steps=100_000)
+Way = tuple[str, Callable[[], int]]
+"""A name, and what does a batch of work and returns how many units (steps, episodes) it was."""
+
+
+class Waiting(SnapshotEnv[str, str]):
+    """A stand-in for a sandbox: a step waits, as for a container's answer; the state has a given size.
+
+    Args:
+        pause: seconds a step takes.
+        nbytes: size of the state.
+    """
+
+    def __init__(self, pause: float, nbytes: int = 0) -> None:
+        self.observation_space = Unicode()
+        self.action_space = Unicode()
+        self._pause, self._nbytes = pause, nbytes
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Ready at once."""
+        super().reset(seed=seed)
+        self._state = os.urandom(self._nbytes)
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Wait; never ends."""
+        time.sleep(self._pause)
+        return action, 0.0, False, False, {}
+
+    def _capture(self) -> bytes:
+        return self._state
+
+    def _apply(self, state: bytes) -> None:
+        self._state = state
+
+
+def rates(ways: Sequence[Way], repeats: int) -> list[tuple[str, float]]:
+    """(name, units a second): the fastest of repeats in turn, after one that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name, _ in ways}
+    for repeat in range(repeats + 1):
+        for name, work in ways:
+            began = time.perf_counter()
+            units = work()
+            if repeat:
+                found[name].append(units / (time.perf_counter() - began))
+    return [(name, max(values)) for name, values in found.items()]
+
+
+def table(title: str, unit: str, rows: Sequence[tuple[str, float]]) -> None:
+    """Markdown, with ratios to the first row."""
+    print(f"\n{title}\n\n| way | {unit} a second | x {rows[0][0]} |\n|---|---|---|")
+    for name, value in rows:
+        print(f"| {name} | {value:,.{0 if value >= 100 else 1}f} | {value / rows[0][1]:.2f} |", flush=True)
+
+
+def start_up(count: int) -> float:
+    """Seconds from nothing until ``count`` worker processes, started side by side, have made an ALFWorld each."""
+    workers = [ProcessWorker() for _ in range(count)]
+    began = time.perf_counter()
+    for worker in workers:
+        worker.start()
+        worker.post([Call(0, "make", (ALFWORLD,))])
+    for worker in workers:
+        worker.take().get()
+    seconds = time.perf_counter() - began
+    close_workers(workers)
+    return seconds
+
+
+def stepping(make: Callable[[], gym.Env[Any, Any]], commands: Sequence[str], n: int, repeats: int) -> None:
+    """Every environment plays the commands."""
+    singles = [make() for _ in range(n)]
+    options = {"task": 0}
+
+    def one_by_one() -> int:
+        for env in singles:
+            env.reset(seed=0, options=options)
+        for command in commands:
+            for env in singles:
+                env.step(command)
+        return n * len(commands)
+
+    def together(vec: gym.vector.VectorEnv[Any, Any, Any]) -> int:
+        vec.reset(seed=0, options=dict(options))
+        for command in commands:
+            vec.step([command] * n)
+        return n * len(commands)
+
+    few = min(2, n)
+    vecs = {
+        "vector, sync": SnapshotVectorEnv([make] * n),
+        f"vector, {n} threads": SnapshotVectorEnv([make] * n, "thread"),
+        f"vector, {few} processes": SnapshotVectorEnv([make] * n, "process", workers=few),
+        f"vector, {n} processes": SnapshotVectorEnv([make] * n, "process"),
+    }
+    theirs = {
+        "Gymnasium's SyncVectorEnv": gym.vector.SyncVectorEnv([make] * n),
+        "Gymnasium's AsyncVectorEnv": gym.vector.AsyncVectorEnv([make] * n, shared_memory=False, context="spawn"),
+    }
+    ways: list[Way] = [("one by one", one_by_one)]
+    ways += [(name, functools.partial(together, vec)) for name, vec in {**vecs, **theirs}.items()]
+    rows = rates(ways, repeats)
+    for env in singles:
+        env.close()
+    for vec in (*vecs.values(), *theirs.values()):
+        vec.close()
+    table(f"{n} environments, {len(commands)} steps each", "steps", rows)
+
+
+def episodes(
+    make: Callable[[], gym.Env[Any, Any]], commands: Sequence[str], pools: dict[str, EnvPool], k: int, repeats: int
+) -> None:
+    """``k`` siblings of one snapshot play the commands, an episode a job."""
+
+    def run(env: gym.Env[Any, Any], observation: Any, info: Any) -> int:
+        for command in commands:
+            env.step(command)
+        return len(commands)
+
+    env = make()
+    env.reset(seed=0, options={"task": 0})
+    snap = snapshot(env)
+
+    def one_by_one() -> int:
+        for index in range(k):
+            run(env, *restore(env, snap, seed=sibling_seed(0, index)))
+        return k
+
+    def pooled(pool: EnvPool) -> int:
+        for future in pool.fork(snap, k, run, seed=0):
+            future.result()
+        return k
+
+    ways: list[Way] = [("one by one", one_by_one)]
+    rows = rates([*ways, *((name, functools.partial(pooled, pool)) for name, pool in pools.items())], repeats)
+    for pool in pools.values():
+        pool.close()
+    env.close()
+    table(f"{k} siblings of {len(commands)} steps, an episode a job", "episodes", rows)
+
+
+def locality(nbytes: int, repeats: int, *, snapshots: int = 16, k: int = 8, workers: int = 2) -> None:
+    """Siblings of many snapshots, submitted in turn, with and without regard to where a snapshot is."""
+    make = functools.partial(Waiting, 0.0, nbytes)
+    env = make()
+    rows, shipped = [], {}
+
+    def taken() -> list[Snapshot]:
+        snaps = []
+        for _ in range(snapshots):
+            env.reset()
+            snaps.append(env.snapshot())
+            snaps[-1].to_bytes()  # encoded once, outside of what is measured
+        return snaps
+
+    def siblings(pool: EnvPool, snaps: list[Snapshot]) -> int:
+        futures = [pool.submit(_step, snap=snap) for _ in range(k) for snap in snaps]
+        for future in futures:
+            future.result()
+        return len(futures)
+
+    pools = {
+        "any worker, every job ships": EnvPool(make, workers, locality=False, keep=1),
+        "any worker, kept snapshots": EnvPool(make, workers, locality=False),
+        "by locality": EnvPool(make, workers),
+    }
+    found: dict[str, list[float]] = {name: [] for name in pools}
+    for repeat in range(repeats + 1):
+        for name, pool in pools.items():
+            snaps = taken()
+            before = pool.stats.snapshots_shipped
+            began = time.perf_counter()
+            units = siblings(pool, snaps)
+            if repeat:
+                found[name].append(units / (time.perf_counter() - began))
+            shipped[name] = pool.stats.snapshots_shipped - before
+    for name, pool in pools.items():
+        pool.close()
+        rows.append((f"{name} ({shipped[name]} shipped)", max(found[name])))
+    table(f"{snapshots} snapshots of {nbytes:,} bytes, {k} siblings each, {workers} processes", "siblings", rows)
+
+
+def _step(env: gym.Env[Any, Any], observation: Any, info: Any) -> None:
+    env.step("")
+
+
+def main() -> None:
+    """Command line: Markdown tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--envs", type=int, default=8, help="environments stepped together")
+    parser.add_argument("--repeats", type=int, default=15, help="repeats the fastest is taken of")
+    parser.add_argument(
+        "--pause", type=float, default=0.05, help="seconds that a step of the waiting environment takes"
+    )
+    arguments = parser.parse_args()
+    n, repeats = arguments.envs, arguments.repeats
+    print(
+        f"{platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}, fastest of {repeats}"
+    )
+
+    seconds = {count: min(start_up(count) for _ in range(3)) for count in (1, 4)}
+    print("\nStart of worker processes, until each has made its environment: ", end="")
+    print(", ".join(f"{count} in {value:.2f} s" for count, value in seconds.items()))
+
+    env = ALFWORLD()
+    commands = play(env, 0, 25)
+    print("\n## ALFWorld")
+    stepping(ALFWORLD, commands, n, repeats)
+    pools = {
+        "pool, 2 threads": EnvPool(ALFWORLD, 2, mode="thread"),
+        "pool, 2 processes": EnvPool(ALFWORLD, 2),
+        "pool, 2 processes, batch=8": EnvPool(ALFWORLD, 2, batch=8),
+    }
+    episodes(ALFWORLD, commands, pools, 16, 2 * repeats)
+    pools = {"pool, 2 processes": EnvPool(ALFWORLD, 2), "pool, 2 processes, batch=2": EnvPool(ALFWORLD, 2, batch=2)}
+    episodes(ALFWORLD, commands * 8, pools, 4, 2 * repeats)
+
+    waiting = functools.partial(Waiting, arguments.pause)
+    print(f"\n## An environment whose steps wait for {1000 * arguments.pause:g} ms")
+    stepping(waiting, ["wait"] * 5, n, max(2, repeats // 5))
+    pools = {f"pool, {n} threads": EnvPool(waiting, n, mode="thread"), f"pool, {n} processes": EnvPool(waiting, n)}
+    episodes(waiting, ["wait"] * 3, pools, 2 * n, max(2, repeats // 5))
+
+    print("\n## Locality")
+    for nbytes in (1_000, 1_000_000):
+        locality(nbytes, repeats)
+
+
+if __name__ == "__main__":
+    main()

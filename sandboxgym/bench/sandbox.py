@@ -1,0 +1,384 @@
+"""Snapshots, forks and commands of overlay sandboxes against Docker and against copying files, in one run.
+
+sandboxgym bench sandbox [--repeats 40] [--boxes 300] [--nested 60] [--image IMAGE]
+    [--write docs/results/sandbox.md]
+
+All ways snapshot the same amounts of what was written. Times are on the wall: fastest, median and 95th percentile in
+milliseconds; a way that this machine lacks is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sandboxgym.sandbox.base import RootFS
+from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.sandbox import make_sandbox
+
+AMOUNTS = (
+    ("1 file", "echo 1 > /root/f"),
+    ("300 files", "mkdir -p /root/d; for i in {1..300}; do echo $i > /root/d/$i; done"),
+    ("a file of 200 MB", "head -c 200000000 /dev/zero > /root/big"),
+)
+"""What is written before a snapshot, as bash commands."""
+
+
+@dataclass
+class Times:
+    """Seconds on the wall."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Measure what is done inside."""
+        began = time.perf_counter()
+        yield
+        self.seconds.append(time.perf_counter() - began)
+
+    @property
+    def median(self) -> float:
+        """In seconds."""
+        return statistics.median(self.seconds)
+
+    def __str__(self) -> str:
+        late = sorted(self.seconds)[min(len(self.seconds) - 1, int(0.95 * len(self.seconds)))]
+        return f"{min(self.seconds) * 1e3:.1f} / {self.median * 1e3:.1f} / {late * 1e3:.1f}"
+
+
+def shell(backend: OverlayBackend, command: str) -> None:
+    """Run a command in a box."""
+    process = backend.spawn(["bash", "-c", command], env=backend.env)
+    assert process.output is not None
+    while os.read(process.output, 1 << 16):
+        pass
+    if process.wait() != 0:
+        raise RuntimeError(f"{command!r} failed")
+    process.close()
+
+
+def _backend() -> str:
+    return "overlay" if os.geteuid() == 0 else "overlay-rootless"
+
+
+# One snapshot
+
+
+def layers(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
+    """Freezing a box, and starting one on what was frozen; copies of the same files in the usual ways."""
+    times = {name: Times() for name in ("freeze", "start", "tar", "cp -a", "cp --reflink")}
+    backend = OverlayBackend(rootfs)
+    with contextlib.closing(backend), tempfile.TemporaryDirectory(dir=backend.runtime.directory) as folder:
+        for number in range(repeats):
+            backend.start()
+            shell(backend, command)
+            with times["freeze"].one():
+                tree = backend.freeze()
+            time.sleep(0.005)
+            with times["start"].one():
+                backend.start(tree)
+            files = str(tree.layers[0].files)
+            if number < max(3, repeats // 8):
+                _time_command(times["tar"], ["tar", "-C", files, "-cf", f"{folder}/tar", "."])
+                _time_command(times["cp -a"], ["cp", "-a", "--reflink=never", files, f"{folder}/copy"])
+                if not _time_command(times["cp --reflink"], ["cp", "-a", "--reflink=always", files, f"{folder}/link"]):
+                    times["cp --reflink"].seconds.clear()
+                subprocess.run(f"rm -rf {folder}/*", shell=True, check=True)
+            tree.release()
+    return {name: value for name, value in times.items() if value.seconds}
+
+
+def _time_command(times: Times, command: Sequence[str]) -> bool:
+    with times.one():
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def sandboxes(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
+    """The same with a persistent shell, whose state is kept: until the next command has run."""
+    times = {name: Times() for name in ("snapshot", "restore", "snapshot and go on")}
+    with make_sandbox(_backend(), rootfs=rootfs) as sandbox:
+        sandbox.execute("cd /root; A=1")
+        for _ in range(repeats):
+            start = sandbox.snapshot()
+            sandbox.execute(command)
+            with times["snapshot and go on"].one():
+                with times["snapshot"].one():
+                    snap = sandbox.snapshot()
+                sandbox.execute("true")
+            with times["restore"].one():
+                sandbox.restore(snap)
+                sandbox.execute("true")
+            sandbox.restore(start)
+            snap.release()
+            start.release()
+    return times
+
+
+def docker(image: str, command: str, repeats: int) -> dict[str, Times]:
+    """``docker commit``, and ``docker run`` of what was committed, through the daemon's interface."""
+    client = _docker()
+    times = {name: Times() for name in ("commit", "run")}
+    for _ in range(repeats):
+        container = client.containers.run(image, ["sleep", "1000"], detach=True, network_disabled=True)
+        container.exec_run(["bash", "-c", command])
+        with times["commit"].one():
+            committed = container.commit()
+        with times["run"].one():
+            copy = client.containers.run(committed.id, ["sleep", "1000"], detach=True, network_disabled=True)
+            copy.exec_run(["true"])
+        for one in (container, copy):
+            one.remove(force=True)
+        client.images.remove(committed.id, force=True)
+    return times
+
+
+def _docker() -> Any:
+    import docker
+
+    return docker.from_env()
+
+
+def why_no_docker(image: str | None) -> str | None:
+    """Why Docker cannot be compared with; None if it can."""
+    if not image:
+        return "no image was given"
+    if importlib.util.find_spec("docker") is None:
+        return "the docker package is not installed"
+    try:
+        _docker().images.get(image)
+    except Exception as error:  # whatever the package raises where there is no daemon
+        return f"no daemon, or no such image ({type(error).__name__})"
+    return None
+
+
+def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
+    """One table for each amount."""
+    lines = []
+    for what, command in AMOUNTS:
+        files = layers(rootfs, command, repeats)
+        whole = sandboxes(rootfs, command, repeats)
+        rows: list[tuple[str, Times | None, Times | None, str]] = [
+            ("files: freeze; start on it", files["freeze"], files["start"], "5 / 8 ms"),
+            ("with a shell: snapshot; restore and `true`", whole["snapshot"], whole["restore"], "12 / 30 ms"),
+            ("with a shell: snapshot and `true` in the same", whole["snapshot and go on"], None, ""),
+        ]
+        if image:
+            theirs = docker(image, command, max(3, repeats // 8))
+            rows.append(("docker commit; docker run and `true`", theirs["commit"], theirs["run"], ""))
+        rows += [
+            (f"{name} of the files alone", files[name], None, "") for name in files if name not in ("freeze", "start")
+        ]
+        ours = whole["snapshot"].median + whole["restore"].median
+        lines += [
+            f"### After writing {what}",
+            "",
+            "| ms, min / p50 / p95 | snapshot | restore | x ours | aim |",
+            "|---|---|---|---|---|",
+        ]
+        for name, first, second, aim in rows:
+            total = (first.median if first else 0) + (second.median if second else 0)
+            ratio = f"{total / ours:.1f}" if name.startswith("docker") else ""
+            lines.append(f"| {name} | {first} | {second or ''} | {ratio} | {aim} |")
+        lines.append("")
+    return lines
+
+
+# Commands
+
+
+def commands(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
+    """A table of what it takes to run ``true``."""
+    rows: list[tuple[str, Times, str]] = []
+
+    def measure(name: str, call: Callable[[], Any], number: int = repeats, aim: str = "") -> None:
+        call()
+        times = Times()
+        for _ in range(number):
+            with times.one():
+                call()
+        rows.append((name, times, aim))
+
+    backend = OverlayBackend(rootfs)
+    with contextlib.closing(backend):
+        backend.start()
+
+        def spawn() -> None:
+            process = backend.spawn(["true"], env=backend.env)
+            process.wait()
+            process.close()
+
+        measure("spawn of `true`", spawn, aim="1.5 ms")
+        measure("spawn of `bash -c true`", lambda: shell(backend, "true"))
+    with make_sandbox(_backend(), rootfs=rootfs) as sandbox:
+        measure("`execute` in the persistent shell", lambda: sandbox.execute("true"), aim="3 ms")
+        measure("`run`, a fresh bash", lambda: sandbox.run("true"))
+    if image:
+        container = _docker().containers.run(image, ["sleep", "1000"], detach=True, network_disabled=True)
+        try:
+            measure(
+                "docker exec, through the daemon's interface",
+                lambda: container.exec_run(["true"]),
+                max(5, repeats // 4),
+            )
+        finally:
+            container.remove(force=True)
+    lines = ["### Running `true`", "", "| | ms, min / p50 / p95 | x spawn | aim |", "|---|---|---|---|"]
+    first = rows[0][1].median
+    lines += [f"| {name} | {times} | {times.median / first:.1f} | {aim} |" for name, times, aim in rows]
+    return [*lines, ""]
+
+
+# Many boxes
+
+
+def memory_of(boxes: Sequence[OverlayBackend]) -> tuple[int, int, int]:
+    """Bytes: proportional shares of all processes of these boxes, what their groups are charged, what is available."""
+    shares = charged = 0
+    for backend in boxes:
+        box = backend.box
+        if box is not None:
+            pids = [box.pid, *(info.pid for info in backend.processes())]
+            shares += sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
+            charged += (box.group and box.group.memory()) or 0
+    return shares, charged, _kilobytes("/proc/meminfo", "MemAvailable")
+
+
+def _kilobytes(path: str, name: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def memory(rootfs: RootFS, number: int) -> list[str]:
+    """What live boxes take, idle and with a shell."""
+    first = OverlayBackend(rootfs)
+    first.start()
+    shell(first, "mkdir -p /root/d; for i in {1..50}; do echo $i > /root/d/$i; done")
+    tree = first.freeze()
+    boxes = [first, *(first.twin() for _ in range(number - 1))]
+    times = Times()
+    try:
+        before = memory_of(())
+        for box in boxes:
+            with times.one():
+                box.start(tree)
+        idle = memory_of(boxes)
+        shells = [box.spawn(["bash", "--norc", "-i"], env=box.env, terminal=True) for box in boxes]
+        time.sleep(2)
+        busy = memory_of(boxes)
+        for process in shells:
+            process.close()
+    finally:
+        for box in boxes:
+            box.close()
+
+    lines = [f"### {number} live boxes", "", f"Started one after the other on one tree: {times} ms each.", ""]
+    lines += [
+        "| MB each | proportional share of memory | charged to the control group | less available | aim |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (shares, charged, left) in (("idle", idle), ("with an interactive bash", busy)):
+        less = (before[2] - left) / number / 1e6
+        lines.append(f"| {name} | {shares / number / 1e6:.2f} | {charged / number / 1e6:.2f} | {less:.2f} | 1 |")
+    lines += ["", "What is less available on the whole machine depends on whatever else runs there."]
+    return [*lines, ""]
+
+
+def nested(rootfs: RootFS, number: int) -> list[str]:
+    """What depth costs: a chain of snapshots, each after another change."""
+    backend = OverlayBackend(rootfs)
+    parts = [(Times(), Times(), Times(), Times()) for _ in range(4)]
+    depth = []
+    with contextlib.closing(backend):
+        backend.start()
+        for step in range(number):
+            freezes, starts, looks, walks = parts[step * 4 // number]
+            shell(backend, f"mkdir -p /root/d; echo {step} >> /root/all; echo {step} > /root/d/{step}")
+            with freezes.one():
+                tree = backend.freeze()
+            with starts.one():
+                backend.start(tree)
+            depth.append(len(tree.layers))
+            with looks.one():
+                shell(backend, "for i in {1..300}; do [ -e /root/d/not-$i ]; done; true")
+            with walks.one():
+                shell(backend, "find /root /etc > /dev/null")
+        content = backend.read_file("/root/all").split()
+        if content != [str(step).encode() for step in range(number)]:
+            raise RuntimeError(f"the chain drifted: {content[:100]!r}")
+    lines = [f"### {number} nested snapshots", ""]
+    lines += [
+        f"No drift: the file that every step appended to holds all {number} lines. Stacks of 48 layers are merged.",
+        "",
+    ]
+    lines += [
+        "| snapshots | layers at its end | freeze | start | 300 look-ups of missing names | find |",
+        "|---|---|---|---|---|---|",
+    ]
+    for at, columns in enumerate(parts):
+        begin, end = at * number // 4, (at + 1) * number // 4
+        lines.append(f"| {begin + 1} to {end} | {depth[end - 1]} | {' | '.join(map(str, columns))} |")
+    return [*lines, ""]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: Markdown tables."""
+    parser = argparse.ArgumentParser(
+        prog="sandboxgym bench sandbox",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repeats", type=int, default=40, help="of each measurement; an eighth of it for slow ways")
+    parser.add_argument("--boxes", type=int, default=300, help="live at the same time")
+    parser.add_argument("--nested", type=int, default=60, help="snapshots of snapshots")
+    parser.add_argument("--image", help="Docker image with bash, under ours and under Docker's sandboxes alike")
+    parser.add_argument("--write", metavar="FILE", help="write the tables there")
+    arguments = parser.parse_args(argv)
+    image = arguments.image
+    reason = why_no_docker(image)
+    rootfs = resolve("host" if reason else f"docker:{image}")
+    given = " ".join(sys.argv[1:] if argv is None else argv)
+    given = re.sub(r" ?--write \S+", "", given)
+    lines = [
+        "# Sandboxes: snapshots, commands, memory",
+        "",
+        "```bash",
+        f"sandboxgym bench sandbox {given}".strip(),
+        "```",
+        "",
+        f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release().split('-')[0]}, Python "
+        f"{platform.python_version()}, {datetime.date.today()}; {'root' if os.geteuid() == 0 else 'rootless'}; load "
+        f"{os.getloadavg()[0]:.1f} at the start. Compare within this page only."
+        + (f" Without Docker: {reason}." if reason else ""),
+        "",
+        *snapshot_tables(rootfs, None if reason else image, arguments.repeats),
+        *commands(rootfs, None if reason else image, 5 * arguments.repeats),
+        *nested(rootfs, arguments.nested),
+        *memory(rootfs, arguments.boxes),
+    ]
+    text = "\n".join(lines).rstrip() + "\n"
+    print(text, end="")
+    if arguments.write:
+        Path(arguments.write).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

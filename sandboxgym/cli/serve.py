@@ -1,0 +1,41 @@
+"""``sandboxgym serve webshop``: the shop as a web site, for people."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from sandboxgym.cli import OK, CommandError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(prog="sandboxgym serve", description=__doc__)
+    parser.add_argument("what", choices=("webshop",), help="what to serve")
+    parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=int, default=3000, help="0 takes a free one (default: 3000)")
+    parser.add_argument("--catalogue", default="embedded", metavar="DIR", help="official files (default: embedded)")
+    parser.add_argument("--goals", choices=("synthetic", "human"), default="synthetic", help="(default: synthetic)")
+    parser.add_argument("--split", default=None, help="test, eval, train or product-test, … (default: all tasks)")
+    options = parser.parse_args(argv)
+
+    from sandboxgym.envs.webshop.goals import split
+    from sandboxgym.envs.webshop.shop import open_shop
+    from sandboxgym.envs.webshop.site.server import Server, Site
+
+    try:
+        shop = open_shop(options.catalogue, options.goals)
+        site = Site(shop, split(shop.goals, options.split))
+    except (OSError, ValueError, LookupError, ImportError) as error:
+        raise CommandError(str(error)) from error
+    try:
+        server = Server(site, host=options.host, port=options.port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot listen on {options.host}:{options.port}: {reason}") from error
+    with server, contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        print(f"{len(site.goals):,} tasks, {len(shop.catalogue):,} products: {server.url} (Ctrl-C ends it)", flush=True)
+        threading.Event().wait()
+    return OK

@@ -1,0 +1,62 @@
+"""Reports of one environment made in several ways, side by side: what each way keeps, loses and leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a comparison."""
+
+    name: str
+    cells: tuple[str, ...]
+    """One a report; empty where it has none."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the way of making the environment decides."""
+        return len(set(self.cells)) > 1
+
+
+def labels(report: Mapping[str, Any]) -> list[str]:
+    """What tells the reports apart: of the arguments that one was made with those that another was not."""
+    made = [one["make_kwargs"] for one in _all(report)]
+    names = [name for name in dict.fromkeys(name for kwargs in made for name in kwargs) if _vary(name, made)]
+    return [
+        ", ".join(f"{name}={kwargs[name]}" if name in kwargs else f"{name} by default" for name in names) or "the same"
+        for kwargs in made
+    ]
+
+
+def _vary(name: str, made: Sequence[Mapping[str, Any]]) -> bool:
+    return any(kwargs.get(name) != made[0].get(name) or (name in kwargs) != (name in made[0]) for kwargs in made)
+
+
+def verdicts(report: Mapping[str, Any]) -> list[Row]:
+    """The verdict of each check in each report."""
+    return list(_rows([{one["id"]: one["verdict"] for one in each["results"]} for each in _all(report)]))
+
+
+def matrices(report: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """What was measured by each probe in each report, by the id of the check."""
+    found: dict[str, list[dict[str, str]]] = {}
+    reports = _all(report)
+    for index, each in enumerate(reports):
+        for result in each["results"]:
+            matrix = result["evidence"].get("matrix")
+            if isinstance(matrix, list) and all(isinstance(row, Mapping) and "measured" in row for row in matrix):
+                columns = found.setdefault(result["id"], [{} for _ in reports])
+                columns[index] = {str(row["probe"]): str(row["measured"]) for row in matrix}
+    return {id: list(_rows(columns)) for id, columns in found.items()}
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[Row]:
+    for name in dict.fromkeys(name for column in columns for name in column):
+        yield Row(name, tuple(column.get(name, "") for column in columns))
+
+
+def _all(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [report, *report.get("beside", ())]

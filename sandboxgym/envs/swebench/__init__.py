@@ -1,0 +1,1 @@
+"""SWE-bench in copy-on-write sandboxes, graded by the official code in a fork."""

@@ -1,0 +1,336 @@
+"""Sandboxes with a task's repository in place, and nothing in it that tells the answer.
+
+1. `pristine` gives a task's files as an episode starts with them: prepared once in a process, then shared by every
+   reset, fork and verdict.
+2. Whatever git could still reach beyond the starting commit is removed from the repository first: remotes, branches,
+   tags and stashes that are not part of its history, reflogs, and the objects that only those held. Tags of the past
+   stay, for packages that compute their version from them.
+3. A `Box` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output, also where
+   there is no root of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shlex
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from sandboxgym.envs.swebench.columns import WORKDIR
+from sandboxgym.envs.swebench.tasks import HOST, Task, TaskError
+from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxUnavailable
+from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+
+KEPT = 64
+"""Prepared tasks kept in a process; of the others the one that was not used for longest is prepared again."""
+
+PATCH_FILE = "/tmp/patch.diff"
+EVAL_SCRIPT = "/eval.sh"
+EVAL_LOG = "/eval.log"
+MODEL_PATCH = "/tmp/.model.patch"
+HISTORY = "/tmp/.history"
+OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EVAL_LOG, MODEL_PATCH, HISTORY)
+"""Paths that are named in commands and output, not only given to `Box.read_file` and `Box.write_file`."""
+
+_QUIET = {
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "LESS": "-R",
+    "PIP_PROGRESS_BAR": "off",
+    "TQDM_DISABLE": "1",
+    # The clock must not show in the ids of commits, nor the order of sets in what is printed.
+    "GIT_AUTHOR_NAME": "agent",
+    "GIT_AUTHOR_EMAIL": "agent@localhost",
+    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "agent",
+    "GIT_COMMITTER_EMAIL": "agent@localhost",
+    "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
+    "PYTHONHASHSEED": "0",
+}
+_RESTLESS = (b"SECONDS", b"COMP_WORDBREAKS")
+"""Variables of bash that change by themselves."""
+_MAKE_REPOSITORY = f"""set -e
+mkdir -p {WORKDIR}
+cd {WORKDIR}
+git init -q -b main .
+git fast-import --quiet < {HISTORY}
+rm {HISTORY}
+git reset -q --hard "$BASE"
+"""
+# Leave of a repository only what HEAD's history holds, or fail.
+_FORGET = f"""set -e
+cd {WORKDIR}
+keep=$(mktemp)
+git for-each-ref --merged=HEAD --format='delete %(refname)' refs/tags > "$keep"
+if branch=$(git symbolic-ref -q HEAD); then echo "delete $branch" >> "$keep"; fi
+for remote in $(git remote); do git remote remove "$remote"; done
+git for-each-ref --format='delete %(refname)' | {{ grep -vxFf "$keep" || true; }} | git update-ref --stdin
+rm "$keep"
+git worktree prune
+rm -rf "$(git rev-parse --git-path logs)"
+for name in FETCH_HEAD ORIG_HEAD MERGE_HEAD CHERRY_PICK_HEAD REBASE_HEAD BISECT_LOG; do
+  rm -f "$(git rev-parse --git-path "$name")"
+done
+reachable() {{ git rev-list --objects --all --indexed-objects HEAD | cut -c1-40 | LC_ALL=C sort -u | wc -l; }}
+present() {{ git cat-file --batch-all-objects --batch-check='%(objectname)' | wc -l; }}
+if [ "$(present)" -gt "$(reachable)" ]; then
+  objects=$(git rev-parse --git-path objects)
+  rm -rf "$objects"/pack/*.promisor "$objects"/pack/*.keep "$objects"/pack/*.bitmap "$objects"/info/commit-graph*
+  git repack -a -d -q
+  rm -f "$objects/info/alternates"
+  git prune --expire=now
+  if [ "$(present)" -gt "$(reachable)" ]; then echo "objects beyond HEAD cannot be removed"; exit 1; fi
+fi
+"""
+# The files as they stand, as a tree in the object store, without a change of the index.
+_WRITE_TREE = f"""set -e
+cd {WORKDIR}
+index=$(mktemp)
+cp "$(git rev-parse --git-path index)" "$index"
+GIT_INDEX_FILE=$index git add -A
+GIT_INDEX_FILE=$index git write-tree
+rm "$index"
+"""
+_CONDA = "/opt/miniconda3/bin/activate"
+_ACTIVATE = f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; fi"
+# Names and contents, with few processes, for it runs at every step; git's own hash, for any image has it.
+_HASH = f"""export LC_ALL=C
+if cd {WORKDIR} 2>/dev/null; then
+  options=(--no-optional-locks -c core.fileMode=true -c core.quotePath=true)
+  status=$(git "${{options[@]}}" status --porcelain=v2 --branch --no-renames --untracked-files=all 2>&1)
+  {{
+    printf '%s\\n' "$status"
+    case $status in
+      *$'\\n'[12u]' '*) git "${{options[@]}}" diff --binary --no-color --no-ext-diff --no-textconv HEAD ;;
+    esac
+    case $status in
+      *$'\\n? '*) git ls-files -z --others --exclude-standard | sort -z | xargs -0 -r git hash-object --no-filters -- ;;
+    esac
+  }} 2>/dev/null | git hash-object --stdin
+else
+  echo none
+fi
+for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
+  cd "$place" 2>/dev/null || continue
+  names=$(find . -xdev -type f -size -2048k -not -path '*/.cache/*' -not -path '*/__pycache__/*' -not -path '*/.git/*')
+  if [ "$names" ]; then
+    names=$(sort <<<"$names" | head -n 1000)
+    printf '%s\\n' "$names"
+    git hash-object --no-filters --stdin-paths <<<"$names"
+  fi
+done 2>/dev/null
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all sandboxes of an environment have in common."""
+
+    backend: str = "auto"
+    limits: Limits = field(default_factory=Limits)
+    network: bool = False
+    allow_unsafe: bool = False
+    env: tuple[tuple[str, str], ...] = ()
+    """Added to the environment of every command."""
+    image: str | None = None
+    """Used for tasks that are to run on this machine's tool chain."""
+    snapshot: SnapshotMode = "filesystem"
+
+    def image_of(self, task: Task) -> str:
+        """The image that a task runs on."""
+        return self.image if self.image is not None and task.image == HOST else task.image
+
+    def box(self, task: Task) -> Box:
+        """A sandbox for a task, not started."""
+        image = self.image_of(task)
+        rootfs: str | RootFS
+        env = {**_QUIET, **dict(self.env)}
+        if not self.network:
+            env |= {"PIP_NO_INDEX": "1"} | dict(self.env)
+        if image == HOST:
+            rootfs, env = _host(), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env}
+        else:
+            rootfs = image.removeprefix("dir:") if image.startswith("dir:") else f"docker:{image}"
+        sandbox = make_sandbox(
+            self.backend,
+            rootfs=rootfs,
+            limits=self.limits,
+            network=self.network,
+            allow_unsafe=self.allow_unsafe,
+            env=env,
+            snapshot=self.snapshot,
+        )
+        return Box(sandbox, network=self.network)
+
+
+@functools.cache
+def _host() -> str | RootFS:
+    """The host's tool chain, found once; by its name where it cannot be shown (the copy backend needs only that)."""
+    try:
+        return resolve(HOST)
+    except SandboxUnavailable:
+        return HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Pristine:
+    """A task's files and shell before anything was done."""
+
+    snapshot: SandboxSnapshot
+    reference: str
+    """The git tree that the work is compared with."""
+    digest: tuple[str, str]
+    """`Box.digest` of it."""
+
+
+class Box:
+    """A sandbox that has its repository at ``/testbed``."""
+
+    def __init__(self, sandbox: Sandbox, *, network: bool) -> None:
+        self.sandbox = sandbox
+        self.network = network
+
+    @property
+    def _root(self) -> str:
+        """The directory that stands for ``/``, where the backend has no root of its own."""
+        inside = getattr(self.sandbox.backend, "inside", None)
+        return "" if inside is None else str(inside("/")).rstrip("/")
+
+    def localised(self, text: str) -> str:
+        """Text with our own paths as this backend has them. Doing it twice is no harm."""
+        if not (root := self._root):
+            return text
+        for path in OWN_PATHS:
+            text = text.replace(root + path, path).replace(path, root + path)
+        return text
+
+    def generalised(self, text: str) -> str:
+        """The inverse, for what is shown."""
+        return text.replace(root, "") if (root := self._root) else text
+
+    def execute(self, command: str, *, timeout: float | None = None) -> Result:
+        """Run a command in the persistent shell."""
+        result = self.sandbox.execute(self.localised(command), timeout=timeout)
+        return replace(result, output=self.generalised(result.output)) if self._root else result
+
+    def run(self, command: str, *, timeout: float | None = None) -> Result:
+        """Run a command in a bash of its own, which no state of the shell reaches."""
+        result = self.sandbox.run(self.localised(command), timeout=timeout)
+        return replace(result, output=self.generalised(result.output)) if self._root else result
+
+    def read_file(self, path: str) -> bytes:
+        """Content of a file."""
+        return self.sandbox.read_file(path)
+
+    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file."""
+        self.sandbox.write_file(path, data, mode=mode)
+
+    def restore(self, snapshot: SandboxSnapshot) -> None:
+        """Go to a captured state."""
+        self.sandbox.restore(snapshot)
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self.sandbox.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def digest(self) -> tuple[str, str]:
+        """Hashes of what can change what comes next: of all of it, and of the repository alone.
+
+        Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
+        contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
+        but for ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count.
+        """
+        repository, _, rest = self.run(_HASH).output.partition("\n")
+        whole = "\0".join((repository, rest, self.generalised(self._shell())))
+        return hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest(), repository
+
+    def _shell(self) -> str:
+        state = self.sandbox.shell_state()
+        if state is None:
+            return ""
+        kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
+        return replace(state, variables=kept, status=0, last=b"").script().decode("utf-8", "surrogateescape")
+
+
+def script(box: Box, source: str) -> str:
+    """Run a script of ours in a sandbox.
+
+    Raises:
+        SandboxUnavailable: it failed; the message holds the end of what it printed.
+    """
+    done = box.run(source, timeout=600.0)
+    if done.exit_code:
+        raise SandboxUnavailable(f"the repository could not be prepared: {done.output[-1000:].strip()}")
+    return done.output
+
+
+_prepared: OrderedDict[tuple[Any, ...], Pristine] = OrderedDict()
+
+
+def pristine(task: Task, settings: Settings) -> Pristine:
+    """A task's files as an episode starts with them.
+
+    Raises:
+        SandboxUnavailable: no such sandbox on this machine, or no such image.
+        TaskError: the image does not hold the repository at the task's base.
+    """
+    key = (os.getpid(), task.digest, settings)
+    found = _prepared.get(key)
+    if found is None:
+        found = _prepare(task, settings)
+        _prepared[key] = found
+        while len(_prepared) > KEPT:
+            _prepared.popitem(last=False)[1].snapshot.release()
+    _prepared.move_to_end(key)
+    return found
+
+
+def forget_prepared() -> None:
+    """Give back what `pristine` keeps."""
+    while _prepared:
+        _prepared.popitem()[1].snapshot.release()
+
+
+def _prepare(task: Task, settings: Settings) -> Pristine:
+    with settings.box(task) as box:
+        if task.history:
+            box.write_file(HISTORY, task.history.encode())
+            script(box, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
+        found = box.run(f"cd {WORKDIR} && git cat-file -t {shlex.quote(task.base_commit)}")
+        if found.exit_code or found.output.strip() != "commit":
+            raise TaskError(
+                f"{task.instance_id}, column 'base_commit': {settings.image_of(task)!r} has no commit "
+                f"{task.base_commit} in {WORKDIR} ({found.output.strip()[-200:]})"
+            )
+        script(box, _FORGET)
+        reference = script(box, _WRITE_TREE).strip()
+        box.execute(f"cd {WORKDIR}")
+        if settings.image_of(task) != HOST:
+            box.execute(_ACTIVATE, timeout=60.0)
+        digest = box.digest()
+        return Pristine(box.sandbox.snapshot(mode="filesystem"), reference, digest)
+
+
+def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """Environment variables as a value that can be compared.
+
+    Raises:
+        TypeError: they are no mapping of text to text.
+    """
+    pairs = tuple(sorted((value or {}).items()))
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
+        raise TypeError(f"expected environment variables as a mapping of text to text, found {value!r:.80}")
+    return pairs

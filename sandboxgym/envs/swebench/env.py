@@ -1,0 +1,567 @@
+"""`SWEBenchEnv`: an agent's shell and editor on a repository, graded by the official code."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from sandboxgym import format as durable
+from sandboxgym.core import SnapshotEnv, SnapshotSpec
+from sandboxgym.envs.swebench import grading, tools
+from sandboxgym.envs.swebench.boxes import Box, Pristine, Settings, environment, pristine
+from sandboxgym.envs.swebench.columns import WORKDIR
+from sandboxgym.envs.swebench.editor import Editor
+from sandboxgym.envs.swebench.expert import Expert
+from sandboxgym.envs.swebench.grading import Verdict
+from sandboxgym.envs.swebench.tasks import Task, TaskNotFound, open_tasks
+from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
+from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
+from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
+from sandboxgym.spaces import Unicode
+
+HARMLESS = ("ls", "pwd", "git status --short")
+"""What the action space samples."""
+PROMPTS = {
+    "bash": """Resolve this issue in the repository at {workdir}:
+
+<pr_description>
+{problem_statement}
+</pr_description>
+
+Change the source files, not the tests; tests that you do not see decide. Each action is one bash command, and the shell
+keeps its directory and its variables. When you are done, say `submit`, or run `echo {marker}`.""",
+    "swe-agent": """<uploaded_files>
+{workdir}
+</uploaded_files>
+A Python repository is in {workdir}. Make the changes to its files that meet this description:
+
+<pr_description>
+{problem_statement}
+</pr_description>
+
+Tests for it exist already and need not be changed. Find the code that matters, write a script that shows the error,
+edit the source, run the script again, think of edge cases. Then submit.""",
+}
+"""What a task is introduced with, by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
+_BACKENDS = ("auto", "overlay", "overlay-rootless", "docker", "copy")
+_PYTEST = re.compile(r"^=*\s*(?:.*, )?\d+ (passed|failed|errors?)\b.* in [\d.]+s", re.MULTILINE)
+_UNITTEST = re.compile(r"^Ran \d+ tests? in [\d.]+s\n\n(OK|FAILED)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeState:
+    """Where an episode is: all that a snapshot of `SWEBenchEnv` holds."""
+
+    task_id: str
+    task_digest: str
+    sandbox: SandboxSnapshot | bytes = field(repr=False)
+    """Files and shell; packed, in a snapshot that was loaded."""
+    steps: int
+    editor: Editor = field(repr=False)
+    tests: str
+    """How the tests went that the agent ran last: ``passed``, ``failed``, ``not run``."""
+
+    def release(self) -> None:
+        """Give back the files."""
+        if isinstance(self.sandbox, SandboxSnapshot):
+            self.sandbox.release()
+
+
+class SWEBenchEnv(SnapshotEnv[str, str]):
+    """Repair a repository: read an issue, run commands, edit files, and pass tests that are not shown.
+
+    ## Description
+    SWE-bench (Jimenez et al., 2024) in a sandbox that is snapshotted, restored and forked at any step. A task is a
+    repository at a commit and an issue; the official code (swebench 5) decides with the tests of the commit that closed
+    it. Each episode has a copy-on-write sandbox of its own, with the repository at ``/testbed``, no network, and
+    nothing that tells the answer: no later commits, no tests, no solution, in git's object store either.
+
+    ## Action Space
+    A string. ``tools="bash"``: a bash command, of any number of lines; or a text with one fenced block
+    (```` ```bash ````), or a call as JSON (``{"command": …}``, or OpenAI's form with ``name`` and ``arguments``). All
+    run in one shell, so that ``cd`` and ``export`` last. ``submit`` ends the episode, and so does a command that
+    succeeds and prints ``COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`` first; what it prints after that line, if anything, is
+    the patch.
+
+    ``tools="swe-agent"``: the tools ``bash`` (``command``), ``str_replace_editor`` (``command`` one of view, create,
+    str_replace, insert, undo_edit; ``path``, ``file_text``, ``view_range``, ``old_str``, ``new_str``, ``insert_line``)
+    and ``submit``, as JSON calls or as text: a thought and a command in a fenced block, ``str_replace_editor view
+    /testbed/a.py --view_range 1 20``. ``submit`` asks for no second confirmation.
+
+    A malformed action changes nothing: the observation explains, and ``info["valid_action"]`` is false.
+
+    ## Observation Space
+    A string; the first one states the task. ``tools="bash"``: ``<returncode>`` and ``<output>``; of 10,000 characters
+    and more the first and last 5,000. ``tools="swe-agent"``: ``OBSERVATION:`` and the output, at most 100,000
+    characters (16,000 from the editor), and the exit code if it is not 0.
+
+    ## Rewards
+    1 when the work is graded and resolves the issue, else 0. It is graded at submission, and as it stands at the step
+    limit of ``gym.make`` (25; or ``grade_at``). That happens in a fork: the tests never enter the sandbox, and an
+    episode can go on after it.
+
+    ## Starting State
+    ``reset(seed=…, options={"instance_id": …})`` plays that task: an id, a unique ending of one, or an index
+    (``"task"`` means the same). Without it a task is drawn from the environment's random stream.
+
+    ## Episode End
+    Terminated at submission. Truncated by the step limit of ``gym.make``.
+
+    ## Information
+    - ``success`` and ``resolved``: whether the verdict of this step says so; false where there is none.
+    - ``task_id``, ``repo``, ``steps``, ``submitted``, ``valid_action``; ``returncode`` (None without a command) and
+      ``timed_out``.
+    - ``state_hash``: equal for equal states (see `boxes.Box.digest`, what counts); ``progress_key``: whether the
+      repository was changed and how the tests went that the agent ran last.
+    - ``lossy``: what a snapshot taken now would not keep, such as ``"background: sleep 100"``; empty nearly always.
+      Where only the attempt could tell, it is in ``last`` and in what a restore returns.
+    - ``verdict``: None, or ``resolved``, ``no patch``, ``patch does not apply``, ``tests fail``, ``tests time out``,
+      ``no test results``, ``infra failure``, ``needs network``; ``sandbox ended``, which ends the episode (the disk
+      limit was reached). With it ``patch``, ``tests_status`` (the tests of
+      ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` that succeed and fail), ``infra_failure`` (what is broken, not through the
+      patch) and ``needs_network``. Rewards of ``infra failure`` and ``needs network`` are 0 and should not be
+      learnt from.
+
+    What processes draw for themselves (``$RANDOM``, ``/dev/urandom``) is not part of a snapshot; the environment's own
+    stream, which tasks are drawn from, is. With ``snapshot="full"`` forks are twins, which draw the same, unless they
+    are given a seed: it seeds ``RANDOM`` and is handed to the shell function ``sandboxgym_reseed``, if there is one.
+
+    Times are not part of it, for equal steps have equal infos: ``env.unwrapped.timing`` has them.
+
+    ## Arguments
+    - ``dataset``: ``"mini"`` (small repositories of this package), ``"verified"``, ``"lite"``, ``"full"``
+      (``sandboxgym download swebench --part verified``), or a file of rows (json, jsonl, parquet).
+    - ``instances``: only these tasks.
+    - ``backend``: ``"auto"``, ``"overlay"``, ``"overlay-rootless"``, ``"docker"``, ``"copy"``. ``"auto"`` takes the
+      first that runs here. ``"copy"`` isolates nothing and needs ``allow_unsafe=True``.
+    - ``image``: a Docker image (or ``"dir:/path"``, an unpacked root file system) for the tasks of ``"mini"``, which by
+      default run on this machine's own tool chain: any with bash, git and a Python with pytest.
+    - ``tools``: ``"bash"`` or ``"swe-agent"``.
+    - ``network``: let the sandbox use it.
+    - ``limits``: of a sandbox, as `Limits` or a mapping of some of its fields (``seconds`` for a command, ``memory``,
+      ``processes``, ``disk``, ``output``).
+    - ``env``: environment variables for all commands, such as ``PIP_CERT`` behind a proxy.
+    - ``snapshot``: what snapshots hold beside files and the shell's state. ``"filesystem"``: nothing. ``"full"``:
+      running processes with their memory, descriptors and connections, so that a server that was started answers in
+      every fork (root, ``backend="overlay"`` and CRIU; see ``sandboxgym doctor``). ``"auto"``: these only while more
+      runs than the shell. What cannot be captured is in ``lossy``. Such snapshots stay in this process.
+    - ``strict``: refuse snapshots that would lose something (`SnapshotLossy`), rather than report it in ``lossy``.
+    - ``grade_at``: grade at this step and at later ones; 0 is never. By default at the step limit of ``gym.make``; any
+      other wrapper that truncates needs it.
+    - ``grade_timeout``: seconds that the tests may take.
+    - ``prompt``: what a task is introduced with, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
+    - ``durations``: show the durations that pytest and unittest print. By default they read 0.00s, so that equal states
+      print equal text.
+
+    ## Version History
+    - v0: first version.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    snapshot_spec = SnapshotSpec(kind="filesystem", cost="constant", rng=False, cross_host=False)
+    immutable_state = True
+    state_version = 1
+
+    # What `_forget` sets. `_current` is a capture of the present state, as long as nothing was done since; `_stale`
+    # says that the live sandbox is somewhere else, to be brought there when it is needed.
+    _task: Task | None
+    _start: Pristine | None
+    _box: Box | None
+    _image: str | None
+    _current: SandboxSnapshot | None
+    _digest: tuple[str, str] | None
+    _stale: bool
+    _seed: int | None
+    """For what runs in the sandbox, once it is brought there."""
+    _steps: int
+    _editor: Editor
+    _tests: str
+    _shown: str
+
+    def __init__(
+        self,
+        dataset: str | os.PathLike[str] = "mini",
+        *,
+        instances: Sequence[str] | None = None,
+        backend: str = "auto",
+        image: str | None = None,
+        tools: tools.ToolSet = "bash",
+        network: bool = False,
+        limits: Limits | Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        allow_unsafe: bool = False,
+        snapshot: SnapshotMode = "filesystem",
+        strict: bool = False,
+        grade_at: int | None = None,
+        grade_timeout: float = grading.TIMEOUT,
+        prompt: str | None = None,
+        durations: bool = False,
+        render_mode: str | None = None,
+    ) -> None:
+        if tools not in PROMPTS:
+            raise ValueError(f"tools: expected {' or '.join(map(repr, PROMPTS))}, found {tools!r}")
+        if backend not in _BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, found {backend!r}")
+        if snapshot not in get_args(SnapshotMode):
+            raise ValueError(f"snapshot: expected one of {', '.join(get_args(SnapshotMode))}, found {snapshot!r}")
+        if snapshot != "filesystem":
+            if backend not in ("auto", "overlay"):
+                raise ValueError(f"snapshot={snapshot!r} needs backend='overlay', found {backend!r}")
+            backend = "overlay"
+            self._declare("written", kind="full", processes=True, cross_process=False)
+        if backend in ("docker", "copy"):
+            self._declare("written")
+        self.tasks = open_tasks(dataset, instances=instances)
+        self.tools = tools
+        self.strict = strict
+        self.grade_at = grade_at
+        self.grade_timeout = grade_timeout
+        self.durations = durations
+        self.render_mode = render_mode
+        self.timing: dict[str, float] = {}
+        """Seconds that the last reset or step took: ``total``, and of it ``command`` and ``grading``."""
+        self._prompt = PROMPTS[tools] if prompt is None else prompt
+        self._settings = Settings(
+            backend=backend,
+            limits=limits if isinstance(limits, Limits) else Limits(**(limits or {})),
+            network=network,
+            allow_unsafe=allow_unsafe,
+            env=environment(env),
+            image=image,
+            snapshot=snapshot,
+        )
+        self.observation_space = Unicode()
+        self.action_space = Unicode(HARMLESS)
+        self._forget()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start a task; see *Starting State*.
+
+        Raises:
+            TaskNotFound: no such task in ``dataset``.
+            SandboxUnavailable: there can be no such sandbox on this machine; the message says why.
+        """
+        started = time.perf_counter()
+        super().reset(seed=seed)
+        options = options or {}
+        unknown = options.keys() - {"instance_id", "task"}
+        if unknown:
+            raise ValueError(f"expected the options 'instance_id' or 'task', found {sorted(unknown)}")
+        wanted = options.get("instance_id", options.get("task"))
+        index = int(self.np_random.integers(len(self.tasks))) if wanted is None else self.tasks.index(wanted)
+        task = self.tasks[index]
+        grading.check_gradable(task)
+        start = pristine(task, self._settings)
+        self._enter(task, start)
+        self._stand_on(start.snapshot)
+        self._steps, self._editor, self._tests = 0, Editor(), "not run"
+        self._shown = self._prompt.format(
+            problem_statement=task.problem_statement.strip(), workdir=WORKDIR, marker=tools.MARKER
+        )
+        self.timing = {"total": time.perf_counter() - started}
+        self._digest = start.digest
+        return self._shown, self._info(start.digest)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act; see *Action Space*."""
+        if not isinstance(action, str):
+            raise TypeError(f"expected an action as a string, found {action!r}")
+        self._playing()
+        started = time.perf_counter()
+        self._steps += 1
+        try:
+            observation, info = self._act(action)
+        except (SandboxFull, SandboxClosed) as error:
+            observation, info = self._ended(error)
+        self.timing["total"] = time.perf_counter() - started
+        self._shown = observation
+        return observation, float(info["resolved"]), info["submitted"], False, info
+
+    def _act(self, action: str) -> tuple[str, dict[str, Any]]:
+        task, start = self._at()
+        box = self._live()
+        call = tools.parse(action, self.tools)
+        result: Result | None = None
+        valid, submitted, patch = True, False, None
+        began = time.perf_counter()
+        match call:
+            case tools.Bash(command):
+                self._change()
+                result = box.execute(command)
+                if not self.durations:
+                    result = replace(result, output=tools.without_durations(result.output))
+                self._tests = _outcome(result.output) or self._tests
+                observation = tools.show(result, self.tools, limit=self._settings.limits.seconds)
+                following = tools.submission(result)
+                submitted = following is not None
+                patch = following if following and following.strip() and not result.elided else None
+            case tools.Edit():
+                if call.command != "view":
+                    self._change()
+                self._editor, said, valid = self._editor.edited(call, box)
+                observation = tools.show_text(said, self.tools)
+            case tools.Submit():
+                submitted, observation = True, tools.show_text("Submitted.", self.tools)
+            case tools.Malformed(explanation):
+                valid, observation = False, tools.show_text(explanation, self.tools)
+        if self._digest is None:
+            self._digest = box.digest()
+        lossy = box.sandbox.lossy()
+        acted = time.perf_counter()
+        verdict = None
+        if submitted or self._at_limit():
+            leaf = self._frozen(strict=False, processes=False)
+            verdict = grading.grade(leaf, start, task, self._settings, patch=patch, timeout=self.grade_timeout)
+        self.timing = {"command": acted - began, "grading": time.perf_counter() - acted}
+        info = self._info(self._digest, submitted=submitted, valid=valid, result=result, lossy=lossy, verdict=verdict)
+        return observation, info
+
+    def _ended(self, error: SandboxError) -> tuple[str, dict[str, Any]]:
+        """The end of an episode whose sandbox is gone, such as by filling its disk: what was done is lost."""
+        _, start = self._at()
+        self._stand_on(start.snapshot)
+        self._digest, self._editor, self._tests = start.digest, Editor(), "not run"
+        self.timing = {"command": 0.0, "grading": 0.0}
+        verdict = Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {error}")
+        observation = tools.show_text(f"The sandbox is gone, and the episode over: {error}", self.tools)
+        return observation, self._info(start.digest, submitted=True, verdict=verdict)
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """The last observation, in mode ``ansi``."""
+        return self._shown if self.render_mode == "ansi" else None
+
+    def close(self) -> None:
+        """End the sandbox. Idempotent; snapshots stay, and the environment can be reset or restored again."""
+        if self._box is not None:
+            self._box.close()
+        if self._current is not None:
+            self._current.release()
+        self._box = self._current = None
+        self._was_reset = False
+        super().close()
+
+    @property
+    def num_tasks(self) -> int:
+        """How many tasks there are to reset to."""
+        return len(self.tasks)
+
+    @property
+    def task(self) -> Task:
+        """The task that is being played, its solution included."""
+        return self._playing()[0]
+
+    def expert(self, *, rng: random.Random | None = None, noise: float = 0.0, direct: bool = False) -> Expert:
+        """A player that knows the solution of the task being played, for demonstrations; see `Expert`."""
+        return Expert(lambda: self.task, tools=self.tools, rng=rng, noise=noise, direct=direct)
+
+    def grade(self) -> Verdict:
+        """The verdict on the work as it stands; changes nothing."""
+        task, start = self._playing()
+        self._live()
+        leaf = self._frozen(strict=False, processes=False)
+        return grading.grade(leaf, start, task, self._settings, timeout=self.grade_timeout)
+
+    # The sandbox.
+
+    def _forget(self) -> None:
+        self._task = self._start = self._box = self._image = self._current = self._digest = None
+        self._stale, self._seed = True, None
+        self._steps, self._editor, self._tests, self._shown = 0, Editor(), "not run", ""
+
+    def _playing(self) -> tuple[Task, Pristine]:
+        self._check_reset("its task")
+        return self._at()
+
+    def _at(self) -> tuple[Task, Pristine]:
+        assert self._task is not None and self._start is not None
+        return self._task, self._start
+
+    def _enter(self, task: Task, start: Pristine) -> None:
+        image = self._settings.image_of(task)
+        if self._box is not None and image != self._image:
+            self._box.close()
+            self._box = None
+        self._task, self._start, self._image = task, start, image
+
+    def _stand_on(self, snapshot: SandboxSnapshot) -> None:
+        held = snapshot.retain()
+        self._change()
+        self._current, self._stale, self._seed = held, True, None
+
+    def _opened(self) -> Box:
+        """The sandbox, in whatever state."""
+        task, _ = self._at()
+        if self._box is None:
+            self._box = self._settings.box(task)
+            if self._settings.snapshot == "filesystem":  # else with what processes have in memory
+                self._declare(self._box.sandbox.backend.capabilities.snapshot_cost)
+        return self._box
+
+    def _declare(self, cost: Literal["constant", "written"], **more: Any) -> None:
+        """What the cost of a snapshot grows with, which ``backend="auto"`` knows only once there is a sandbox."""
+        if cost != self.snapshot_spec.cost:
+            self.snapshot_spec = replace(self.snapshot_spec, cost=cost, **more)
+            self.metadata = {**self.metadata, "snapshot": asdict(self.snapshot_spec)}  # type: ignore[misc]
+
+    def _live(self) -> Box:
+        """The sandbox in the present state."""
+        box = self._opened()
+        if self._stale:
+            assert self._current is not None
+            box.restore(self._current)
+            self._stale = False
+            if self._current.whole is not None:  # its processes go on from here
+                self._current.release()
+                self._current = None
+            if self._seed is not None:
+                box.sandbox.reseed(self._seed)
+                self._seed = None
+        return box
+
+    def _change(self) -> None:
+        """What was captured and hashed is not the present state any more."""
+        self._digest = None
+        if self._current is not None:
+            self._current.release()
+            self._current = None
+
+    def _frozen(self, *, strict: bool, processes: bool = True) -> SandboxSnapshot:
+        """A capture of the present state, to be retained by whoever keeps it; ``processes``: if there can be any."""
+        if self._current is not None:
+            return self._current
+        assert self._box is not None
+        snapshot = self._box.sandbox.snapshot(strict=strict, mode=None if processes else "filesystem")
+        idle = not snapshot.lossy and snapshot.whole is None  # else processes go on that may change files
+        if idle and (processes or self._settings.snapshot != "full"):
+            self._current = snapshot
+        return snapshot
+
+    def _at_limit(self) -> bool:
+        """Whether this step is to be graded though nothing was submitted."""
+        limit = self.step_limit if self.grade_at is None else self.grade_at
+        return limit is not None and 0 < limit <= self._steps
+
+    def _info(
+        self,
+        digest: tuple[str, str],
+        *,
+        submitted: bool = False,
+        valid: bool = True,
+        result: Result | None = None,
+        lossy: Sequence[str] = (),
+        verdict: Verdict | None = None,
+    ) -> dict[str, Any]:
+        task, start = self._at()
+        state_hash, repository = digest
+        changed = "unchanged" if repository == start.digest[1] else "edited"
+        resolved = verdict is not None and verdict.resolved
+        return {
+            "success": resolved,
+            "resolved": resolved,
+            "task_id": task.instance_id,
+            "repo": task.repo,
+            "steps": self._steps,
+            "submitted": submitted,
+            "valid_action": valid,
+            "returncode": None if result is None else result.exit_code,
+            "timed_out": result is not None and result.timed_out,
+            "state_hash": state_hash,
+            "progress_key": f"{changed}, tests {self._tests}",
+            "lossy": list(lossy),
+            "verdict": None if verdict is None else verdict.reason,
+            "patch": None if verdict is None else tools.printable(verdict.patch),
+            "tests_status": None if verdict is None else verdict.tests_status,
+            "infra_failure": "" if verdict is None else verdict.infra_failure,
+            "needs_network": verdict is not None and verdict.needs_network,
+        }
+
+    # Snapshots.
+
+    def _capture(self) -> EpisodeState:
+        task, _ = self._at()
+        snapshot = self._frozen(strict=self.strict)
+        if self._last is not None and not set(snapshot.lossy) <= set(self._last.info["lossy"]):
+            # Some of it only the attempt could tell.
+            self._last = self._last._replace(info={**self._last.info, "lossy": list(snapshot.lossy)})
+        held = snapshot.retain() if snapshot is self._current else snapshot
+        return EpisodeState(task.instance_id, task.digest, held, self._steps, self._editor, self._tests)
+
+    def _apply(self, state: EpisodeState) -> None:
+        try:
+            task = self.tasks[self.tasks.index(state.task_id)]
+        except TaskNotFound as error:
+            raise SnapshotMismatch(f"the snapshot plays a task that is not here: {error}") from error
+        if task.digest != state.task_digest:
+            raise SnapshotMismatch(
+                f"the task {task.instance_id} has digest {task.digest[:16]}…, in the snapshot {state.task_digest[:16]}…"
+            )
+        before = self._task, self._start
+        self._enter(task, pristine(task, self._settings))
+        if isinstance(state.sandbox, bytes):
+            try:
+                unpacked = self._opened().sandbox.unpack(state.sandbox)
+            except BaseException:
+                self._task, self._start = before
+                raise
+            self._stand_on(unpacked)
+            unpacked.release()
+        else:
+            self._stand_on(state.sandbox)
+        self._steps, self._editor, self._tests = state.steps, state.editor, state.tests
+
+    def _reseed(self, seed: int) -> None:
+        if self._settings.snapshot != "filesystem":
+            self._seed = seed
+
+    def _put(self, body: Any, seed: int | None) -> None:
+        super()._put(body, seed)
+        self._shown = self.last.observation
+
+    @classmethod
+    def _encode(cls, state: EpisodeState) -> bytes:
+        packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
+        return durable.pack([state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests])
+
+    @classmethod
+    def _decode(cls, data: bytes) -> EpisodeState:
+        values = durable.unpack(data)
+        kinds = (str, str, bytes, int, dict, str)
+        if not isinstance(values, list) or len(values) != 6 or not all(map(isinstance, values, kinds)):
+            raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {values!r:.200}")
+        task_id, digest, packed, steps, history, tests = values
+        return EpisodeState(task_id, digest, packed, steps, Editor.from_plain(history), tests)
+
+    def _config(self) -> dict[str, Any]:
+        # Not the list of tasks: any that has this one will do.
+        return {
+            "tools": self.tools,
+            "backend": self._settings.backend,
+            "image": self._settings.image,
+            "network": self._settings.network,
+            "durations": self.durations,
+            "snapshot": self._settings.snapshot,
+            "env": [list(pair) for pair in self._settings.env],
+        }
+
+    def _blank(self) -> Self:
+        child = type(self).__new__(type(self))
+        child.__dict__.update(self.__dict__)  # tasks are immutable and shared
+        child._forget()
+        child.action_space, child.observation_space = Unicode(HARMLESS), Unicode()
+        child._np_random = child._np_random_seed = None
+        child._was_reset, child._lineage, child._last, child.timing = False, None, None, {}
+        return child
+
+
+def _outcome(output: str) -> str | None:
+    """How the tests went whose last line is in some output; None if there is none."""
+    found = None
+    for match in (*_PYTEST.finditer(output), *_UNITTEST.finditer(output)):
+        line = match[0]
+        found = "failed" if re.search(r"\d+ (failed|error)|FAILED", line) else "passed"
+    return found

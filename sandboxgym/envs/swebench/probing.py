@@ -1,0 +1,55 @@
+"""What the conformance suite needs to know of `SWEBenchEnv`: what an agent does, and how to ask its shell.
+
+python -m sandboxgym.conformance sandboxgym/SWEBench-v0 --hook actions=sandboxgym.envs.swebench.probing:actions \
+    --hook shell=sandboxgym.envs.swebench.probing:shell
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+_COMMANDS = (
+    "ls -A",
+    "pwd",
+    "git status --short | head -n 20",
+    "git log --oneline | head -n 3",
+    "cat notes.txt",
+    "echo one >> notes.txt; wc -l < notes.txt",
+    "printf 'x%.0s' $(seq 400) > blob; wc -c < blob",
+    "rm -f blob; ls",
+    "mkdir -p deep/er && touch deep/er/file && find deep | sort",
+    "rm -rf deep; ls",
+    "cd /tmp && pwd",
+    "cd /testbed && pwd",
+    "export COUNT=$((${COUNT:-0} + 1)); echo $COUNT",
+    "list+=(item); echo ${#list[@]}",
+    "greet() { echo hello $1; }; greet you",
+    "greet again",
+    "chmod 600 notes.txt; stat -c %a notes.txt",
+    "ln -sf notes.txt link; readlink link",
+    "git add -A; git diff --cached --stat | tail -n 1",
+    "git checkout -q .; echo $?",
+    "sed -i '1s/^/# seen\\n/' README.md; head -n 1 README.md",
+    "false",
+    "if true; then",
+    'python3 -c "print(sum(range(10)))"',
+    "submit",
+)
+_OUTPUT = re.compile(r"<output>\n?(.*?)\n?</output>", re.DOTALL)
+
+
+def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
+    """A command that an agent might run; equal states answer it equally."""
+    last = len(_COMMANDS) - (rng.random() < 0.95)  # the end of an episode is rarer
+    return _COMMANDS[int(rng.integers(last))]
+
+
+def shell(env: gym.Env[Any, Any], command: str) -> str:
+    """What a command prints in the sandbox."""
+    observation = str(env.step(command)[0])
+    found = _OUTPUT.search(observation)
+    return found[1] if found else observation

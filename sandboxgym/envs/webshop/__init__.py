@@ -1,0 +1,1 @@
+"""WebShop: an exact, snapshottable re-implementation of the shop, its search and its reward."""

@@ -1,0 +1,192 @@
+"""Pages of the shop as text, in the original's two forms. Pure functions of a `View`.
+
+``text`` separates the pieces of a page by `` [SEP] ``; ``text_rich`` has one on each line and marks what can be
+clicked. With ``compat="upstream"`` both are what the original makes of its HTML, to the letter: white space between
+tags, invisible elements and all.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from sandboxgym.envs.webshop.markup import html
+from sandboxgym.envs.webshop.views import View
+
+ObservationMode = Literal["text", "text_rich", "html", "url"]
+SEPARATOR = " [SEP] "
+SELECTED = " (selected)"
+"""Follows a chosen option in ``text`` (not with ``compat="upstream"``)."""
+
+
+class Piece(NamedTuple):
+    """A piece of text on a page."""
+
+    kind: Literal["text", "button", "product", "option"]
+    text: str
+    marked: bool = False
+    """The product was looked at, the option is chosen."""
+
+
+def text(view: View) -> str:
+    """The page in one line."""
+    shown = "" if view.compat == "upstream" else SELECTED
+    return SEPARATOR.join(
+        piece.text.strip() + (shown if piece.marked and piece.kind == "option" else "") for piece in pieces(view)
+    )
+
+
+def text_rich(view: View) -> str:
+    """The page in lines, with marks around what can be clicked."""
+    lines, clicked = [], []
+    for kind, content, marked in pieces(view):
+        mark = "clicked button" if marked else "button"
+        match kind:
+            case "text":
+                lines.append(f"{content}\n")
+            case "button":
+                lines.append(f"[button] {content} [button_]\n")
+            case "product":
+                lines.append(f"\n[{mark}] {content} [{mark}_]\n")
+            case "option":
+                lines.append(f"  [{mark}] {content} [{mark}_]\n")
+                if marked:
+                    clicked.append(f"You have clicked {content}.\n")
+    return "".join(clicked[::-1] + lines)
+
+
+def pieces(view: View) -> list[Piece]:
+    """The visible text of a page in its order."""
+    if view.compat == "default":
+        found = _PIECES[view.page](view)
+        return [Piece(kind, stripped, marked) for kind, content, marked in found if (stripped := content.strip())]
+    return [parsed for piece in _PIECES[view.page](view) if (parsed := _as_parsed(piece)) is not None]
+
+
+def _as_parsed(piece: Piece) -> Piece | None:
+    """What the original's HTML parser makes of it: white space alone becomes one blank, or a newline, which is dropped.
+
+    Quirk: a blank description, say, is an empty piece of text, an empty one is none.
+    """
+    content = piece.text
+    if content.strip(" \n\t\f\r"):
+        return piece
+    return piece._replace(text=" ") if content and "\n" not in content else None
+
+
+def _instruction(view: View) -> Iterator[Piece]:
+    yield Piece("text", "Instruction:")
+    yield Piece("text", view.instruction)
+
+
+def _search(view: View) -> Iterator[Piece]:
+    yield Piece("text", "WebShop")
+    yield Piece("text", "Instruction: ")
+    yield Piece("text", view.instruction)
+    yield from _buttons(view.buttons)
+
+
+def _results(view: View) -> Iterator[Piece]:
+    back, *others = view.buttons
+    yield from _instruction(view)
+    yield Piece("button", back)
+    yield Piece("text", f"Page {view.number} (Total results: {view.total})")
+    yield from _buttons(others)
+    for row in view.rows:
+        yield Piece("product", row.asin, row.visited)
+        yield Piece("text", row.title)
+        yield Piece("text", row.price)
+
+
+def _item(view: View) -> Iterator[Piece]:
+    product = view.product
+    assert product is not None
+    back, previous, *others = view.buttons
+    yield from _instruction(view)
+    yield from _buttons((back, previous))
+    for group in view.groups:
+        yield Piece("text", group.name)
+        for choice in group.choices:
+            yield Piece("option", choice.name, choice.selected)
+    yield Piece("text", product.title)
+    yield Piece("text", f"Price: {product.price_text}")
+    yield Piece("text", "Rating: N.A.")
+    yield from _buttons(others)
+
+
+def _sub_page(view: View) -> Iterator[Piece]:
+    product = view.product
+    assert product is not None
+    yield from _instruction(view)
+    yield from _buttons(view.buttons)
+    match view.sub_page:
+        case "Description":
+            yield Piece("text", product.description)
+        case "Features":
+            for bullet in product.bullets:
+                yield Piece("text", f" {bullet}")
+        case "Attributes":
+            for attribute in product.attributes:
+                yield Piece("text", f" {attribute}")
+            for hidden in (product.category, product.query, product.product_category):
+                yield Piece("text", hidden)
+
+
+def _done(view: View) -> Iterator[Piece]:
+    purchase = view.purchase
+    assert purchase is not None
+    score = ("Your score (min 0.0, max 1.0)", str(purchase.reward.total))
+    if view.compat == "default":
+        lines: tuple[str, ...] = ("Thank you for shopping with us!", *score)
+    else:
+        lines = (*_DONE[0], purchase.asin, "options", _to_json(dict(purchase.options)), *_DONE[1], *score, *_DONE[2])
+    for line in lines:
+        yield Piece("text", line)
+
+
+def _buttons(labels: Iterable[str]) -> Iterator[Piece]:
+    for label in labels:
+        yield Piece("button", label)
+
+
+_PIECES: Mapping[str, Callable[[View], Iterator[Piece]]] = {
+    "search": _search,
+    "results": _results,
+    "item": _item,
+    "sub_page": _sub_page,
+    "done": _done,
+}
+_DONE = (  # invisible parts included; the goal's are empty in the text environment
+    (
+        "Thank you for shopping with us!",
+        "Your code: ",
+        "None",
+        " (Paste it in your MTurk interface.)",
+        "Purchased",
+        "asin",
+    ),
+    (
+        *(text for name in ("attrs", "category", "query", "product category") for text in (name, "None")),
+        "Target",
+        *("asin", "options", "attrs", "price upper", "instuction text", "category", "product category", "query"),
+        *("Goal ", "None", "Reward"),
+    ),
+    ("Reward Details ", "None"),
+)
+_ESCAPED = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&'"})
+
+
+def _to_json(options: Mapping[str, str]) -> str:
+    """As the original's template engine writes it: sorted, and safe inside a script."""
+    return json.dumps(options, sort_keys=True).translate(_ESCAPED)
+
+
+RENDERERS: Mapping[ObservationMode, Callable[[View], str]] = {
+    "text": text,
+    "text_rich": text_rich,
+    "html": html,
+    "url": operator.attrgetter("url"),
+}
+"""How a view becomes an observation."""

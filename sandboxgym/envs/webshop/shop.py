@@ -1,0 +1,383 @@
+"""`Shop`: what all environments of a process share, and the transitions of a `Session`, as pure functions.
+
+A shop is immutable: catalogue, goals, prices, search, noun tagger and rules. Environments with equal arguments get the
+same one, and with it one cache of pages, so that forks which come to the same page build it once. A session is a small
+value (:mod:`.session`); `Shop.act` gives the next one.
+
+``compat="upstream"`` follows the original's text environment to the letter:
+
+- a search is possible on every page, also after a purchase, after which the episode goes on as if nothing had happened;
+- ``next >`` is always there, and leads to empty pages;
+- where ``< prev`` leads is told from the address, so that keywords such as "search_results" mislead it;
+- of two options with the same value only the later can be chosen; an option named like a button is that button;
+- keywords that begin with ``<r>``, ``<c>`` or ``<q>`` list random products, a category, or the products behind a hidden
+  query. Where the original raises an error (``<a>``, ``<c>`` without a category, ``<r>`` in too small a catalogue)
+  nothing happens.
+
+``compat="default"`` has none of that: a search needs the search bar, a purchase ends the episode and nothing happens
+after it, pages end, every option can be chosen, and keywords are just words.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import get_args
+
+from sandboxgym.envs.webshop import actions, pages, views
+from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
+from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
+from sandboxgym.envs.webshop.goals import goals as all_goals
+from sandboxgym.envs.webshop.nouns import Nouns, open_nouns
+from sandboxgym.envs.webshop.reward import Reward, reward
+from sandboxgym.envs.webshop.search import Search, open_search
+from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, Place, Session
+from sandboxgym.envs.webshop.views import View
+from sandboxgym.errors import SnapshotCorrupt
+
+RANDOM_RESULTS = 50
+Tagger = Callable[[str], Iterable[str]]
+_OPEN_SHOPS = 8
+_CACHED_PAGES = 1024
+_CACHED_REWARDS = 4096
+_SEARCH, _BACK, _PREV, _NEXT, _BUY = map(str.lower, (views.SEARCH, views.BACK, views.PREV, views.NEXT, views.BUY))
+_SUB_PAGES = {name.lower(): name for name in SUB_PAGES}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, and what environments tell of it beside the observation."""
+
+    view: View
+    clickables: tuple[str, ...]
+    commands: tuple[str, ...]
+    """Actions that do something here: every click, and a search for the instruction where keywords can be typed."""
+    progress_key: str
+    """The kind of page, whether it is about the goal's product, and how many of the goal's options are chosen."""
+    state_hash: str
+
+
+class Shop:
+    """The shop and its rules; see the module.
+
+    Args:
+        catalogue, goals, search, nouns: what it is made of.
+        compat: see `Compat`.
+        show_attributes: item pages lead to a page with the product's hidden attributes.
+        identity: tells shops apart in `Page.state_hash`.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        goals: Goals,
+        search: Search,
+        nouns: Nouns,
+        *,
+        compat: Compat = "default",
+        show_attributes: bool = False,
+        identity: str = "",
+    ) -> None:
+        self.catalogue = catalogue
+        self.goals = goals
+        self.search = search
+        self.nouns = nouns
+        self.compat = compat
+        self.show_attributes = show_attributes
+        self.identity = identity
+        self.worth = functools.lru_cache(_CACHED_REWARDS)(self._worth)
+        self._page = functools.lru_cache(_CACHED_PAGES)(self._build_page)
+        self._observation = functools.lru_cache(_CACHED_PAGES)(self._render)
+
+    # Looking.
+
+    def page(self, session: Session) -> Page:
+        """The page that the session is on."""
+        return self._page(session.goal, session.place, session.visited)
+
+    def observe(self, session: Session, mode: pages.ObservationMode) -> str:
+        """The same as an observation."""
+        return self._observation(mode, session.goal, session.place, session.visited)
+
+    def view(self, session: Session) -> View:
+        """What is on it."""
+        return self.page(session).view
+
+    def bought(self, session: Session) -> Reward | None:
+        """The reward of a purchase, on the page that follows it."""
+        place = session.place
+        if place.page != "done":
+            return None
+        assert place.asin is not None
+        return self.worth(session.goal, place.asin, place.options)
+
+    def results(self, place: Place) -> Sequence[str]:
+        """The asins that a search gives, on all its pages together."""
+        assert place.query is not None
+        words = place.query.split(" ")
+        if self.compat == "upstream":
+            match words[0]:
+                case "<r>":
+                    drawn = random.Random(place.draw).sample(range(len(self.catalogue)), RANDOM_RESULTS)
+                    return [self.catalogue.at(position).asin for position in drawn]
+                case "<c>":
+                    return self.catalogue.in_category(words[1].strip())
+                case "<q>":
+                    return self.catalogue.in_query(" ".join(words[1:]).strip())
+        return [asin for asin in self.search(place.query) if asin in self.catalogue]
+
+    # Acting.
+
+    def start(self, goal: int) -> Session:
+        """A new session with a goal.
+
+        Args:
+            goal: its index in the whole list of goals.
+        """
+        return Session(goal)
+
+    def act(self, session: Session, text: str, *, draw: Callable[[], int]) -> Session:
+        """The session after an action; the same but for reward and flags if the action does nothing here.
+
+        Args:
+            session: before it.
+            text: such as "search[red shoes]" or "click[buy now]"; see `actions.parse`.
+            draw: gives a seed where the original draws at random (``<r>`` only).
+        """
+        action = actions.parse(text, self.compat)
+        over = self.compat == "default" and session.place.page == "done"
+        following = None
+        if action is not None and not over:
+            if action.verb == "search":
+                following = self._search(session, action.argument, draw)
+            else:
+                following = self._click(session, action.argument, draw)
+        return replace(session, reward=0.0, done=over, valid_action=False) if following is None else following
+
+    def _search(self, session: Session, query: str, draw: Callable[[], int]) -> Session | None:
+        if self._raises(query) or (self.compat == "default" and session.place.page != "search"):
+            return None
+        return self._results(session, query, 1, draw)
+
+    def _raises(self, query: str) -> bool:
+        """Whether the original does."""
+        if self.compat == "default":
+            return False
+        words = query.split(" ")
+        match words[0]:
+            case "<a>":
+                return True
+            case "<c>":
+                return len(words) < 2
+            case "<r>":
+                return len(self.catalogue) < RANDOM_RESULTS
+        return False
+
+    def _random(self, query: str) -> bool:
+        return self.compat == "upstream" and query.split(" ")[0] == "<r>"
+
+    def _click(self, session: Session, name: str, draw: Callable[[], int]) -> Session | None:
+        page, place = self.page(session), session.place
+        click = page.view.clickables.get(name)
+        if click is None or name == _SEARCH:
+            return None
+        # In the original the name alone decides, whatever was clicked.
+        button = name if self.compat == "upstream" or click.kind == "button" else ""
+        if button == _BUY:
+            return self._buy(session)
+        if button == _BACK:
+            return Session(session.goal)
+        if button in (_NEXT, _PREV):
+            turned = self._turn(session, 1 if button == _NEXT else -1, page.view, draw)
+            if turned is not None:
+                return turned
+        if button in _SUB_PAGES:
+            sub_page = _SUB_PAGES[button]
+            return _moved(session, replace(place, page="sub_page", sub_page=sub_page), sub_page)
+        if click.kind == "product":
+            visited = session.visited if click.value in session.visited else (*session.visited, click.value)
+            item = replace(place, page="item", asin=click.value)
+            return _moved(replace(session, visited=visited), item, "asin")
+        if click.kind == "option":
+            options = _chosen(place.options, click.group, click.value)
+            return _moved(session, replace(place, page="item", options=options), "options")
+        return _moved(session, replace(place, page="item", sub_page=None))  # from a sub page
+
+    def _turn(self, session: Session, by: int, view: View, draw: Callable[[], int]) -> Session | None:
+        """Another page of the results, or back to them; None if neither."""
+        place = session.place
+        assert place.query is not None and place.number is not None
+        here = _named_by(view.url) if self.compat == "upstream" else place.page
+        if here == "results":
+            return self._results(session, place.query, place.number + by, draw)
+        if here == "item" and by < 0:
+            return self._results(session, place.query, place.number, draw)
+        return None
+
+    def _results(self, session: Session, query: str, number: int, draw: Callable[[], int]) -> Session:
+        drawn = draw() if self._random(query) else None
+        return _moved(session, Place("results", query, number, draw=drawn), "search")
+
+    def _buy(self, session: Session) -> Session:
+        place = replace(session.place, page="done", sub_page=None)
+        assert place.asin is not None
+        worth = self.worth(session.goal, place.asin, place.options)
+        return replace(_moved(session, place, "purchase"), reward=worth.total, done=True)
+
+    # What is kept of it.
+
+    def _worth(self, goal: int, asin: str, options: Options) -> Reward:
+        product = self.catalogue[asin]
+        price = self.goals.prices[asin]
+        return reward(self.goals[goal], product, price=price, options=dict(options), nouns=self.nouns)
+
+    def _build_page(self, goal: int, place: Place, visited: tuple[str, ...]) -> Page:
+        wanted = self.goals[goal]
+        view = views.view_of(
+            place,
+            wanted,
+            goal,
+            self.catalogue,
+            compat=self.compat,
+            found=self.results(place) if place.page == "results" else (),
+            visited=visited,
+            bought=self.bought(Session(goal, place)),
+            show_attributes=self.show_attributes,
+        )
+        names = [name for name in view.clickables if name != _SEARCH and self._can_be_typed(name)]
+        search = [actions.search_for(view.instruction)] if view.has_search_bar else []
+        key = f"{self.identity}\n".encode() + Session(goal, place, tuple(sorted(visited))).encode()
+        return Page(
+            view=view,
+            clickables=tuple(view.clickables),
+            commands=(*search, *(f"click[{name}]" for name in names)),
+            progress_key=_progress(view, wanted, place),
+            state_hash=blake2b(key, digest_size=16).hexdigest(),
+        )
+
+    def _can_be_typed(self, name: str) -> bool:
+        return self.compat == "default" or not ("[" in name or "\n" in name)
+
+    def _render(self, mode: pages.ObservationMode, goal: int, place: Place, visited: tuple[str, ...]) -> str:
+        return pages.RENDERERS[mode](self._page(goal, place, visited).view)
+
+    def check(self, session: Session) -> None:
+        """Whether this shop has such a session.
+
+        Raises:
+            SnapshotCorrupt: it has not; the message says what is wrong.
+        """
+        place = session.place
+        if not 0 <= session.goal < len(self.goals):
+            raise SnapshotCorrupt(f"expected a goal below {len(self.goals)}, found {session.goal}")
+        needs = {"search": (), "results": ("query", "number"), "done": ("asin",)}.get(
+            place.page, ("query", "number", "asin")
+        )
+        lacks = [name for name in needs if getattr(place, name) is None]
+        if lacks or (place.sub_page is None) == (place.page == "sub_page"):
+            raise SnapshotCorrupt(f"expected a page with {needs}, found {place!r:.200}")
+        query = place.query
+        if query is not None and (self._raises(query) or (self._random(query) and place.draw is None)):
+            raise SnapshotCorrupt(f"a search for {query!r:.100} leads nowhere")
+        if place.asin is None:
+            return
+        if place.asin not in self.catalogue:
+            raise SnapshotCorrupt(f"expected a product of {self.catalogue.name}, found {place.asin!r:.100}")
+        offered = self.catalogue[place.asin].options
+        for group, value in place.options:
+            if value not in offered.get(group, ()):
+                raise SnapshotCorrupt(f"{place.asin} has no option {group!r:.100} = {value!r:.100}")
+
+
+def _moved(session: Session, place: Place, what: str | None = None) -> Session:
+    """The session at another place, with ``what`` counted."""
+    counts = session.actions
+    if what is not None:
+        counted = dict(counts)
+        counted[what] = counted.get(what, 0) + 1
+        counts = tuple(counted.items())
+    return Session(session.goal, place, session.visited, counts)
+
+
+def _chosen(options: Options, group: str, value: str) -> Options:
+    return tuple({**dict(options), group: value}.items())
+
+
+def _named_by(url: str) -> str | None:
+    """The page that the original takes an address for: the first of these names that is anywhere in it."""
+    for name, page in (("search_results", "results"), ("item_page", "item"), ("item_sub_page", "sub_page")):
+        if name in url:
+            return page
+    return None
+
+
+def _progress(view: View, goal: Goal, place: Place) -> str:
+    if view.page == "results":
+        return "results goal" if any(row.asin == goal.asin for row in view.rows) else "results"
+    if place.asin is None:
+        return view.page
+    chosen = dict(place.options)
+    met = [
+        chosen.get(option[0]) == option[1] if isinstance(option, tuple) else option in chosen.values()
+        for option in goal.options
+    ]
+    return f"{view.page}{' goal' if place.asin == goal.asin else ''} {sum(met)}/{len(met)}"
+
+
+def open_shop(
+    catalogue: str | os.PathLike[str] = "embedded",
+    goals: Kind = "synthetic",
+    *,
+    price_seed: int = 0,
+    nouns: str | os.PathLike[str] | None = None,
+    pos: str | Tagger = "embedded",
+    search_backend: str = "bm25",
+    compat: Compat = "default",
+    show_attributes: bool = False,
+) -> Shop:
+    """The shop with these arguments, the same object for all who ask in this process.
+
+    Args:
+        catalogue: see `load_catalogue`.
+        goals: "synthetic" or "human".
+        price_seed: of the prices within a range and of the price caps in goals.
+        nouns: a file with the nouns of titles.
+        pos: what tells the nouns of the titles that are not in the file, or of all; see `open_nouns`.
+        search_backend: see `open_search`.
+        compat: see `Compat`.
+        show_attributes: see `Shop`.
+    """
+    if compat not in get_args(Compat):
+        raise ValueError(f"expected compat to be one of {get_args(Compat)}, found {compat!r}")
+    if goals not in get_args(Kind):
+        raise ValueError(f"expected goals to be one of {get_args(Kind)}, found {goals!r}")
+    products = load_catalogue(catalogue)
+    file = None if nouns is None else Path(nouns)
+    return _opened(products, goals, price_seed, file, pos, search_backend, compat, show_attributes)
+
+
+@functools.lru_cache(_OPEN_SHOPS)
+def _opened(
+    catalogue: Catalogue,
+    kind: Kind,
+    price_seed: int,
+    nouns: Path | None,
+    pos: str | Tagger,
+    search_backend: str,
+    compat: Compat,
+    show_attributes: bool,
+) -> Shop:
+    return Shop(
+        catalogue,
+        all_goals(catalogue, kind, price_seed=price_seed),
+        open_search(catalogue, search_backend),
+        open_nouns(pos) if nouns is None else open_nouns(nouns, fallback=pos),
+        compat=compat,
+        show_attributes=show_attributes,
+        identity=f"{catalogue.digest} {kind} {price_seed} {compat}",
+    )

@@ -1,0 +1,307 @@
+"""The site's server: one `Shop`, and a small table of who is shopping.
+
+1. It listens on the loopback interface unless told otherwise, needs the standard library only and loads nothing.
+2. An address says which page it is (``addresses.py``); the server keeps only what a session has beside its page: the
+   goal, the products looked at, the purchase. Whoever has the `Site` can read and write that table, which is how the
+   browser environment snapshots it.
+3. "Back", reload and a form sent twice do what they seem to; a purchase is for good.
+4. What cannot be shown is a page with a sentence and a status of 4xx, never a traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.site import markup
+from sandboxgym.envs.webshop.site.addresses import path_of, place_of, split_address
+from sandboxgym.envs.webshop.views import RESULTS_PER_PAGE
+from sandboxgym.errors import SnapshotCorrupt
+
+log = logging.getLogger("sandboxgym")
+MOST_SESSIONS = 10_000
+_MAX_FORM = 2**16
+_IDLE_SECONDS = 60
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the site answers."""
+
+    status: HTTPStatus
+    body: str = ""
+    location: str | None = None
+    content_type: str = "text/html; charset=utf-8"
+    lasting: bool = False
+    """A browser may keep it; of a page it must not, for "back" has to ask again."""
+
+
+class _NoSuchPage(Exception):
+    """The message says why, as the middle of a sentence."""
+
+
+class Site:
+    """The pages of a shop, by address; `Server` puts it on a port.
+
+    Args:
+        shop: what is shown; with ``compat="default"``.
+        goals: indices of the goals that visitors may get; default: all.
+    """
+
+    def __init__(self, shop: Shop, goals: Sequence[int] | None = None) -> None:
+        if shop.compat != "default":
+            raise ValueError(f"expected a shop with compat='default', found {shop.compat!r}")
+        self.shop = shop
+        self.goals = range(len(shop.goals)) if goals is None else goals
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._lock = threading.RLock()
+
+    # The table.
+
+    def open(self, session: Session) -> str:
+        """Let somebody shop from a session on; the name of it, which nobody can guess."""
+        sid = secrets.token_urlsafe(9)
+        self.put(sid, session)
+        return sid
+
+    def put(self, sid: str, session: Session) -> None:
+        """Set where somebody is. The least recently used session goes when there are `MOST_SESSIONS`."""
+        with self._lock:
+            self._sessions[sid] = session
+            self._sessions.move_to_end(sid)
+            while len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def session(self, sid: str) -> Session:
+        """Where somebody is.
+
+        Raises:
+            KeyError: nobody of that name shops here.
+        """
+        with self._lock:
+            return self._sessions[sid]
+
+    def drop(self, sid: str) -> None:
+        """Forget somebody."""
+        with self._lock:
+            self._sessions.pop(sid, None)
+
+    # The pages.
+
+    def get(self, address: str) -> Response:
+        """The page of an address; looking at it is what moves a session."""
+        names, fields = split_address(address)
+        match names:
+            case []:
+                return Response(HTTPStatus.OK, markup.welcome(len(self.shop.catalogue), len(self.goals)))
+            case ["style.css"]:
+                return Response(HTTPStatus.OK, markup.style(), content_type="text/css; charset=utf-8", lasting=True)
+            case ["start"]:
+                return self._start(fields.get("goal", ""))
+            case ["s", sid, *_]:
+                with self._lock:
+                    return self._visit(sid, address, names[2:] == ["done"])
+        return _problem(HTTPStatus.NOT_FOUND, "There is no such page.")
+
+    def post(self, address: str) -> Response:
+        """The purchase of what the address shows, which is the only thing that is sent."""
+        found = place_of(address)
+        with self._lock:
+            known = None if found is None else self._sessions.get(found[0])
+            if known is None or found is None:
+                return _problem(HTTPStatus.NOT_FOUND, "There is no such form, or the visit is over.")
+            sid, place = found
+            if known.place.page != "done":  # else the form was sent twice
+                try:
+                    known = self.shop.act(self._moved(known, place), "click[buy now]", draw=_never)
+                except _NoSuchPage as error:
+                    return _problem(HTTPStatus.NOT_FOUND, f"There is no such page: {error}.")
+                if known.place.page != "done":
+                    return _problem(HTTPStatus.CONFLICT, "There is nothing to buy on this page.")
+                self.put(sid, known)
+            return _redirect(path_of(known.place, sid))
+
+    def _visit(self, sid: str, address: str, last: bool) -> Response:
+        known = self._sessions.get(sid)
+        if known is None:
+            return _problem(HTTPStatus.NOT_FOUND, "There is no such page, or the visit is over.")
+        if known.place.page == "done":  # there is no way back from a purchase
+            return self._show(sid, known) if last else _redirect(path_of(known.place, sid))
+        found = place_of(address)
+        if found is None:
+            sentence = "Nothing was bought yet." if last else "There is no such page."
+            return _problem(HTTPStatus.NOT_FOUND, sentence)
+        _, place = found
+        if place.query is not None and not place.query.strip():
+            return _redirect(path_of(Place(), sid))
+        try:
+            session = self._moved(known, place)
+        except _NoSuchPage as error:
+            return _problem(HTTPStatus.NOT_FOUND, f"There is no such page: {error}.")
+        self.put(sid, session)
+        return self._show(sid, session)
+
+    def _moved(self, session: Session, place: Place) -> Session:
+        """The session on another page; like the steps that lead there, it forgets or adds to what was looked at."""
+        if place.page == "search":
+            return self.shop.start(session.goal)
+        assert place.query is not None and place.number is not None
+        searched = self.shop.act(self.shop.start(session.goal), f"search[{place.query}]", draw=_never).place
+        if searched.query is None:
+            raise _NoSuchPage("these are no keywords")
+        last = max(1, -(-len(self.shop.results(searched)) // RESULTS_PER_PAGE))
+        if not 1 <= place.number <= last:
+            raise _NoSuchPage(f"the results have the pages 1 to {last}")
+        if place.sub_page == "Attributes" and not self.shop.show_attributes:
+            raise _NoSuchPage("attributes are not shown here")
+        visited = session.visited
+        if place.asin is not None and place.asin not in visited:
+            visited = (*visited, place.asin)
+        moved = Session(session.goal, replace(place, query=searched.query), visited)
+        try:
+            self.shop.check(moved)
+        except SnapshotCorrupt as error:
+            raise _NoSuchPage(str(error)) from error
+        return moved
+
+    def _show(self, sid: str, session: Session) -> Response:
+        shop = self.shop
+
+        def href(name: str) -> str:
+            return path_of(shop.act(session, f"click[{name}]", draw=_never).place, sid)
+
+        return Response(HTTPStatus.OK, markup.document(shop.view(session), href, home=path_of(Place(), sid)))
+
+    def _start(self, goal: str) -> Response:
+        last = len(self.goals) - 1
+        if goal and not (goal.isdecimal() and goal.isascii() and len(goal) < 10 and int(goal) <= last):
+            return _problem(HTTPStatus.NOT_FOUND, f"There are the tasks 0 to {last}.")
+        index = self.goals[int(goal) if goal else random.randrange(last + 1)]
+        return _redirect(path_of(Place(), self.open(self.shop.start(index))))
+
+
+class Server:
+    """A `Site` on a port, served by threads until `close`; a context manager.
+
+    Args:
+        site: what is served.
+        host: the interface.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken, or not ours to take.
+    """
+
+    def __init__(self, site: Site, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.site = site
+
+        class Handler(_Handler):
+            served = site
+
+        class Listener(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+            request_queue_size = 128
+
+        self._http = Listener((host, port), Handler)
+        self.port: int = self._http.server_address[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True, name="webshop-site")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._thread.join()
+        self._http.server_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: Site
+    protocol_version = "HTTP/1.1"
+    server_version = "sandboxgym"
+    disable_nagle_algorithm = True
+    timeout = _IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        self._answer(self.served.get)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "0")
+        if not (length.isdecimal() and length.isascii()) or int(length) > _MAX_FORM:
+            self.close_connection = True
+            self._send(_problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "That is more than any form here sends."))
+            return
+        self.rfile.read(int(length))
+        self._answer(self.served.post)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server itself refuses: an address that is too long, another method."""
+        status = HTTPStatus(code)
+        self.close_connection = True
+        self._send(_problem(status, f"{status.phrase}: {message or status.description}"))
+
+    def _answer(self, method: Callable[[str], Response]) -> None:
+        try:
+            response = method(self.path)
+        except Exception:  # a visitor gets a sentence, whoever runs the server the traceback
+            log.exception("the page %s could not be made", self.path)
+            response = _problem(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made.")
+        self._send(response)
+
+    def _send(self, response: Response) -> None:
+        content = response.body.encode("utf-8", "backslashreplace")
+        self.send_response(response.status)
+        if response.location is not None:
+            self.send_header("Location", response.location)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "max-age=86400, immutable" if response.lasting else "no-store")
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug("%s " + format, self.address_string(), *args)
+
+
+def _problem(status: HTTPStatus, sentence: str) -> Response:
+    return Response(status, markup.problem(sentence))
+
+
+def _redirect(location: str) -> Response:
+    return Response(HTTPStatus.SEE_OTHER, location=location)
+
+
+def _never() -> int:
+    raise AssertionError("only compat='upstream' draws")

@@ -1,0 +1,279 @@
+"""What every process sandbox is made of: a `Backend` (files and processes) under a `Sandbox` (shell, snapshots).
+
+1. A backend runs processes over a root file system and keeps what they write apart from it. It knows nothing of shells
+   and tasks; ``sandbox.py`` builds those on top, the same for every backend.
+2. A `Tree` is the files of a sandbox at one instant: immutable, kept by whoever holds it, given back by ``release`` or
+   garbage collection. A sandbox starts on a tree and goes on in a writable layer of its own.
+3. What a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
+4. Nothing survives its owner: closing is idempotent, and what a killed owner left is cleared by ``leftovers.reap``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+CONTROL = "/run/.sandboxgym"
+"""Where a sandbox sees its control directory, `Backend.control` on the host, except for backends without isolation."""
+
+
+class SandboxError(Exception):
+    """Base class of what can go wrong with a sandbox."""
+
+
+class SandboxUnavailable(SandboxError):
+    """Such a sandbox cannot run on this machine; the message says what is missing and how to get it."""
+
+
+class SandboxClosed(SandboxError):
+    """The sandbox was closed, or the owner of its processes died."""
+
+
+class SandboxFull(SandboxError):
+    """What was written reached the disk limit, or the store its quota; refused before the disk fills."""
+
+
+class SnapshotLossy(SandboxError):
+    """With ``strict=True``: a snapshot would lose what the message lists (processes, descriptors)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sandbox may use; None is no limit."""
+
+    seconds: float = 60.0
+    """Wall time of one command, after which its whole process tree is killed."""
+    memory: int | None = 4 * 2**30
+    """Bytes of memory of all processes together; with rlimits only, of each."""
+    processes: int | None = 512
+    """Processes and threads at one time."""
+    disk: int | None = 2 * 2**30
+    """Bytes written to the file system since the root file system."""
+    output: int = 1_000_000
+    """Bytes kept of one command's output: the first and the last half; the rest is counted and dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, as it is on this machine."""
+
+    name: str
+    """``"overlay"``, ``"overlay-rootless"``, ``"docker"`` or ``"copy"``."""
+    isolated: bool
+    """Processes see neither the host's files and processes nor other sandboxes."""
+    network_off: bool
+    """The network can be cut off."""
+    owners: bool
+    """Files may belong to several users, and their owners are kept."""
+    snapshot_cost: Literal["constant", "written"]
+    """What the cost of a snapshot grows with."""
+    limits: frozenset[str]
+    """Which of `Limits` hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``seconds``."""
+    keeps: frozenset[str]
+    """What a tree keeps beside names and contents: of ``modes``, ``owners``, ``xattrs``, ``hardlinks``, ``sparse``,
+    ``mtimes``, ``tmp`` (/tmp), ``shm`` (/dev/shm)."""
+    notes: tuple[str, ...] = ()
+    """What a user of this backend must know, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a command ended."""
+
+    output: str
+    """stdout and stderr in one stream, decoded as UTF-8 with backslash escapes for what is not; bounded."""
+    exit_code: int
+    """As the shell gives it: 128 + signal for a killed process; 124 after a timeout."""
+    seconds: float
+    """Wall time."""
+    timed_out: bool = False
+    """The limit of wall time passed; ``output`` is what was printed until then."""
+    elided: int = 0
+    """Bytes of output that were dropped from the middle."""
+    syntax_error: bool = False
+    """The command does not parse; it was not run, ``output`` is bash's message."""
+    ended: bool = False
+    """The command ended the shell (``exit``, ``exec``, ``set -e``); a new one with the last known state replaced it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """A live process of a sandbox."""
+
+    pid: int
+    """As the host (or the container daemon) numbers it."""
+    parent: int
+    command: str
+    """Its command line."""
+    descriptors: tuple[str, ...] = ()
+    """What its file descriptors above 2 point to, as ``"7 -> /tmp/log"``."""
+
+
+class Process(Protocol):
+    """A process that was started in a sandbox; its exit collects its whole session."""
+
+    pid: int | None
+    """As the host numbers it; None where it cannot be known."""
+    terminal: int | None
+    """The master side of its terminal, if it was started with one."""
+    output: int | None
+    """The reading side of its stdout and stderr in one pipe, if it was started without a terminal."""
+    relayed: bool
+    """Somebody else copies its output into the pipe: the last of it may arrive after the process ended."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The exit status (128 + signal if killed), or None if it still runs after ``timeout`` seconds."""
+
+    def kill(self) -> None:
+        """Kill it and all that it started. Idempotent."""
+
+    def close(self) -> None:
+        """Close the descriptors held here. Idempotent."""
+
+
+@runtime_checkable
+class Tree(Protocol):
+    """The files of a sandbox at one instant, immutable."""
+
+    id: str
+    base: str
+    """Identifies the root file system below all that was written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk that only what was written takes (shared layers count)."""
+
+    def pack(self) -> bytes:
+        """All that was written since the base, as a tar archive that `Backend.unpack` takes (deletions included)."""
+
+    def retain(self) -> Tree:
+        """Another hold on the same tree, released by itself."""
+
+    def release(self) -> None:
+        """Give up this hold; the files go when nobody holds them. Idempotent; also happens at garbage collection."""
+
+
+class Backend(Protocol):
+    """Files and processes of one live sandbox. Not thread-safe; several backends may share a store."""
+
+    capabilities: Capabilities
+    control: Path
+    """A directory on the host that the sandbox sees as `CONTROL` (the plain backend: under the same path), readable
+    and writable by the sandbox's user; for pipes and scripts of the shell. Not part of any tree."""
+    control_inside: str
+
+    def base(self) -> Tree:
+        """The root file system with nothing written. Starts nothing."""
+
+    def start(self, tree: Tree | None = None) -> None:
+        """Become live on ``tree`` (default: `base`) with no process but the init; ends what ran before.
+
+        Raises:
+            SandboxUnavailable, SandboxFull: and nothing is left behind.
+        """
+
+    @property
+    def live(self) -> bool:
+        """Whether it was started and neither closed nor frozen, and its processes have not been killed from outside."""
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = "/",
+        terminal: bool = False,
+        stdin: int | None = None,
+    ) -> Process:
+        """Start a process in the live sandbox.
+
+        Args:
+            argv: program (looked up in ``env["PATH"]``) and arguments.
+            env: the whole environment.
+            cwd: directory inside.
+            terminal: give it a terminal of its own (200 columns, no echo) as controlling terminal, else one pipe
+                for stdout and stderr.
+            stdin: a descriptor to read from (without a terminal only); default: ``/dev/null``.
+        """
+
+    def processes(self) -> list[ProcessInfo]:
+        """What runs inside, without the init of the sandbox."""
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """Kill processes by the numbers that `processes` gives; those gone already are ignored."""
+
+    def freeze(self, *, keep_processes: bool = False) -> Tree:
+        """The files as they stand.
+
+        Without ``keep_processes`` every process is ended first and the backend is no longer live: constant time where
+        the capabilities say so. With it they are stopped, the files copied, and they go on: the cost grows with what
+        was written, and the sandbox is not disturbed.
+        """
+
+    def unpack(self, archive: bytes) -> Tree:
+        """The inverse of `Tree.pack`, on the same base.
+
+        Raises:
+            SnapshotCorrupt: not such an archive, or with a member that leaves the root, is a device or setuid; nothing
+                was written outside.
+            SnapshotMismatch: of another base.
+        """
+
+    def read_file(self, path: str) -> bytes:
+        """Content of a regular file, links resolved inside the sandbox.
+
+        Raises:
+            OSError: as `open` would, with the path as seen inside.
+        """
+
+    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file as the sandbox's user, making missing parents."""
+
+    def twin(self) -> Backend:
+        """Another backend of the same kind, root file system, limits and store, not started."""
+
+    def close(self) -> None:
+        """End every process, unmount, delete what no tree holds. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootFS:
+    """A root file system to put under sandboxes, read-only."""
+
+    id: str
+    """Identifies the content: an image's id, or a digest of what a directory holds as far as it is known."""
+    lowers: tuple[Path, ...]
+    """Directories, topmost first, as overlayfs takes them; one for an unpacked directory."""
+    binds: tuple[tuple[Path, str], ...] = ()
+    """Directories and files of the host shown read-only at a path inside: (host path, inside path)."""
+    env: Mapping[str, str] | None = None
+    """Environment that goes with it (an image's ENV, or PATH of the host's tool chain)."""
+    workdir: str = "/"
+
+
+def clean_environment(rootfs: RootFS, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a sandbox's processes: nothing of the host's leaks in."""
+    env = {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "USER": "root",
+        "LOGNAME": "root",
+        "SHELL": "/bin/bash",
+    }
+    return {**env, **(rootfs.env or {}), **(extra or {})}
+
+
+def check_inside(path: str) -> str:
+    """``path``, if it is absolute and plain.
+
+    Raises:
+        ValueError: it is relative, or holds a null byte.
+    """
+    if not os.path.isabs(path) or "\0" in path:
+        raise ValueError(f"expected an absolute path inside the sandbox, found {path!r}")
+    return os.path.normpath(path)

@@ -1,0 +1,473 @@
+"""The init of a box: process 1 of its namespaces, from an embryo to the end. Runs in a fork of the zygote.
+
+An embryo has its namespaces, control groups, ``/proc`` and ``/dev`` before anybody asks for a box. The owner then
+sends what it is to become: the layers, what is bound into them, the limits. From there on it is confined like all it
+starts, starts processes when the owner says so, and collects orphans. It ends with its socket.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]
+import _socket
+import errno
+import fcntl
+import marshal
+import os
+import resource
+import select
+import stat
+import struct
+import sys
+import termios
+
+from sandboxgym.sandbox import join, kernel, wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+READY = b"ready"
+COLUMNS = 200
+"""Width of terminals."""
+
+_HIDDEN_FILES = ("kcore", "keys", "timer_list", "timer_stats", "sched_debug", "latency_stats", "interrupts", "kmsg")
+_HIDDEN_FOLDERS = ("acpi", "asound", "scsi")
+_FIXED = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+NODES = ("null", "zero", "full", "random", "urandom", "tty")
+DEV_FOLDERS = ("shm", "pts")
+DEV_LINKS = {
+    "ptmx": "pts/ptmx",
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
+"""What `mount_dev` puts into ``/dev``."""
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
+_TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
+_SAFE = kernel.NOSUID | kernel.NODEV
+
+
+def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
+    """Be a box, in new namespaces, until the owner closes the other end of ``channel``."""
+    try:
+        try:
+            init = Init(_only(channel), spec)
+        except OSError as error:
+            wire.send(channel, _failure(error))
+        else:
+            init.serve()
+    except (EOFError, BrokenPipeError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _only(channel: _socket.socket) -> _socket.socket:
+    """The socket as the first descriptor after the standard ones, with nothing else open."""
+    if channel.fileno() != 3:
+        os.dup2(channel.fileno(), 3, inheritable=False)
+        channel.detach()
+        channel = _socket.socket(fileno=3)
+    kernel.close_from(4)
+    return channel
+
+
+def _failure(error: OSError) -> bytes:
+    reason = f"error {error.errno or errno.EIO} {error.filename or ''}\0{error.strerror}"
+    return reason.encode(errors="backslashreplace")
+
+
+class Init:
+    """Process 1."""
+
+    def __init__(self, channel: _socket.socket, spec: dict[str, Any]) -> None:
+        """Make the embryo."""
+        self.channel = channel
+        self.spec = spec
+        self.statuses: dict[int, int] = {}
+        """Where the exit status of a started process goes, by its id."""
+        self.pts = -1
+        self.requests = {
+            "become": self.become,
+            "restorer": self.restorer,
+            "mount": self.mount,
+            "enter": self.enter,
+            "adopt": self.adopt,
+            "spawn": self.spawn,
+        }
+        kernel.die_with_parent()
+        self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write)
+        for path in spec["cgroups"]:
+            kernel.write_text(os.path.join(path, "cgroup.procs"), "0")
+        if spec["rootless"]:
+            _map_user(spec["user"], spec["group"])
+        kernel.undumpable()
+        kernel.make_private()
+        kernel.unshare(kernel.NEWCGROUP)
+        if spec["namespaces"] & kernel.NEWNET:
+            _raise_loopback()
+        kernel.set_hostname(b"sandbox")
+        self.proc, self.dev = _special_mounts(spec["stage"])
+        wire.send(channel, READY)
+
+    def serve(self) -> NoReturn:
+        """Answer the owner until it is gone."""
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(self.wake, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if self.wake in ready:
+                os.read(self.wake, 4096)
+                self.collect()
+            if self.channel.fileno() in ready:
+                payload, descriptors = wire.receive(self.channel)
+                what, request = marshal.loads(payload)
+                try:
+                    kept = self.requests[what](request, descriptors)
+                except OSError as error:
+                    wire.send(self.channel, _failure(error))
+                else:
+                    wire.send(self.channel, READY, kept)
+                    descriptors += kept
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    # From an embryo to a box
+
+    def become(self, request: dict[str, Any], _: list[int]) -> list[int]:
+        """Mount the layers, go there, give up privileges; a descriptor of the root directory."""
+        sys.meta_path.clear()  # nothing is imported from in there
+        root = mount_layers(request, rootless=self.spec["rootless"])
+        binds = [
+            (kernel.copy_mount(source, attributes=_SAFE | kernel.RDONLY), target) for source, target in request["binds"]
+        ]
+        binds.append((kernel.copy_mount(request["control"], attributes=_SAFE), request["control_inside"]))
+        kernel.attach(root, self.spec["root"])
+        os.close(root)
+        os.chdir(self.spec["root"])
+        kernel.enter_root()
+        os.umask(0o022)
+        _directory("/dev/shm", 0o1777)
+        _directory("/tmp", 0o1777)
+        _directory("/proc")
+        shared = kernel.copy_mount("/dev/shm", attributes=_SAFE)
+        for mounted, target in ((self.proc, "/proc"), (self.dev, "/dev"), (shared, "/dev/shm"), *binds):
+            _target(target, mounted)
+            kernel.attach(mounted, target)
+            os.close(mounted)
+        return self._settle(request)
+
+    def restorer(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
+        """Start a CRIU that is to restore processes here, and go where it is: among the host's files.
+
+        Args:
+            request: ``program``; ``work``, the directory that it works in.
+            descriptors: the socket that it is talked to through; the namespace of `join.keep_features`.
+        """
+        channel, namespace = descriptors
+        join.copy_mounts(namespace)
+        kernel.mount("proc", "/proc")
+        if join.fork_far() == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                kernel.die_with_parent()
+                # What it starts itself shall have no such process id either; `enter` puts this right.
+                kernel.write_text("/proc/sys/kernel/ns_last_pid", str(os.getpid()))
+                join.execute([request["program"], "-W", request["work"], "swrk", "3"], channel)
+            finally:
+                os._exit(1)
+        return []
+
+    def mount(self, request: dict[str, Any], _: list[int]) -> list[int]:
+        """Mount what the processes are to be restored upon, where CRIU sees it: the layers, and a new ``/dev``."""
+        layers = mount_layers(request, rootless=False)
+        kernel.attach(layers, self.spec["root"])
+        os.close(layers)
+        mount_dev(self.spec["stage"])
+        return []
+
+    def enter(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
+        """Go where processes were restored, give up privileges; a descriptor of the root directory.
+
+        Args:
+            request: ``last_pid``, the highest process id that was given out there, so that the next is another one;
+                and as for `become`.
+            descriptors: of one of these processes.
+        """
+        sys.meta_path.clear()
+        kernel.write_text("/proc/sys/kernel/ns_last_pid", str(request["last_pid"]))
+        kernel.set_namespace(descriptors[0], kernel.NEWNS | kernel.NEWIPC)
+        for descriptor in (self.proc, self.dev):
+            os.close(descriptor)
+        os.chdir("/")
+        os.umask(0o022)
+        return self._settle(request)
+
+    def _settle(self, request: dict[str, Any]) -> list[int]:
+        self.pts = os.open("/dev/pts", os.O_RDONLY | os.O_DIRECTORY)
+        kernel.show_command_line(b"init")
+        if not self.spec["rootless"]:
+            os.setgroups([])
+        for which, value in request["rlimits"]:
+            hard = resource.getrlimit(which)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(which, (value, value))
+        kernel.drop_privileges()
+        kernel.install_filter(self.spec["filter"])
+        kernel.undumpable()
+        kernel.die_with_parent()  # both were forgotten with the old credentials
+        return [os.open("/", os.O_PATH | os.O_DIRECTORY)]
+
+    # A box
+
+    def adopt(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
+        """Collect a restored process when it ends, as one that was started here; its pidfd.
+
+        Args:
+            request: ``pid``, as it is numbered inside.
+            descriptors: where its exit status goes.
+        """
+        kept = [os.pidfd_open(request["pid"])]
+        self.statuses[request["pid"]] = os.dup(descriptors[0])
+        return kept
+
+    def spawn(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
+        """Start a process; its pidfd, and the master side of its terminal if it was given one.
+
+        Args:
+            request: argv, env, cwd, terminal; ``adopts``, whether what its descendants leave behind becomes its own.
+            descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
+        """
+        status, *streams = descriptors
+        environment = request["env"]
+        program = _find(request["argv"][0], environment.get("PATH", os.defpath), request["cwd"])
+        kept: list[int] = []
+        actions: list[tuple[Any, ...]]
+        if request["terminal"]:
+            master, name = self.terminal()
+            kept.append(master)
+            actions = [(os.POSIX_SPAWN_OPEN, 0, name, os.O_RDWR, 0)]
+            actions += [(os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)]
+        else:
+            source, sink = streams
+            actions = [(os.POSIX_SPAWN_DUP2, source, 0), (os.POSIX_SPAWN_DUP2, sink, 1), (os.POSIX_SPAWN_DUP2, sink, 2)]
+        try:
+            os.chdir(request["cwd"])
+            try:
+                if request["adopts"]:
+                    pid = _spawn_adopting(program, request["argv"], environment, name)
+                else:
+                    pid = os.posix_spawn(
+                        program,
+                        request["argv"],
+                        environment,
+                        file_actions=actions,
+                        setsid=True,
+                        setsigmask=[],
+                        setsigdef=_ALL_SIGNALS,
+                    )
+            finally:
+                os.chdir("/")
+        except OSError:
+            for descriptor in kept:
+                os.close(descriptor)
+            raise
+        # Where memory runs out, the kernel shall choose among these and not this process.
+        _quietly(kernel.write_text, f"/proc/{pid}/oom_score_adj", "500")
+        kept.insert(0, os.pidfd_open(pid))
+        self.statuses[pid] = os.dup(status)
+        return kept
+
+    def terminal(self) -> tuple[int, str]:
+        """A new terminal: its master side, and the path of the other."""
+        master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=self.pts)
+        fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
+        (number,) = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, bytes(4)))
+        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+        attributes = termios.tcgetattr(master)
+        attributes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL)
+        termios.tcsetattr(master, termios.TCSANOW, attributes)
+        return master, f"/dev/pts/{number}"
+
+    def collect(self) -> None:
+        """Collect what ended; the rest of a started process's session ends with it."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            report = self.statuses.pop(pid, None)
+            if report is not None:
+                _end_session(pid)
+                code = os.waitstatus_to_exitcode(status)
+                # Perhaps nobody wants to know any more.
+                _quietly(os.write, report, str(code if code >= 0 else 128 - code).encode())
+                os.close(report)
+
+
+_ALL_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+
+def _spawn_adopting(program: str, argv: list[str], environment: dict[str, str], terminal: str) -> int:
+    """As ``posix_spawn`` with a terminal, which cannot say that a process adopts orphans."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setsid()
+            descriptor = os.open(terminal, os.O_RDWR)
+            for number in range(3):
+                os.dup2(descriptor, number)
+            kernel.adopt_orphans()
+            for number in _ALL_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            os.execve(program, argv, environment)
+        except OSError as error:
+            os.write(write, (error.errno or errno.EIO).to_bytes(2, "big"))
+        finally:
+            os._exit(127)
+    os.close(write)
+    failed = os.read(read, 2)
+    os.close(read)
+    if failed:
+        os.waitpid(pid, 0)
+        raise OSError(int.from_bytes(failed, "big"), os.strerror(int.from_bytes(failed, "big")), program)
+    return pid
+
+
+def _quietly(call: Any, *arguments: Any) -> None:
+    try:
+        call(*arguments)
+    except OSError:
+        return
+
+
+def _map_user(user: int, group: int) -> None:
+    """Root inside is the calling user outside; there is nobody else."""
+    for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        kernel.write_text(f"/proc/self/{name}", content)
+
+
+def _raise_loopback() -> None:
+    any_socket = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    request = struct.pack("16sh14x", b"lo", 0)
+    flags = struct.unpack("16sh14x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))[1]
+    fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
+    any_socket.close()
+
+
+def _special_mounts(stage: str) -> tuple[int, int]:
+    """``/proc`` and ``/dev`` of a box, to be attached later."""
+    kernel.mount("tmpfs", stage, options=[("mode", "0755")])
+    proc, dev = os.path.join(stage, "proc"), os.path.join(stage, "dev")
+    os.mkdir(proc)
+    os.mkdir(dev)
+    kernel.mount("proc", proc, attributes=_SAFE | kernel.NOEXEC)
+    for name in _FIXED:
+        if os.path.exists(path := os.path.join(proc, name)):
+            kernel.bind(path, path, attributes=_SAFE | kernel.NOEXEC | kernel.RDONLY)
+    for name in _HIDDEN_FILES:
+        if os.path.exists(path := os.path.join(proc, name)):
+            kernel.bind("/dev/null", path, attributes=kernel.NOSUID | kernel.NOEXEC)
+    for name in _HIDDEN_FOLDERS:
+        if os.path.exists(path := os.path.join(proc, name)):
+            kernel.mount("tmpfs", path, options=[("mode", "0555")], attributes=_SAFE | kernel.RDONLY)
+
+    mount_dev(dev)
+    for name in NODES:
+        kernel.bind(f"/dev/{name}", os.path.join(dev, name), attributes=kernel.NOSUID | kernel.NOEXEC)
+    options = [("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620"), ("max", "256")]
+    kernel.mount("devpts", os.path.join(dev, "pts"), options=options, attributes=kernel.NOSUID | kernel.NOEXEC)
+    mounts = kernel.copy_mount(proc), kernel.copy_mount(dev)
+    kernel.unmount(stage)
+    return mounts
+
+
+def mount_dev(path: str) -> None:
+    """A ``/dev`` in which nothing is mounted yet."""
+    kernel.mount("tmpfs", path, options=[("mode", "0755"), ("size", "64k")], attributes=kernel.NOSUID | kernel.NOEXEC)
+    for name in NODES:
+        os.close(os.open(os.path.join(path, name), os.O_CREAT | os.O_CLOEXEC, 0o666))
+    for name in DEV_FOLDERS:
+        os.mkdir(os.path.join(path, name))
+    for name, target in DEV_LINKS.items():
+        os.symlink(target, os.path.join(path, name))
+
+
+def mount_layers(request: dict[str, Any], *, rootless: bool) -> int:
+    """The layers as one file system, mounted nowhere yet.
+
+    They are named by descriptors: such names are short whatever the paths are, and say nothing about the host to
+    whoever reads the table of mounts inside.
+    """
+    opened = [os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY) for path in request["lowers"]]
+    upper = os.open(request["upper"], os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
+    work = os.open(request["work"], os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        options: list[tuple[str, str | None]] = [("lowerdir+", f"/proc/self/fd/{fd}") for fd in opened]
+        options += [("upperdir", f"/proc/self/fd/{upper}"), ("workdir", f"/proc/self/fd/{work}"), ("volatile", None)]
+        # A directory of a lower layer can then be renamed as one of the upper layer can: taking a snapshot changes
+        # nothing. The kernel forbids it to users without privileges.
+        options += (
+            [("userxattr", None)] if rootless else [("redirect_dir", "on"), ("metacopy", "off"), ("index", "off")]
+        )
+        return kernel.new_mount("overlay", options, attributes=_SAFE)
+    finally:
+        for descriptor in (*opened, upper, work):
+            os.close(descriptor)
+
+
+def _directory(path: str, mode: int = 0o755) -> None:
+    """Make a directory that somebody deleted in an earlier life of this root, or put something else in its place."""
+    folder = ""
+    for part in path.strip("/").split("/"):
+        folder += f"/{part}"
+        if not os.path.isdir(folder):
+            _clear(folder)
+            os.mkdir(folder)
+            if folder == path:
+                os.chmod(path, mode)
+
+
+def _clear(path: str) -> None:
+    if os.path.lexists(path):
+        os.unlink(path)
+
+
+def _target(path: str, mounted: int) -> None:
+    """Something at ``path`` that ``mounted`` can be attached over."""
+    if stat.S_ISDIR(os.fstat(mounted).st_mode):
+        _directory(path)
+    elif not os.path.exists(path) or os.path.isdir(path):
+        _directory(os.path.dirname(path))
+        _clear(path)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+
+def _find(name: str, path: str, cwd: str) -> str:
+    """The program that a shell would run."""
+    if "/" in name:
+        return name
+    for folder in path.split(":"):
+        candidate = os.path.join(cwd, folder, name)
+        if os.access(candidate, os.X_OK) and not os.path.isdir(candidate):
+            return candidate
+    raise FileNotFoundError(errno.ENOENT, f"no program {name} in PATH={path}", name)
+
+
+def _end_session(leader: int) -> None:
+    """Kill what is left of a session."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.getsid(int(name)) == leader:
+                    os.kill(int(name), signal.SIGKILL)
+            except ProcessLookupError:
+                continue

@@ -1,0 +1,354 @@
+"""The ``docker`` backend: containers, and images as trees. Portable to every local daemon; slower than overlays.
+
+1. A tree is an image: ``docker commit`` keeps files, modes, owners, links, deletions, and times in whole seconds. What
+   it loses is declared: extended attributes of users, holes, mounts such as /dev/shm, three files of /etc.
+2. A sandbox runs as the image's user with few capabilities, no new privileges, the daemon's system-call filter, its own
+   process ids and no network, unless it is asked for.
+3. Containers and images go with the last thing that needs them; those of a killed owner go at the next
+   ``leftovers.reap``.
+4. The daemon must run on this machine: processes are seen through /proc, and the control directory is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from sandboxgym.sandbox import docker_files
+from sandboxgym.sandbox.base import (
+    CONTROL,
+    Capabilities,
+    Limits,
+    ProcessInfo,
+    SandboxClosed,
+    SandboxError,
+    SandboxFull,
+    SandboxUnavailable,
+    check_inside,
+)
+from sandboxgym.sandbox.docker_archive import pack
+from sandboxgym.sandbox.docker_client import daemon_errors, image_attributes
+from sandboxgym.sandbox.docker_exec import INIT, Container, ContainerProcess, live_errors
+from sandboxgym.sandbox.docker_images import Image, Ownership, committed
+from sandboxgym.sandbox.tree_archive import Reader
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
+"""Of Docker's default set: what package managers and servers need."""
+
+_MAX_LAYERS = 100
+"""Layers of an image after which its tree is squashed; the daemon refuses 128."""
+
+_NOTES = (
+    "Extended attributes of users, holes, /dev/shm and other mounted file systems are not in a tree.",
+    "Times of files are kept in whole seconds.",
+    "/etc/hosts, /etc/hostname and /etc/resolv.conf are the daemon's: changes to them are lost.",
+    "Each file is limited to the disk limit, and a tree over it is refused; all files together are not limited.",
+    "A snapshot costs what was written since the last one; a restore starts a container.",
+    "The daemon hands out whole images: packing a tree takes the time and the disk of the base image too.",
+)
+
+
+class DockerTree:
+    """An image as the files of a sandbox."""
+
+    def __init__(self, image: Image, base: _Base) -> None:
+        self._image, self._base = image.retain(), base
+        self.id = image.id
+        self.base = base.id
+        self._finalizer = weakref.finalize(self, image.release)
+
+    @property
+    def image(self) -> Image:
+        """The image.
+
+        Raises:
+            SandboxClosed: it was released.
+        """
+        if not self._finalizer.alive:
+            raise SandboxClosed("this tree was released")
+        return self._image
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layers above the base image."""
+        return max(0, int(self.image.attributes()["Size"]) - self._base.nbytes)
+
+    def pack(self) -> bytes:
+        """What differs from the base image, as an archive that `DockerBackend.unpack` takes."""
+        owned = self.image.ownership
+        return pack(owned.api, self.id, base=self.base, base_layers=self._base.layers, scratch=owned.path)
+
+    def retain(self) -> DockerTree:
+        """Another hold on the same tree."""
+        return DockerTree(self.image, self._base)
+
+    def release(self) -> None:
+        """Give up this hold; the image goes with the last one. Idempotent."""
+        if self._finalizer.alive:
+            self._finalizer()
+            self._image.ownership.sweep()
+
+
+class _Base:
+    """What is known of the image that all trees come from."""
+
+    def __init__(self, ownership: Ownership, name: str) -> None:
+        attributes = image_attributes(ownership.client, name)
+        self.id: str = attributes["Id"]
+        self.nbytes: int = attributes["Size"]
+        self.layers: list[str] = attributes["RootFS"]["Layers"]
+        self.user: str = attributes["Config"].get("User") or ""
+        self.image = Image(ownership, self.id, tag=None, parent=None).retain()
+
+
+class DockerBackend:
+    """Containers of an image.
+
+    Args:
+        image: name or id of an image on this machine; it is not fetched.
+        limits: memory and processes hold for the container, disk for each file and for trees.
+        network: give it the daemon's default network.
+        env: added to the environment of `spawn`'s processes where it does not name them.
+
+    Raises:
+        SandboxUnavailable: no client library, no daemon, no permission, or no such image.
+    """
+
+    def __init__(
+        self,
+        image: str,
+        *,
+        limits: Limits | None = None,
+        network: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._name, self._limits, self._network, self._env = image, limits or Limits(), network, dict(env or {})
+        self._ownership = Ownership.of_this_process()
+        self._base = _Base(self._ownership, image)
+        self._folder = self._ownership.path / self._ownership.next_name().rpartition(".")[2]
+        self.control: Path = self._folder / "control"
+        self.control.mkdir(parents=True)
+        self.control.chmod(0o777)  # the user inside may be another one; the run directory lets nobody else in
+        self.control_inside = CONTROL
+        self._container: Container | None = None
+        self._running: Image | None = None
+        self._owner: tuple[int, int] | None = None
+        self._closed = False
+        self.capabilities = Capabilities(
+            name="docker",
+            isolated=True,
+            network_off=True,
+            owners=True,
+            snapshot_cost="written",
+            limits=frozenset({"memory", "processes", "seconds"}),
+            keeps=frozenset({"modes", "owners", "hardlinks", "tmp"}),
+            notes=_NOTES,
+        )
+
+    @property
+    def live(self) -> bool:
+        """Whether its container runs."""
+        return self._container is not None and self._container.running
+
+    def base(self) -> DockerTree:
+        """The image as it is."""
+        self._check_open()
+        return DockerTree(self._base.image, self._base)
+
+    def start(self, tree: DockerTree | None = None) -> None:
+        """Run a container of ``tree``; ends what ran before.
+
+        Raises:
+            SandboxUnavailable: the daemon does not answer, or does not start it.
+            SandboxFull: the tree is larger than the disk limit.
+        """
+        self._check_open()
+        self._end()
+        image = self._base.image if tree is None else tree.image
+        if tree is not None and tree.base != self._base.id:
+            raise SandboxUnavailable(f"expected a tree of the image {self._base.id}, found one of {tree.base}")
+        if tree is not None and self._limits.disk is not None and tree.nbytes > self._limits.disk:
+            raise SandboxFull(f"{tree.nbytes} bytes were written, the limit is {self._limits.disk}")
+        identity = self._create(image)
+        try:
+            with daemon_errors():
+                self._ownership.api.start(identity)
+            self._container = Container(self._ownership.api, identity)
+        except BaseException:
+            self._remove(identity)
+            raise
+        self._running = image.retain()
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = "/",
+        terminal: bool = False,
+        stdin: int | None = None,
+    ) -> ContainerProcess:
+        """Start a process in the container.
+
+        A missing program or directory is its exit status (127, 126) and its output.
+        """
+        whole = {**self._env, **env}
+        return self._live().spawn(argv, env=whole, cwd=check_inside(cwd), terminal=terminal, stdin=stdin)
+
+    def processes(self) -> list[ProcessInfo]:
+        """What runs in the container; descriptors only if this process may see them (root)."""
+        return [row.info() for row in self._live().rows()]
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """Kill processes of the container by their numbers on the host."""
+        self._live().kill(pids)
+
+    def freeze(self, *, keep_processes: bool = False) -> DockerTree:
+        """The files as an image. The processes are paused meanwhile; they go on, or end.
+
+        Raises:
+            SandboxFull: more was written than the disk limit; the sandbox is live as before.
+        """
+        container = self._live()
+        assert self._running is not None
+        with committed(self._ownership, container.id, self._running, pause=True) as image:
+            tree = DockerTree(image, self._base)
+            self._check_size(tree)
+            if not keep_processes:
+                self._end()
+            if len(image.attributes()["RootFS"]["Layers"]) > max(_MAX_LAYERS, len(self._base.layers) + 1):
+                return self.unpack(tree.pack())
+            return tree
+
+    def unpack(self, archive: bytes) -> DockerTree:
+        """The inverse of `DockerTree.pack`: an image with one layer above the base."""
+        self._check_open()
+        reader = Reader(archive, base=self._base.id)
+        identity = self._create(self._base.image)
+        try:
+            with daemon_errors():
+                if reader.header.deleted:
+                    self._ownership.api.start(identity)
+                    container = Container(self._ownership.api, identity)
+                    for paths in _portions(reader.header.deleted):
+                        status, output = container.execute(["rm", "-rf", "--", *(f"/{path}" for path in paths)])
+                        if status:
+                            raise SandboxError(f"paths could not be deleted: {output.decode(errors='replace')}")
+                self._ownership.api.put_archive(identity, "/", reader.rest())
+            with committed(self._ownership, identity, self._base.image, pause=True) as image:
+                tree = DockerTree(image, self._base)
+                self._check_size(tree)
+                return tree
+        finally:
+            self._remove(identity)
+
+    def read_file(self, path: str) -> bytes:
+        """Content of a regular file."""
+        return docker_files.read_file(self._live(), path)
+
+    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file as the image's user, making missing parents."""
+        if self._owner is None:
+            self._owner = self._user()
+        docker_files.write_file(self._live(), path, data, mode=mode, owner=self._owner)
+
+    def twin(self) -> DockerBackend:
+        """Another backend of the same image and settings, not started."""
+        return DockerBackend(self._base.id, limits=self._limits, network=self._network, env=self._env)
+
+    def close(self) -> None:
+        """Remove the container. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._base.image.release()
+        self._ownership.sweep()
+
+    def __del__(self) -> None:
+        # Only noted: garbage collection may interrupt a request to the daemon.
+        if not getattr(self, "_closed", True):
+            if self._container is not None:
+                self._ownership.doom_container(self._container.id)
+            if self._running is not None:
+                self._running.release()
+            self._base.image.release()
+
+    def _create(self, image: Image) -> str:
+        self._ownership.sweep()
+        api, limits = self._ownership.api, self._limits
+        ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]
+        if limits.disk is not None:
+            ulimits.append({"Name": "fsize", "Soft": limits.disk, "Hard": limits.disk})
+        with daemon_errors():
+            settings = api.create_host_config(
+                network_mode="bridge" if self._network else "none",
+                mem_limit=limits.memory,
+                memswap_limit=limits.memory,
+                pids_limit=limits.processes,
+                cap_drop=["ALL"],
+                cap_add=list(CAPABILITIES),
+                security_opt=["no-new-privileges"],
+                ulimits=ulimits,
+                binds={str(self.control): {"bind": CONTROL, "mode": "rw"}},
+                log_config={"Type": "none"},
+            )
+            made = api.create_container(
+                image.id,
+                entrypoint=list(INIT),
+                command=[],
+                hostname="sandbox",
+                labels=self._ownership.labels,
+                host_config=settings,
+                healthcheck={"Test": ["NONE"]},
+            )
+        identity: str = made["Id"]
+        return identity
+
+    def _end(self) -> None:
+        container, self._container = self._container, None
+        image, self._running = self._running, None
+        if container is not None:
+            self._remove(container.id)
+        if image is not None:
+            image.release()
+
+    def _remove(self, identity: str) -> None:
+        with contextlib.suppress(SandboxClosed), live_errors():
+            self._ownership.api.remove_container(identity, force=True, v=True)
+
+    def _live(self) -> Container:
+        self._check_open()
+        if self._container is None:
+            raise SandboxClosed("this sandbox was not started, or was frozen: start it first")
+        return self._container
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxClosed("this sandbox was closed")
+
+    def _check_size(self, tree: DockerTree) -> None:
+        if self._limits.disk is not None and (nbytes := tree.nbytes) > self._limits.disk:
+            tree.release()
+            raise SandboxFull(f"{nbytes} bytes were written, the limit is {self._limits.disk}")
+
+    def _user(self) -> tuple[int, int]:
+        """The image's user by number."""
+        user, _, group = self._base.user.partition(":")
+        if not user:
+            return 0, 0
+        if user.isdigit() and (group.isdigit() or not group):
+            return int(user), int(group or 0)
+        status, output = self._live().execute(["sh", "-c", "id -u; id -g"])
+        if status:
+            raise SandboxError(f"the image's user {self._base.user!r} has no number: {output.decode(errors='replace')}")
+        return int(output.split()[0]), int(output.split()[1])
+
+
+def _portions(paths: Sequence[str], number: int = 500) -> Iterable[Sequence[str]]:
+    """Paths in portions that fit on a command line."""
+    return (paths[at : at + number] for at in range(0, len(paths), number))

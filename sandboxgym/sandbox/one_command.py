@@ -1,0 +1,63 @@
+"""One command in a process of its own, its output in a pipe."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+from sandboxgym.sandbox.base import Process, Result
+from sandboxgym.sandbox.processes import readable
+from sandboxgym.sandbox.shell import TIMED_OUT
+from sandboxgym.sandbox.shell_process import open_pidfd
+from sandboxgym.sandbox.terminal import Capture, decode
+
+_READ = 1 << 16
+_GLANCE = 0.05  # seconds between two looks at a process that nobody tells of
+_RELAY = 2.0  # seconds in which a relayed output must end once its process did, unless something else holds it open
+
+
+def collect(process: Process, timeout: float, limit: int) -> Result:
+    """Read what a process prints until it ends, or is killed at the time limit."""
+    assert process.output is not None
+    began = time.monotonic()
+    capture = Capture(limit)
+    pidfd = open_pidfd(process.pid)
+    poll = select.poll()
+    poll.register(process.output, select.POLLIN)
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    timed_out = False
+    reading = True
+    try:
+        while True:
+            left = began + timeout - time.monotonic()
+            if left <= 0 and not timed_out:
+                timed_out = True
+                process.kill()
+            waits = 0.0 if timed_out else left if pidfd is not None else min(left, _GLANCE)
+            ready = dict(poll.poll(waits * 1000))
+            if reading and process.output in ready:
+                chunk = os.read(process.output, _READ)
+                capture.feed(chunk)
+                if not chunk:
+                    reading = False
+                    poll.unregister(process.output)
+            # A process that left the session may hold the pipe: it is read no longer than the command lives.
+            elif timed_out or pidfd in ready or (not ready and process.wait(0) is not None):
+                break
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+    status = process.wait()
+    if process.relayed and reading:  # what it printed last may still be on its way
+        end = time.monotonic() + _RELAY
+        while (left := end - time.monotonic()) > 0 and readable(process.output, left):
+            if not (chunk := os.read(process.output, _READ)):
+                break
+            capture.feed(chunk)
+    if timed_out:
+        status = TIMED_OUT
+    assert status is not None
+    data, elided = capture.drain()
+    return Result(decode(data), status, time.monotonic() - began, timed_out=timed_out, elided=elided)

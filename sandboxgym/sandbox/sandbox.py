@@ -1,0 +1,637 @@
+"""A sandbox as users have it: a backend's files and processes, and a persistent shell in them.
+
+1. `Sandbox.execute` is the shell, which keeps its directory, variables and functions; `Sandbox.run` is a fresh process
+   with a pipe, which leaves the shell alone.
+2. A snapshot is the files and the shell's state. What it does not hold (background processes, open descriptors) is
+   named in its ``lossy``, or refused with ``strict=True``.
+3. Taking a snapshot changes nothing that can be seen. Where only the idle shell runs, the files are frozen as they are
+   and the sandbox goes on above them, in a new shell with the old one's state, when it is next used; where more runs,
+   or freezing would copy them anyway, the files are copied, and all goes on.
+4. `Sandbox.restore` is done when it returns. The children of `Sandbox.fork` share the frozen files and start when they
+   are first used, so that an unused one costs no process; with ``start=True`` a machine that cannot carry them all is
+   found out at once. Either all children are made or none.
+5. What is started is ended: by `Sandbox.close`, by garbage collection, or when the interpreter exits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+from sandboxgym import format as durable
+from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, SnapshotReleased
+from sandboxgym.sandbox import backends, criu
+from sandboxgym.sandbox.base import (
+    Backend,
+    Limits,
+    Result,
+    RootFS,
+    SandboxClosed,
+    SandboxUnavailable,
+    SnapshotLossy,
+    Tree,
+)
+from sandboxgym.sandbox.criu import CriuError
+from sandboxgym.sandbox.layers import OverlayTree
+from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.one_command import collect
+from sandboxgym.sandbox.shell import Interaction, Shell, is_dying
+from sandboxgym.sandbox.shell_state import ShellState
+
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.image import Whole
+
+log = logging.getLogger("sandboxgym")
+
+SnapshotMode = Literal["filesystem", "auto", "full"]
+
+LAZY_PAGES = 64 * 2**20
+"""Bytes of captured memory from which on copies get it bit by bit, unless it is told otherwise."""
+
+VERSION = 1
+"""Of the packed form of snapshots."""
+
+
+class SandboxSnapshot:
+    """Files and shell of a sandbox at one instant, immutable.
+
+    Attributes:
+        shell: the shell's state; None if no shell had been started.
+        lossy: what a restored copy does not have, one description each.
+        whole: the running processes, if they were captured too.
+    """
+
+    __slots__ = ("_tree", "lossy", "shell", "whole")
+
+    def __init__(
+        self, tree: Tree, shell: ShellState | None, lossy: tuple[str, ...] = (), *, whole: Whole | None = None
+    ) -> None:
+        self._tree: Tree | None = tree
+        self.shell = shell
+        self.lossy = lossy
+        self.whole = whole
+
+    def __repr__(self) -> str:
+        what = "released" if self._tree is None else f"{self._tree.id}, {self._tree.nbytes} bytes"
+        return f"<SandboxSnapshot {what}{', lossy' if self.lossy else ''}{', with processes' if self.whole else ''}>"
+
+    @property
+    def tree(self) -> Tree:
+        """The files.
+
+        Raises:
+            SnapshotReleased: they were given up.
+        """
+        if self._tree is None:
+            raise SnapshotReleased("this snapshot was released: its files are gone")
+        return self._tree
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk that what was written takes, and what the processes had in memory."""
+        return self.tree.nbytes + (self.whole.image.nbytes if self.whole else 0)
+
+    def retain(self) -> SandboxSnapshot:
+        """Another hold on the same snapshot, released by itself."""
+        whole = None if self.whole is None else self.whole.retain()
+        return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy, whole=whole)
+
+    def files(self) -> SandboxSnapshot:
+        """Another hold on the same files and shell, without the processes."""
+        return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy)
+
+    def release(self) -> None:
+        """Give up this hold; the files go when nobody holds them. Idempotent; also happens at garbage collection."""
+        if self._tree is not None:
+            self._tree.release()
+            self._tree = None
+            if self.whole is not None:
+                self.whole.release()
+
+    def pack(self) -> bytes:
+        """As bytes that `Sandbox.unpack` takes, also on another machine with the same root file system.
+
+        Raises:
+            SnapshotNotSupported: it holds running processes, which belong to this machine.
+        """
+        if self.whole is not None:
+            raise SnapshotNotSupported(
+                "a snapshot with running processes cannot leave this process: end them, or take the snapshot with "
+                'snapshot(mode="filesystem")'
+            )
+        content = {
+            "version": VERSION,
+            "base": self.tree.base,
+            "tree": self.tree.pack(),
+            "shell": None if self.shell is None else self.shell.to_plain(),
+            "lossy": list(self.lossy),
+        }
+        return durable.pack(content)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What must be given back, apart from the sandbox so that its end can be noticed."""
+
+    backend: Backend
+    shell: Shell | None = None
+    tree: Tree | None = None
+    whole: Whole | None = None
+
+    def give_back(self) -> None:
+        for part in (self.shell, self.backend):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:  # the others must still be given back
+                log.warning("could not close %r: %s", part, error)
+        for held in (self.tree, self.whole):
+            if held is not None:
+                held.release()
+        self.shell = self.tree = self.whole = None
+
+
+class Sandbox:
+    """Files, processes and a shell. Not thread-safe; started when it is first used.
+
+    Args:
+        backend: what runs it. The sandbox owns it.
+        env: environment of its processes.
+        workdir: directory that the shell and `run` start in.
+        limits: as given to the backend; wall time and output are enforced here.
+        snapshot: what snapshots hold beside files and the shell's state: nothing (``"filesystem"``); running processes
+            with all that they have (``"full"``, with an `OverlayBackend` as root and a CRIU); or these only where more
+            runs than the idle shell (``"auto"``).
+        lazy_pages: bytes of captured memory from which on a copy gets it bit by bit while it runs, so that it starts
+            after the same short time whatever its size; None: never. Where the kernel cannot do that it is restored as
+            a whole, which the backend's capabilities tell.
+
+    Raises:
+        SandboxUnavailable: processes cannot be captured here.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        env: Mapping[str, str],
+        workdir: str = "/",
+        limits: Limits | None = None,
+        snapshot: SnapshotMode = "filesystem",
+        lazy_pages: int | None = LAZY_PAGES,
+    ) -> None:
+        self.backend = backend
+        self.mode: SnapshotMode = snapshot
+        self._lazy_pages = lazy_pages
+        self._program = _prepared(backend, snapshot, lazy_pages)
+        self.limits = limits or Limits()
+        self._env, self._workdir = dict(env), workdir
+        self._parts = _Parts(backend)
+        self._waiting = True  # for its next use, to start on `_parts.tree` (None: the root file system)
+        self._state: ShellState | None = None  # of the shell, while there is none
+        self.lost: tuple[str, ...] = ()
+        """What the snapshot that it was last restored or forked from did not hold."""
+        self._end = weakref.finalize(self, self._parts.give_back)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "waiting" if self._waiting else "live" if self.backend.live else "ended"
+        return f"<Sandbox {self.backend.capabilities.name}, {state}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return not self._end.alive
+
+    def start(self) -> Self:
+        """Start processes and shell now rather than at the first use. Idempotent.
+
+        Raises:
+            SandboxUnavailable, SandboxFull: nothing was started.
+            SandboxClosed: it was closed, or its processes were ended from outside.
+        """
+        self._shell().start()
+        return self
+
+    def execute(self, command: str, *, timeout: float | None = None) -> Result:
+        """Run a command in the shell. What it changes there stays, see `ShellState`.
+
+        Args:
+            command: text for bash, in any number of lines.
+            timeout: seconds, by default the limit; then all that the command started is killed.
+        """
+        return self._shell().execute(command, timeout=self.limits.seconds if timeout is None else timeout)
+
+    def interact(self, text: str, *, timeout: float, until: str | None = None) -> Interaction:
+        """Start a command that may wait for input, or answer the one that runs (see `Shell.interact`)."""
+        return self._shell().interact(text, timeout=timeout, until=until)
+
+    def interrupt(self) -> Interaction:
+        """End the command that `interact` left running."""
+        return self._shell().interrupt()
+
+    def run(
+        self,
+        command: str,
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        """Run a command in a bash of its own, without a terminal, its output in a pipe and nothing to read.
+
+        Args:
+            command: text for bash.
+            timeout: seconds, by default the limit; then it is killed with all that it started.
+            env: added to the sandbox's environment; what the shell exported is not seen.
+            cwd: directory, by default the one the sandbox was made with.
+        """
+        self._live()
+        process = self.backend.spawn(
+            ["bash", "--norc", "--noprofile", "-c", command],
+            env={**self._env, **(env or {})},
+            cwd=self._workdir if cwd is None else cwd,
+        )
+        try:
+            return collect(process, self.limits.seconds if timeout is None else timeout, self.limits.output)
+        finally:
+            process.kill()
+            process.close()
+
+    def read_file(self, path: str) -> bytes:
+        """Content of a regular file.
+
+        Raises:
+            OSError: as `open` would.
+        """
+        self._live()
+        return self.backend.read_file(path)
+
+    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file, making missing parents."""
+        self._live()
+        self.backend.write_file(path, data, mode=mode)
+
+    def reseed(self, seed: int) -> None:
+        """Give copies of one snapshot different draws: bash's ``RANDOM`` is seeded, and the shell function
+        ``sandboxgym_reseed``, if there is one, is called with the seed, for whatever else draws.
+
+        Does nothing while a command of `interact` runs: it could not be told.
+        """
+        shell = self._shell()
+        if not shell.running:
+            number = seed % 2**31
+            shell.execute(
+                f"RANDOM={number}; if declare -F sandboxgym_reseed >/dev/null; then sandboxgym_reseed {number}; fi",
+                timeout=self.limits.seconds,
+            )
+
+    def shell_state(self) -> ShellState | None:
+        """The shell's state after the last command; None if no shell was started."""
+        shell = self._parts.shell
+        return self._state if shell is None else shell.state()
+
+    def lossy(self) -> tuple[str, ...]:
+        """What a snapshot taken now would not hold: ``"background: sleep 100"``, ``"fd 7 -> /tmp/log"``.
+
+        Where processes are captured, only if something is known to be in the way; that comes first.
+        """
+        lost = self._beside_files()
+        if not lost or self.mode == "filesystem":
+            return lost
+        obstacles = self._obstacles()
+        return (*obstacles, *lost) if obstacles else ()
+
+    def _obstacles(self) -> tuple[str, ...]:
+        """What is known to be in the way of capturing the processes."""
+        from sandboxgym.sandbox.scan import obstacles
+
+        shell, backend = self._parts.shell, self.backend
+        if shell is None or shell.pid is None:
+            return ("no shell was started",)
+        assert isinstance(backend, OverlayBackend) and backend.box is not None
+        return obstacles(backend.box.pid, shell.pid, network=backend.network)
+
+    def _beside_files(self) -> tuple[str, ...]:
+        """What a snapshot of files and the shell's state would not hold."""
+        if self._check_open() or self._waiting:
+            return ()
+        self._live()
+        shell = self._parts.shell
+        if shell is not None:
+            shell.rest()
+        lost = []
+        for info in self.backend.processes():
+            if shell is None or not shell.owns(info):
+                if not is_dying(info.pid):
+                    lost.append(f"background: {info.command}")
+            else:
+                # 255 is where bash keeps its terminal.
+                lost.extend(f"fd {item}" for item in info.descriptors if not item.startswith("255 "))
+                lost.extend(f"fd {item}" for item in shell.redirected())
+        return tuple(lost)
+
+    def snapshot(self, *, strict: bool = False, mode: SnapshotMode | None = None) -> SandboxSnapshot:
+        """The files and the shell's state as they are, and the processes if the sandbox was made to capture them.
+
+        Nothing is disturbed. Where the processes cannot be captured, files and shell are, and ``lossy`` says why.
+
+        Args:
+            strict: refuse to lose anything.
+            mode: for this snapshot; by default that of the sandbox.
+
+        Raises:
+            SnapshotLossy: with ``strict``, what would be lost; nothing was taken.
+            ValueError: a ``mode`` that the sandbox was not made for.
+        """
+        mode = self.mode if mode is None else mode
+        if mode != "filesystem" and self._program is None:
+            raise ValueError(
+                f"expected mode 'filesystem' for a sandbox made with snapshot={self.mode!r}, found {mode!r}"
+            )
+        if self._check_open() or self._waiting:
+            tree, whole = self._parts.tree, self._parts.whole
+            return SandboxSnapshot(
+                self.backend.base() if tree is None else tree.retain(),
+                self._state,
+                () if whole is None or mode != "filesystem" else ("the processes of the snapshot it is restored from",),
+                whole=None if whole is None or mode == "filesystem" else whole.retain(),
+            )
+        self._live()
+        state = self.shell_state()
+        lost = self._beside_files()
+        # Where nothing but a `run` has been, files are all there is.
+        whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
+        if self._program is not None and mode != "filesystem" and whole_wanted:
+            from sandboxgym.sandbox import full
+
+            try:
+                return self._captured(state, self._program)
+            except full.Refused as error:
+                lost = (*error.reasons, *lost)
+            except CriuError as error:
+                lost = (f"not captured: {error}", *lost)
+        if lost and strict:
+            raise SnapshotLossy(f"a snapshot would lose {'; '.join(lost)}")
+        # In "full" mode the shell's history, say, must not be lost either; and where a tree is a copy, it may lack what
+        # the live files have.
+        if lost or self.mode == "full" or self.backend.capabilities.snapshot_cost != "constant":
+            return SandboxSnapshot(self.backend.freeze(keep_processes=True), state, lost)
+        tree = self.backend.freeze()
+        self._park(tree.retain(), state)
+        return SandboxSnapshot(tree, state)
+
+    def _captured(self, state: ShellState | None, program: str) -> SandboxSnapshot:
+        from sandboxgym.sandbox import full
+
+        shell = self._parts.shell
+        assert shell is not None and isinstance(self.backend, OverlayBackend)
+        tree, whole = full.snapshot(self.backend, shell, program, obstacles=self._obstacles)
+        return SandboxSnapshot(tree, state, whole=whole)
+
+    def restore(self, snap: SandboxSnapshot) -> None:
+        """Become what was captured; all that runs is ended.
+
+        Raises:
+            SnapshotReleased: the snapshot is gone; the sandbox is as it was.
+            SnapshotMismatch: it has another root file system, or processes, and this sandbox was not made for them; the
+                sandbox is as it was.
+            SandboxUnavailable, SandboxFull: the captured state could not be started; the next use tries again.
+        """
+        self._check_open()
+        tree = snap.tree
+        if tree.base != self._base():
+            raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {tree.base}")
+        if snap.whole is not None and self._program is None:
+            raise SnapshotMismatch(
+                f"expected a snapshot of files for a sandbox made with snapshot={self.mode!r}, found one with running "
+                "processes; its files() can be restored"
+            )
+        shell, self._parts.shell = self._parts.shell, None
+        if shell is not None and snap.whole is not None:  # the copy's may have the same directory
+            shell.close()
+            shell = None
+        try:
+            self._park(tree.retain(), snap.shell, snap.whole)
+            self.lost = snap.lossy
+            self.start()
+        finally:
+            if shell is not None:
+                shell.close()  # last, for by now its processes have ended
+
+    def fork(self, k: int, *, strict: bool = False, start: bool = False) -> list[Sandbox]:
+        """New sandboxes at this state, independent of each other and of this one. All or nothing.
+
+        Args:
+            k: how many.
+            strict: refuse to lose anything; else each child's ``lost`` tells.
+            start: start them now, rather than when they are first used.
+
+        Raises:
+            SnapshotLossy: with ``strict``.
+            SandboxUnavailable, SandboxFull: no child was made.
+        """
+        if k < 0:
+            raise ValueError(f"expected a number of children, found {k}")
+        snap = self.snapshot(strict=strict)
+        children: list[Sandbox] = []
+        try:
+            for _ in range(k):
+                twin = self.backend.twin()
+                child = Sandbox(
+                    twin,
+                    env=self._env,
+                    workdir=self._workdir,
+                    limits=self.limits,
+                    snapshot=self.mode,
+                    lazy_pages=self._lazy_pages,
+                )
+                children.append(child)
+                child._park(snap.tree.retain(), snap.shell, snap.whole)
+                child.lost = snap.lossy
+                if start:
+                    child.start()
+        except BaseException:
+            for child in children:
+                child.close()
+            raise
+        finally:
+            snap.release()
+        return children
+
+    def unpack(self, data: bytes) -> SandboxSnapshot:
+        """The inverse of `SandboxSnapshot.pack`. Nothing of it runs before a `restore`, and then in the sandbox only.
+
+        Raises:
+            SnapshotCorrupt: not an intact packed snapshot.
+            SnapshotMismatch: it has another root file system.
+        """
+        self._check_open()
+        content = durable.unpack(data)
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            raise SnapshotCorrupt(f"expected a packed snapshot of version {VERSION}, found {content!r:.100}")
+        try:
+            base, archive, plain, lossy = (content[name] for name in ("base", "tree", "shell", "lossy"))
+            lossy = tuple(map(str, lossy))
+        except (KeyError, TypeError) as error:
+            raise SnapshotCorrupt(f"a packed snapshot without {error}") from error
+        if base != self._base():
+            raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {base!r:.100}")
+        if not isinstance(archive, bytes):
+            raise SnapshotCorrupt(f"expected an archive of files, found {archive!r:.100}")
+        shell = None if plain is None else ShellState.from_plain(plain)
+        return SandboxSnapshot(self.backend.unpack(archive), shell, lossy)
+
+    def close(self) -> None:
+        """End everything and give it back; snapshots stay. Idempotent."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> bool:
+        if self.closed:
+            raise SandboxClosed("this sandbox was closed")
+        return False
+
+    def _base(self) -> str:
+        if self._parts.tree is not None:
+            return self._parts.tree.base
+        tree = self.backend.base()
+        try:
+            return tree.base
+        finally:
+            tree.release()
+
+    def _park(self, tree: Tree, state: ShellState | None, whole: Whole | None = None) -> None:
+        """Let the next use start on ``tree``, with copies of the processes of ``whole``."""
+        whole = None if whole is None else whole.retain()
+        parts = self._parts
+        if parts.shell is not None:
+            parts.shell.close()
+            parts.shell = None
+        for held in (parts.tree, parts.whole):
+            if held is not None:
+                held.release()
+        parts.tree, parts.whole, self._state, self._waiting = tree, whole, state, True
+
+    def _live(self) -> None:
+        self._check_open()
+        if self._waiting:
+            if self._parts.whole is None:
+                self.backend.start(self._parts.tree)
+            else:
+                self._revive(self._parts.whole)
+            self._waiting = False
+        elif not self.backend.live:
+            self.backend.processes()  # raises what the backend knows of its end
+            raise SandboxClosed("the processes of the sandbox were ended from outside")
+
+    def _revive(self, whole: Whole) -> None:
+        from sandboxgym.sandbox import revive
+
+        backend, parts = self.backend, self._parts
+        assert isinstance(backend, OverlayBackend) and isinstance(parts.tree, OverlayTree)
+        if self._program is None:
+            raise SandboxUnavailable(f"a sandbox made with snapshot={self.mode!r} cannot restore running processes")
+        backend.part().give_back()
+        process = revive.fork(backend, parts.tree, whole.image, self._program)
+        parts.shell = Shell.restored(
+            backend, process, whole.seat, env=self._env, cwd=self._workdir, output=self.limits.output
+        )
+        parts.whole = None
+        whole.release()
+
+    def _shell(self) -> Shell:
+        self._live()
+        parts = self._parts
+        if parts.shell is None:
+            state, tree = self._state, parts.tree
+            relocate = getattr(self.backend, "relocate", None)
+            if state is not None and tree is not None and relocate is not None:
+                state = state.mapped(lambda text: _through(relocate, text, tree))
+            parts.shell = Shell(self.backend, env=self._env, cwd=self._workdir, output=self.limits.output, state=state)
+        return parts.shell
+
+
+def make_sandbox(
+    backend: str = "auto",
+    *,
+    rootfs: str | os.PathLike[str] | RootFS = "host",
+    limits: Limits | None = None,
+    network: bool = False,
+    allow_unsafe: bool = False,
+    env: Mapping[str, str] | None = None,
+    workdir: str | None = None,
+    snapshot: SnapshotMode = "filesystem",
+    lazy_pages: int | None = LAZY_PAGES,
+) -> Sandbox:
+    """A sandbox, not started yet.
+
+    Args:
+        backend: ``"overlay"`` (needs root), ``"overlay-rootless"``, ``"docker"``, ``"copy"`` (isolates nothing), or
+            ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``.
+        rootfs: ``"host"`` for this machine's tool chain, ``"docker:IMAGE"``, the path of an unpacked root file system.
+        limits: what it may use.
+        network: give it the machine's network.
+        allow_unsafe: permit a backend without isolation.
+        env: added to a clean environment; nothing is taken over from this process.
+        workdir: where the shell and `Sandbox.run` start; default: as the root file system says.
+        snapshot: what its snapshots hold, see `Sandbox`.
+        lazy_pages: see there.
+
+    Raises:
+        SandboxUnavailable: no such sandbox can run here; the message says why.
+    """
+    if backend not in ("auto", *backends.NAMES):
+        raise ValueError(f"expected a backend of auto, {', '.join(backends.NAMES)}, found {backend!r}")
+    limits = limits or Limits()
+    reasons = []
+    for name in backends.NAMES if backend == "auto" else (backend,):
+        try:
+            if backend == "auto":
+                backends.check(name)
+            made, environment, folder = backends.make_backend(name, rootfs, limits, network, allow_unsafe, env)
+        except (SandboxUnavailable, ImportError) as error:
+            if backend != "auto":
+                raise
+            reasons.append(f"{name}: {error}")
+        else:
+            folder = folder if workdir is None else workdir
+            return Sandbox(
+                made, env=environment, workdir=folder, limits=limits, snapshot=snapshot, lazy_pages=lazy_pages
+            )
+    raise SandboxUnavailable(f"no sandbox can run on this machine: {'; '.join(reasons)}")
+
+
+def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> str | None:
+    """The CRIU for a sandbox whose snapshots hold processes, and its backend made ready for that."""
+    if mode not in get_args(SnapshotMode):
+        raise ValueError(f"expected snapshots of {', '.join(get_args(SnapshotMode))}, found {mode!r}")
+    if mode == "filesystem":
+        return None
+    if not isinstance(backend, OverlayBackend) or backend.rootless:
+        raise SandboxUnavailable(f"snapshot={mode!r} needs the overlay backend as root, found {backend!r}")
+    if reason := criu.why_unavailable():
+        raise SandboxUnavailable(f"snapshot={mode!r} cannot be had here: {reason}")
+    program = criu.find()
+    assert program is not None
+    backend.adopts, backend.lazy_pages = True, lazy_pages
+    if lazy_pages is not None and not criu.brings_pages(program):
+        note = f"Captured memory is restored as a whole, for {criu.NO_PAGES}."
+        backend.capabilities = replace(backend.capabilities, notes=(*backend.capabilities.notes, note))
+    return program
+
+
+def _through(relocate: Any, text: bytes, tree: Tree) -> bytes:
+    moved: str = relocate(text.decode("utf-8", "surrogateescape"), tree)
+    return moved.encode("utf-8", "surrogateescape")

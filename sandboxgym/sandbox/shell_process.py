@@ -1,0 +1,325 @@
+"""One bash on a terminal, and the two channels to it: the terminal for output, a pipe beside it for reports.
+
+shell.bash, which is sourced first, defines what the reports are: ``end`` with an exit code, ``syntax``, and ``state``
+with the number of the file that holds the whole state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import importlib.resources
+import os
+import select
+import shlex
+import shutil
+import signal
+import stat
+import termios
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
+from sandboxgym.sandbox.shell_state import ShellState, parse_limits
+from sandboxgym.sandbox.terminal import encode
+
+if TYPE_CHECKING:
+    from pexpect.fdpexpect import fdspawn
+
+ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
+READY = "ready"
+"""The nonce of the reports of a bash that has just started."""
+
+_TIOCSIG = 0x40045436 if os.uname().sysname == "Linux" else 0x2000745F
+_CHUNK = 1 << 16
+_MAX_STATE = 1 << 28
+_LINE = 256  # typed at once: less than a terminal takes without anybody reading
+_GLANCE = 0.1  # seconds between two looks at a process that nobody tells of
+
+
+class Report(NamedTuple):
+    """What the bash said beside the terminal."""
+
+    nonce: str
+    kind: str
+    value: int
+
+
+class Heard(NamedTuple):
+    """What came from the bash at one time."""
+
+    output: bytes
+    reports: list[Report]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What there is to know about a captured bash, to go on with a copy of it."""
+
+    name: str
+    """Of its directory below the control directory."""
+    received: bytes
+    limits: Mapping[str, bytes] | None
+    modes: list[Any] | None
+    typed: bytes
+
+
+class BashProcess:
+    """A bash in a live sandbox; it was told to start, and reports the nonce `READY` when it has.
+
+    Args:
+        backend: where it runs.
+        env: its environment.
+        cwd: its directory.
+        state: what it starts with, if not with ``env`` and ``cwd`` only.
+
+    Raises:
+        SandboxUnavailable: it cannot be started.
+    """
+
+    def __init__(self, backend: Backend, *, env: Mapping[str, str], cwd: str, state: ShellState | None) -> None:
+        name = f"shell.{os.urandom(4).hex()}"
+        self._open(backend, name, make=True)
+        inside = f"{backend.control_inside}/{name}"
+        try:
+            self._write("init", _init(inside, state))
+            process = backend.spawn(ARGV, env=env, cwd=cwd, terminal=True)
+        except BaseException as error:
+            self._remove()
+            if isinstance(error, OSError):
+                raise SandboxUnavailable(f"bash could not be started in the sandbox: {error}") from error
+            raise
+        self._attach(process)
+        assert process.terminal is not None
+        self._modes = _modes(process.terminal)
+        self._received = b""
+        self._limits: Mapping[str, bytes] | None = None
+        self._typed = f". {shlex.quote(inside + '/init')} >/dev/null 2>&1\n".encode()
+
+    @classmethod
+    def restored(cls, backend: Backend, process: Process, connection: Connection) -> BashProcess:
+        """A copy of a captured bash, which runs already.
+
+        Args:
+            backend: where it runs; its control directory holds what the captured one had.
+            process: of the copy, with its terminal.
+            connection: of the captured one.
+        """
+        self = cls.__new__(cls)
+        self._open(backend, connection.name, make=False)
+        self._attach(process)
+        self._modes, self._received, self._limits = connection.modes, connection.received, connection.limits
+        self._typed = connection.typed
+        return self
+
+    @property
+    def connection(self) -> Connection:
+        """For `restored`."""
+        return Connection(self._folder.name, self._received, self._limits, self._modes, self._typed)
+
+    def move(self, process: Process) -> None:
+        """Go on with a copy of this bash, which has taken its place; the old one is forgotten, not killed."""
+        self.process.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._attach(process)
+
+    def _open(self, backend: Backend, name: str, *, make: bool) -> None:
+        self._folder = backend.control / name
+        if make:
+            self._folder.mkdir()
+        # Those inside may change whatever lies here: nothing is found by its path again, and no link is followed.
+        self._place = os.open(self._folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+        os.fchmod(self._place, 0o777)  # the user inside may be another one
+        if make:
+            os.mkfifo("status", dir_fd=self._place)
+        # Opened for writing too, so that it never ends.
+        self._status = os.open("status", os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self._place)
+        os.fchmod(self._status, 0o666)
+        go = shlex.quote(f"{backend.control_inside}/{name}/go")
+        self._line = f'. {go};{{ \\builtin eval "$__sg_tail";}} >/dev/null 2>&1\n'.encode()
+
+    def _attach(self, process: Process) -> None:
+        self.process = process
+        assert process.terminal is not None
+        self._terminal, self._end_of_file = _expect(process.terminal)
+        self._pidfd = open_pidfd(process.pid)
+        self._poll = select.poll()
+        for descriptor in (process.terminal, self._status, self._pidfd):
+            if descriptor is not None:
+                self._poll.register(descriptor, select.POLLIN)
+        self.gone = False
+        """It has ended, and all that it said was heard."""
+
+    def command(self, text: str, nonce: str) -> None:
+        """Have an idle bash run a command."""
+        quoted = encode(text).replace(b"'", rb"'\''")
+        content = b"__sg_text='%s'\n__sg_prepare %s\n\\builtin eval \"$__sg_code\"\n" % (quoted, nonce.encode())
+        try:
+            self._write("go", content)
+        except OSError:  # somebody inside took its place
+            self.process.kill()
+            self.gone = True
+        if self._modes is not None:  # a program may have left its own
+            with contextlib.suppress(termios.error):  # the bash is gone, which reading will tell
+                termios.tcsetattr(self._terminal.child_fd, termios.TCSANOW, self._modes)
+        self._typed = self._line
+
+    def type(self, data: bytes) -> None:
+        """Type to whatever reads the terminal; it goes on its way in `step`."""
+        self._typed += data
+
+    def forget_typed(self) -> None:
+        """Do not type what was not read yet."""
+        self._typed = b""
+
+    def step(self, deadline: float) -> Heard | None:
+        """What has come, after waiting for it; None if nothing came before the deadline (by `time.monotonic`)."""
+        terminal = self._terminal.child_fd
+        if self._typed:
+            self._poll.modify(terminal, select.POLLIN | select.POLLOUT)
+        left = max(deadline - time.monotonic(), 0.0)
+        ready = dict(self._poll.poll(min(left, _GLANCE if self._pidfd is None else left) * 1000))
+        reports = self._receive() if self._status in ready else []
+        output = b""
+        events = ready.get(terminal, 0)
+        if events & select.POLLOUT:
+            with contextlib.suppress(OSError):  # it is gone, which reading will tell
+                self._typed = self._typed[self._terminal.send(self._typed[:_LINE]) :]
+            if not self._typed:
+                self._poll.modify(terminal, select.POLLIN)
+        if events & ~select.POLLOUT:
+            try:
+                output = self._terminal.read_nonblocking(_CHUNK, 0)
+            except (self._end_of_file, OSError):
+                self.gone = True
+        # A terminal does not end with the bash as long as a background process holds it.
+        elif self._pidfd in ready or (not ready and self._pidfd is None and self.process.wait(0) is not None):
+            self.gone = True
+        if self.gone:
+            reports += self._receive()
+        return Heard(output, reports) if ready or self.gone else None
+
+    def interrupt(self) -> None:
+        """Ctrl-C, without the key: with it, the terminal would drop the output that is on its way."""
+        terminal = self._terminal.child_fd
+        try:
+            fcntl.ioctl(terminal, _TIOCSIG, signal.SIGINT)
+        except OSError as error:
+            if error.errno in (errno.ENOTTY, errno.EINVAL):  # a container's socket
+                os.write(terminal, b"\x03")
+
+    def abort(self) -> None:
+        """Have the bash drop the rest of its command, as soon as what it waits for has ended."""
+        if self.process.pid is not None and hasattr(signal, "SIGRTMAX"):
+            with contextlib.suppress(OSError):  # it is gone, or it is another user's
+                os.kill(self.process.pid, signal.SIGRTMAX)
+
+    def dump(self, slot: int) -> bytes:
+        """The content of a state file that was reported complete."""
+        return self._read(f"state.{slot}")
+
+    def syntax_error(self) -> bytes:
+        """What bash says of a command that does not parse."""
+        return self._read("syntax")
+
+    def parse(self, dump: bytes) -> ShellState:
+        """The state in a dump."""
+        if self._limits is None:
+            self._limits = parse_limits(self._read("limits"))
+        return ShellState.parse(dump, limits=self._limits)
+
+    def close(self) -> None:
+        """Kill the bash and what it started. Once."""
+        with contextlib.suppress(SandboxClosed):  # all was killed with the sandbox
+            self.process.kill()
+        self.process.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._remove()
+
+    def _remove(self) -> None:
+        os.close(self._status)
+        os.close(self._place)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, name: str, content: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(name, flags, 0o644, dir_fd=self._place), "wb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{name} is no file any more")
+            file.write(content)
+
+    def _read(self, name: str) -> bytes:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(name, flags, dir_fd=self._place), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_STATE:
+                raise OSError(f"{name} is no file any more, or larger than {_MAX_STATE} bytes")
+            return file.read()
+
+    def _receive(self) -> list[Report]:
+        with contextlib.suppress(BlockingIOError):
+            self._received += os.read(self._status, _CHUNK)
+        *lines, self._received = self._received.split(b"\n")
+        reports = []
+        for line in lines:
+            # Anybody inside may write here too; what is no report is dropped.
+            with contextlib.suppress(ValueError, TypeError):
+                nonce, kind, value = line.decode().split(" ")
+                reports.append(Report(nonce, kind, int(value)))
+        return reports
+
+
+def open_pidfd(pid: int | None) -> int | None:
+    """A descriptor that tells of the end of a process; None where there is no such thing."""
+    if pid is None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+@functools.cache
+def _source() -> bytes:
+    return importlib.resources.files("sandboxgym.sandbox").joinpath("shell.bash").read_bytes()
+
+
+def _init(directory: str, state: ShellState | None) -> bytes:
+    place = shlex.quote(directory).encode()
+    return b"\n".join(
+        [
+            _source().replace(b"@DIR@", place),
+            b"ulimit -Sa >%s/limits" % place,
+            state.script() if state else b"__sg_now=0 __sg_arg=",
+            b"__sg_nonce=" + READY.encode(),
+            b'\\builtin eval "$__sg_late"',
+            b"",
+        ]
+    )
+
+
+def _expect(terminal: int) -> tuple[fdspawn, type[Exception]]:
+    try:
+        from pexpect import EOF
+        from pexpect.fdpexpect import fdspawn
+    except ImportError as error:
+        raise SandboxUnavailable("the shell needs pexpect: pip install 'sandboxgym[sandbox]'") from error
+    spawned = fdspawn(terminal, timeout=None, use_poll=True)
+    spawned.delaybeforesend = None
+    return spawned, EOF
+
+
+def _modes(terminal: int) -> list[Any] | None:
+    """How the terminal shall be for each command; None for what is no terminal on this side (a container's socket)."""
+    try:
+        modes = termios.tcgetattr(terminal)
+    except termios.error:
+        return None
+    modes[1] &= ~termios.OPOST  # else the kernel converts each line end: half a minute for 100 MB of short lines
+    return modes

@@ -1,0 +1,234 @@
+"""What a bash is beside its processes: captured as plain data, and applied to another bash.
+
+1. Captured: working directory and OLDPWD, every variable with its attributes (arrays, exported or not, readonly,
+   integer, case, references to names), functions, aliases, ``shopt`` and ``set -o`` options, umask, traps, soft limits
+   that were changed, positional parameters, ``$?`` and ``$_``.
+2. Not captured: processes and jobs, coprocesses, ``$!``, open descriptors (those 0 to 2 were redirected to included),
+   the history, the seeds of RANDOM and SRANDOM, hard limits, the stack of ``pushd``, the table of ``hash``, completions
+   and key bindings, modes of the terminal. A working directory that is gone is replaced by ``/``.
+3. It is all text that bash printed, kept as bytes, so that values in any encoding survive.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from sandboxgym.errors import SnapshotCorrupt
+
+SECTIONS = (
+    *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
+    *("traps", "flags", "status", "last", "positional"),
+)
+"""What shell.bash prints, in this order."""
+
+OWN = b"__sg_"
+"""Prefix of the names that shell.bash defines."""
+HOOK = (rb"\\builtin eval \"\$__sg_tail\";", rb'\\builtin eval "$__sg_tail";')
+"""What shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
+
+# Set by bash itself, so that assigning them fails, or means something else; and by backends, for each process.
+_INTERNAL = frozenset(
+    b"BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_EXECUTION_STRING "
+    b"BASH_LINENO BASH_MONOSECONDS BASH_SOURCE BASH_SUBSHELL BASH_TRAPSIG BASH_VERSINFO BASH_VERSION COLUMNS DIRSTACK "
+    b"EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD LINENO LINES PIPESTATUS PPID PWD RANDOM SHELLOPTS "
+    b"SRANDOM UID _ COMP_WORDBREAKS SANDBOXGYM_BOX".split()
+)
+_INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
+_INHERITED += b"SHELL SHLVL TERM USER"
+"""Variables that a new bash has without being told; unset where the captured one had none."""
+
+_STRING = rb"""(?:"(?:[^"\\]|\\.)*"|\$'(?:[^'\\]|\\.)*')"""
+_VALUE = rb"""%b|\((?:[^"'$)]|%b)*\)|[^"'$(\n]*""" % (_STRING, _STRING)
+_DECLARATION = re.compile(rb"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)(?:=(%b))?\n" % _VALUE, re.DOTALL)
+_FUNCTION_ATTRIBUTES = re.compile(rb"^declare -f([a-z]+) (\S+)$", re.MULTILINE)
+_LIMIT = re.compile(rb"-(\w)\) +(\S+)$", re.MULTILINE)
+_COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
+_ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
+_ONE_LINE = re.compile(rb"[^\n]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A shell variable, as ``declare -p`` prints it."""
+
+    attributes: str
+    """Letters of ``declare``: ``x`` exported, ``a``/``A`` array, ``i`` integer, ``r`` readonly, ``n`` reference, …"""
+    value: bytes | None
+    """The right-hand side in bash's own quoting; None if it has attributes only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShellState:
+    """The state of a bash between two commands; plain data (`to_plain`)."""
+
+    cwd: bytes
+    variables: Mapping[bytes, Variable]
+    functions: bytes
+    """Their definitions."""
+    function_attributes: bytes
+    aliases: bytes
+    shopts: bytes
+    options: bytes
+    umask: bytes
+    limits: Mapping[str, bytes]
+    """Letter of ``ulimit`` and value of the soft limits that differ from those the shell started with."""
+    traps: bytes
+    flags: bytes
+    """``$-``, which also tells ``x`` and ``v``: these are off between commands."""
+    status: int
+    """``$?``"""
+    last: bytes
+    """``$_``"""
+    positional: bytes
+    """``"$@"``, quoted."""
+
+    @classmethod
+    def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:
+        """From what shell.bash printed.
+
+        Args:
+            dump: the content of a state file.
+            limits: the soft limits that the shell started with (`parse_limits`).
+        """
+        parts = dump.split(b"\0")
+        if len(parts) != len(SECTIONS) + 1 or parts[-1]:
+            raise SnapshotCorrupt(f"expected a shell's state in {len(SECTIONS)} sections, found {len(parts) - 1}")
+        raw = dict(zip(SECTIONS, parts))
+        return cls(
+            cwd=raw["cwd"].removesuffix(b"\n"),
+            variables=_parse_variables(raw["variables"]),
+            functions=_without_own(raw["functions"]),
+            function_attributes=b"".join(
+                b"declare -f%s %s\n" % match for match in _FUNCTION_ATTRIBUTES.findall(raw["function_attributes"])
+            ),
+            aliases=raw["aliases"],
+            shopts=_COMPATIBILITY.sub(b"", raw["shopts"]),
+            options=raw["options"],
+            umask=raw["umask"].strip(),
+            limits={
+                letter: value
+                for letter, value in parse_limits(raw["limits"]).items()
+                if limits.get(letter, value) != value
+            },
+            traps=raw["traps"].replace(_ABORT, b""),
+            flags=raw["flags"],
+            status=int(raw["status"]),
+            last=raw["last"],
+            positional=raw["positional"],
+        )
+
+    def script(self) -> bytes:
+        """Bash source that gives a new shell, in which shell.bash was sourced, this state."""
+        valued = {name for name, variable in self.variables.items() if variable.value is not None}
+        unset = [name for name in _INHERITED.split() if name not in valued]
+        return b"\n".join(
+            [
+                b"cd -- %s || cd /" % _quoted(self.cwd),
+                b"unset -v " + b" ".join(unset) if unset else b":",
+                *(_declaration(name, variable) for name, variable in self.variables.items()),
+                b"shopt -s extglob",  # for patterns in functions; below, any builtin may be a function
+                self.functions,
+                self.function_attributes.replace(b"declare ", b"builtin declare "),
+                self.shopts.replace(b"shopt -", b"builtin shopt -"),
+                b"builtin umask " + self.umask,
+                *(b"builtin ulimit -S -%s %s" % (letter.encode(), value) for letter, value in self.limits.items()),
+                b"builtin set -- " + self.positional,
+                b"__sg_traps=%s __sg_last=%s __sg_flags=%s" % tuple(map(_quoted, (self.traps, self.last, self.flags))),
+                b"__sg_now=%d __sg_arg=$__sg_last" % self.status,
+                # Below, any word may be an alias too.
+                self.aliases,
+                self.options.replace(b"set ", b"\\builtin set "),
+                b'\\builtin eval "$__sg_traps"',
+                b"if [[ $__sg_flags == *v* ]]; then \\builtin set -v; fi",
+                b"if [[ $__sg_flags == *x* ]]; then \\builtin set -x; fi",
+                b"",
+            ]
+        )
+
+    def mapped(self, change: Callable[[bytes], bytes]) -> ShellState:
+        """The same with all its text changed: for backends whose sandboxes do not all lie at the same path."""
+        texts: dict[str, Any] = {
+            field.name: change(value) for field in fields(self) if isinstance(value := getattr(self, field.name), bytes)
+        }
+        variables = {
+            name: Variable(item.attributes, item.value if item.value is None else change(item.value))
+            for name, item in self.variables.items()
+        }
+        return replace(self, **texts, variables=variables)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain data (bytes, strings, integers, lists) that `from_plain` takes."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain["variables"] = [[name, item.attributes, item.value] for name, item in self.variables.items()]
+        plain["limits"] = [list(item) for item in self.limits.items()]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> ShellState:
+        """The inverse of `to_plain`.
+
+        Raises:
+            SnapshotCorrupt: it is not such data.
+        """
+        try:
+            values = dict(plain)
+            values["variables"] = {
+                _typed(name, bytes): Variable(_typed(letters, str), value if value is None else _typed(value, bytes))
+                for name, letters, value in values["variables"]
+            }
+            values["limits"] = {_typed(letter, str): _typed(value, bytes) for letter, value in values["limits"]}
+            for field in fields(cls):
+                if field.name not in ("variables", "limits"):
+                    _typed(values[field.name], int if field.name == "status" else bytes)
+            return cls(**values)
+        except (TypeError, ValueError, KeyError) as error:
+            raise SnapshotCorrupt(f"expected a shell's state, found {plain!r:.200} ({error})") from error
+
+
+def parse_limits(text: bytes) -> dict[str, bytes]:
+    """The soft limits that ``ulimit -Sa`` prints, by letter; without the size of pipes, which cannot be set."""
+    return {letter.decode(): value for letter, value in _LIMIT.findall(text) if letter != b"p"}
+
+
+def _parse_variables(text: bytes) -> dict[bytes, Variable]:
+    variables = {}
+    at = 0
+    while at < len(text):
+        match = _DECLARATION.match(text, at)
+        if match is None:
+            line = _ONE_LINE.match(text, at)
+            raise SnapshotCorrupt(f"expected what declare -p prints, found {line and line[0][:200]!r}")
+        letters, name, value = match.groups()
+        at = match.end()
+        if name == b"PROMPT_COMMAND" and value is not None:
+            for hook in HOOK:
+                value = value.replace(hook, b"")
+            if value in (b'""', b"$''"):
+                continue
+        if name not in _INTERNAL and not name.startswith(OWN):
+            variables[name] = Variable(letters.decode().strip("-"), value)
+    return variables
+
+
+def _without_own(functions: bytes) -> bytes:
+    # declare -f prints a definition from its name, at the start of a line, to the next line that is a single "}".
+    return re.sub(rb"^__sg_\w+ \(\) *\n\{.*?^\}[^\n]*\n", b"", functions, flags=re.MULTILINE | re.DOTALL)
+
+
+def _declaration(name: bytes, variable: Variable) -> bytes:
+    assignment = b"" if variable.value is None else b"=" + variable.value
+    return b"declare -%s %s%s" % (variable.attributes.encode() or b"-", name, assignment)
+
+
+def _quoted(value: bytes) -> bytes:
+    return shlex.quote(value.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value

@@ -1,0 +1,127 @@
+"""What a program printed on a terminal, as bounded plain text."""
+
+from __future__ import annotations
+
+import re
+
+# CSI, OSC and other string sequences, character sets, and the rest of two bytes; `[K` is needed for `_line`.
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*(?P<final>[@-~])|[\]PX^_](?:[^\x07\x1b]|\x1b(?!\\))*(?:\x07|\x1b\\)|[ -/]+[0-~]|[0-Z\\^-~])"
+)
+_ERASE = "\x1bK"
+_MOVING = re.compile(f"[\r\x08]|{_ERASE}")
+_BACKSPACE = re.compile(r"[^\x08\n]\x08")
+
+
+class Capture:
+    """The first and the last half of a stream of bytes; the middle is counted and dropped.
+
+    Args:
+        limit: bytes that are kept.
+        begin: what precedes the stream; all before it is dropped. Empty if it begins at once.
+        end: what follows it; all after it is dropped. Empty if it has no end.
+    """
+
+    def __init__(self, limit: int, *, begin: bytes = b"", end: bytes = b"") -> None:
+        self._half = max(limit // 2, 1)
+        self._begin, self._end = begin, end
+        self._begun = not begin
+        self._carry = b""
+        self._head, self._tail = bytearray(), bytearray()
+        self.elided = 0
+        """Bytes dropped from the middle so far."""
+        self.complete = False
+        """Whether ``end`` was seen."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        if self.complete:
+            return
+        data = self._carry + chunk if self._carry else chunk
+        if not self._begun:
+            at = data.find(self._begin)
+            if at < 0:
+                self._carry = data[-(len(self._begin) - 1) :]
+                return
+            self._begun, data = True, data[at + len(self._begin) :]
+        if self._end:
+            at = data.find(self._end)
+            self.complete = at >= 0
+            cut = at if self.complete else max(len(data) - len(self._end) + 1, 0)
+            data, self._carry = data[:cut], b"" if self.complete else data[cut:]
+        else:
+            self._carry = b""
+        self._keep(data)
+
+    def drain(self) -> tuple[bytes, int]:
+        """What was kept and not yet taken, with a line in place of what was dropped; and how many bytes were."""
+        if self._begun and not self.complete:
+            # An end mark may be on its way in pieces: what could be its beginning stays.
+            for length in range(len(self._carry), 0, -1):
+                if self._end.startswith(self._carry[-length:]):
+                    break
+            else:
+                length = 0
+            cut = len(self._carry) - length
+            self._keep(self._carry[:cut])
+            self._carry = self._carry[cut:]
+        # Half of the limit is not a limit for what is short enough in all.
+        excess = max(len(self._tail) - self._half, 0)
+        elided = self.elided + excess
+        middle = b"\n[... %d bytes elided ...]\n" % elided if elided else b""
+        kept = bytes(self._head) + middle + bytes(self._tail[excess:])
+        self._head, self._tail, self.elided = bytearray(), bytearray(), 0
+        return kept, elided
+
+    def _keep(self, data: bytes) -> None:
+        room = self._half - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data
+            if len(self._tail) > 4 * self._half + (1 << 16):  # not at every chunk: it moves the whole tail
+                excess = len(self._tail) - self._half
+                self.elided += excess
+                del self._tail[:excess]
+
+
+def decode(data: bytes) -> str:
+    """UTF-8, with backslash escapes for what is not."""
+    return data.decode("utf-8", "backslashreplace")
+
+
+def encode(text: str) -> bytes:
+    """UTF-8; the surrogates of `os.fsdecode` stand for the bytes they were made from, others for themselves."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def plain_text(data: bytes) -> str:
+    """The lines as they stand on the screen in the end: no escape sequences, progress bars in their last state."""
+    text = decode(data).replace("\r\n", "\n")
+    if "\x1b" in text:
+        text = _ESCAPE.sub(lambda match: _ERASE if match["final"] == "K" else "", text)
+    if "\r" in text or "\x08" in text or _ERASE in text:
+        text = "\n".join(
+            _line(line) if "\r" in line or "\x08" in line or _ERASE in line else line for line in text.split("\n")
+        )
+    return text
+
+
+def _line(line: str) -> str:
+    """One line with carriage returns, backspaces and erasures carried out."""
+    shown = ""
+    for part in line.split("\r"):
+        while "\x08" in part:
+            fewer = _BACKSPACE.sub("", part)
+            part = fewer if fewer != part else part.replace("\x08", "")
+        before, erase, _ = part.rpartition(_ERASE)
+        if erase:
+            written = before.replace(_ERASE, "") + part[len(before) + len(_ERASE) :]
+            shown = written
+        else:
+            shown = part + shown[len(part) :]
+    return shown

@@ -1,0 +1,315 @@
+"""A small process beside the owner that forks boxes, so that their making does not depend on the owner's size.
+
+It is started by `command`, which imports this module without the package around it: standard library only, and little
+of that, for each box's init is a fork of it. The owner asks over a socket (`wire`, payloads by ``marshal``):
+
+- ``("embryo", flags)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``box.py``;
+- ``("features",)`` with a socket: the mount namespace for every CRIU is sent through it; see ``join.py``, as for:
+- ``("capture", spec)`` with a socket and that namespace: a CRIU in a box's namespaces, talked to through the socket;
+- ``("pages", spec)`` with two pipes and that namespace: a CRIU that brings a restored box its memory; what is asked to
+  be removed meanwhile of ``spec["layer"]``, where it has it from, stays until it is done;
+- ``("watch", id, directory, nbytes)``: kill the box when what it wrote exceeds that;
+- ``("remove", paths)``: delete directories in the background;
+- ``("settle",)`` with a descriptor: closed once all that was asked for is done;
+- ``("end",)``.
+
+When the owner ends, however it does, every box is killed and the zygote with it. When the zygote ends, so do the boxes.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]
+import _socket
+import gc
+import marshal
+import os
+import select
+import sys
+import time
+
+from sandboxgym.sandbox import box, join, kernel, wire
+from sandboxgym.sandbox.disk import remove_directories, usage
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+TICK = 0.25
+"""Seconds between two looks at the disk while a box is watched."""
+RECOUNT = 10.0
+"""Seconds between two counts of what boxes wrote, at least."""
+FLOOR = 256 * 2**20
+"""Free bytes of the store's file system below which the box that wrote most is killed."""
+FULL = "full"
+"""File beside a killed box's upper directory, which says why."""
+
+
+def command(python: str) -> list[str]:
+    """The command line of a zygote whose socket to the owner is its standard input."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    program = (
+        "import sys\n"
+        "for name, path in (('sandboxgym', sys.argv[1]), ('sandboxgym.sandbox', sys.argv[1] + '/sandbox')):\n"
+        "    sys.modules[name] = type(sys)(name)\n"
+        "    sys.modules[name].__path__ = [path]\n"
+        "from sandboxgym.sandbox.zygote import main\n"
+        "main()\n"
+    )
+    return [python, "-I", "-S", "-B", "-c", program, package]
+
+
+def main() -> NoReturn:
+    """Serve the owner at the other end of standard input until it ends."""
+    kernel.show_command_line(b"sandboxgym-zygote")
+    owner = _socket.socket(fileno=os.dup(0))
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+    gc.disable()
+    gc.freeze()
+    payload, _ = wire.receive(owner)
+    zygote = Zygote(owner, marshal.loads(payload))
+    try:
+        zygote.serve()
+    except (EOFError, ConnectionError):
+        pass  # the owner ended, perhaps before it read an answer
+    finally:
+        zygote.end()
+    os._exit(0)
+
+
+class Zygote:
+    """What the owner's requests act on."""
+
+    def __init__(self, owner: _socket.socket, settings: dict[str, Any]) -> None:
+        self.owner = owner
+        self.settings = settings
+        """For `box.Embryo`; and ``pid`` of the owner, ``store``, its directory."""
+        self.boxes: dict[int, list[str]] = {}
+        """Control groups by the id of the init."""
+        self.watched: dict[int, tuple[str, int, int]] = {}
+        """Directory, bytes allowed and pidfd by the id of the init."""
+        self.to_remove: list[str] = []
+        self.waiting: list[int] = []
+        self.remover = 0
+        self.accountant = 0
+        self.free = 0
+        self.features = -1
+        """Of `join.keep_features`."""
+        self.bringing: dict[int, tuple[str, int]] = {}
+        """Where memory is being brought from, and the init of the box, by the id of the process that sees to it."""
+        self.counted = 0.0
+        self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> NoReturn:
+        """Answer requests; raises ``EOFError`` when the owner is gone."""
+        poll = select.poll()
+        poll.register(self.owner, select.POLLIN)
+        poll.register(self.wake, select.POLLIN)
+        # A fork of the owner may hold the other end of the socket open: the end of the owner itself counts.
+        alive = os.pidfd_open(self.settings["pid"])
+        poll.register(alive, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(TICK * 1e3 if self.watched else None)}
+            if alive in ready:
+                raise EOFError("the owner ended")
+            if self.wake in ready:
+                os.read(self.wake, 4096)
+                self.collect()
+            if self.owner.fileno() in ready:
+                payload, descriptors = wire.receive(self.owner)
+                self.answer(marshal.loads(payload), descriptors)
+            if self.watched:
+                self.look_at_disk()
+            self.work()
+
+    def answer(self, request: tuple[Any, ...], descriptors: list[int]) -> None:
+        """Do what a request says."""
+        what, *rest = request
+        if what == "embryo":
+            self.embryo(rest[0])
+        elif what == "watch":
+            pid, directory, nbytes = rest
+            if pid in self.boxes and pid not in self.watched:  # not collected, so the id is still its own
+                self.watched[pid] = (directory, nbytes, os.pidfd_open(pid))
+        elif what == "features":
+            self.tell_features(descriptors)
+        elif what == "capture":
+            self.beside(join.capture, rest[0], descriptors)
+        elif what == "pages":
+            if pid := self.beside(join.bring_pages, rest[0], descriptors):
+                self.bringing[pid] = (rest[0]["layer"], rest[0]["init"])
+        elif what == "remove":
+            self.to_remove += rest[0]
+        elif what == "settle":
+            self.waiting += descriptors
+        elif what == "end":
+            raise EOFError("the owner ended")
+        else:
+            raise ValueError(f"unknown request {what!r}")
+
+    def embryo(self, spec: dict[str, Any]) -> None:
+        """Fork the init of a box and hand its socket to the owner."""
+        mine, theirs = _socket.socketpair()
+        for path in spec["directories"]:
+            os.mkdir(path, 0o755)
+        try:
+            pid = kernel.clone(spec["namespaces"])
+        except OSError as error:
+            mine.close()
+            theirs.close()
+            wire.send(self.owner, marshal.dumps((0, error.errno, str(error))))
+            return
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            box.main(theirs, {**self.settings, **spec})
+        theirs.close()
+        self.boxes[pid] = spec["cgroups"]
+        pidfd = os.pidfd_open(pid)
+        wire.send(self.owner, marshal.dumps((pid, 0, "")), [mine.fileno(), pidfd])
+        os.close(pidfd)
+        mine.close()
+
+    def tell_features(self, descriptors: list[int]) -> None:
+        """Make the mount namespace for every CRIU, once; the socket is closed where that cannot be done."""
+        answer = _socket.socket(fileno=descriptors[0])
+        try:
+            if self.features < 0:
+                self.features = join.keep_features()
+            wire.send(answer, b"", [self.features])
+        except OSError as error:
+            print(f"sandboxgym: no mount namespace can be made for CRIU: {error}", file=sys.stderr)
+        finally:
+            answer.close()
+
+    def beside(self, work: Any, spec: dict[str, Any], descriptors: list[int]) -> int:
+        """Fork a process of ``join.py``; its id, or 0 where that cannot be done: the descriptors are closed then."""
+        try:
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                work(*descriptors, {**self.settings, **spec})
+            return pid
+        except OSError as error:
+            print(f"sandboxgym: CRIU could not be started: {error}", file=sys.stderr)
+            return 0
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def collect(self) -> None:
+        """Collect what ended, and remove the control groups of boxes."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.watched:
+                os.close(self.watched.pop(pid)[2])
+            for path in self.boxes.pop(pid, ()):
+                _remove_group(path)
+            _, starving = self.bringing.pop(pid, ("", 0))
+            if status and starving in self.boxes:  # not collected, so the id is still its own
+                os.kill(starving, signal.SIGKILL)
+            if pid == self.remover:
+                self.remover = 0
+            if pid == self.accountant:
+                self.accountant = 0
+
+    def work(self) -> None:
+        """Start what is to be done in the background, and tell who waits for it."""
+        if not self.remover:
+            used = {path for path, _ in self.bringing.values()}
+            if removable := [path for path in self.to_remove if path not in used]:
+                self.remover = _aside(remove_directories, removable)
+                self.to_remove = [path for path in self.to_remove if path in used]
+        if self.waiting and not self.to_remove and not self.remover and not self.accountant:
+            for descriptor in self.waiting:
+                os.close(descriptor)
+            self.waiting.clear()
+
+    def look_at_disk(self) -> None:
+        """Count what boxes wrote, if the disk lost enough since the last count that a limit may be reached.
+
+        And once in a while, for what one process frees hides what another one writes.
+        """
+        free, now = _free(self.settings["store"]), time.monotonic()
+        self.free = max(self.free, free)
+        least = min(limit for _, limit, _ in self.watched.values())
+        due = self.free - free >= least / 8 or free < FLOOR or now > self.counted + RECOUNT
+        if due and not self.accountant:
+            self.free, self.counted = free, now
+            self.accountant = _aside(_enforce, dict(self.watched), free)
+
+    def end(self) -> None:
+        """Kill every box and collect it, with whatever brought it its memory."""
+        for pid, groups in self.boxes.items():
+            os.kill(pid, signal.SIGKILL)
+            for path in groups:  # the owner may have ended while it copied the files of stopped processes
+                _thaw(path)
+        deadline = time.monotonic() + 10
+        while (self.boxes or self.bringing) and time.monotonic() < deadline:
+            if select.select([self.wake], [], [], 0.05)[0]:
+                os.read(self.wake, 4096)
+            self.collect()
+
+
+def _free(path: str) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _enforce(watched: dict[int, tuple[str, int, int]], free: int) -> None:
+    """Kill the boxes that wrote more than they may, and the largest one where the disk is nearly full."""
+    used = {pid: usage(directory) for pid, (directory, _, _) in watched.items()}
+    over = [pid for pid, nbytes in used.items() if nbytes > watched[pid][1]]
+    if not over and free < FLOOR:
+        over = [max(used, key=lambda pid: used[pid])]
+    for pid in over:
+        directory, limit, pidfd = watched[pid]
+        with open(os.path.join(os.path.dirname(directory), FULL), "w") as file:
+            file.write(f"{used[pid]:,} bytes were written, {limit:,} are allowed, {free:,} are free on the disk")
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _aside(work: Any, *arguments: Any) -> int:
+    """The id of a process that does ``work``."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            kernel.die_with_parent()
+            work(*arguments)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _thaw(path: str) -> None:
+    """Let a frozen group of version 1 go on, where not even a kill takes effect."""
+    state = os.path.join(path, "freezer.state")
+    if os.path.exists(state):
+        kernel.write_text(state, "THAWED")
+
+
+def _remove_group(path: str) -> None:
+    """Remove the control group of a box that ended; the last of its processes may take a moment."""
+    for _ in range(50):
+        try:
+            os.rmdir(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.002)
+        else:
+            return
+    print(f"sandboxgym: could not remove the control group {path}", file=sys.stderr)

@@ -1,0 +1,164 @@
+"""The committed configurations: each trains a small model of its family, and asks for the memory that is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from checkpoints import small_checkpoint
+from test_train import _signals, results_of  # noqa: F401 - a fixture, and the report
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from bpo_ref import memory as memory_module
+from bpo_ref.memory import SHAPES, Shape, memory, shape_of
+from bpo_ref.models import add_adapter, load_policy
+from bpo_ref.train import Args, Trainer, parse_args, resolved
+
+CONFIGS = Path(memory_module.__file__).parent / "configs"
+LARGE = sorted(path for path in CONFIGS.glob("*.yaml") if "qwen" in path.stem or "llama" in path.stem)
+ENVS = {
+    "alfworld": {"games": "embedded"},
+    "webshop": {"split": "product-train"},
+    "swebench": {"dataset": "mini", "backend": "copy", "allow_unsafe": True},
+}
+SMALL = {"prompts": 2, "updates": 2, "eval_episodes": 2, "max_turns": 3, "max_new_tokens": 8, "env_threads": 1}
+
+
+def test_there_is_a_configuration_for_each_environment_and_model() -> None:
+    assert {path.stem for path in LARGE} == {f"{e}-{m}" for e in ENVS for m in ("qwen2.5-7b", "llama-3.1-8b")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_configuration_trains_a_small_model_of_its_family(path: Path, tmp_path: Path) -> None:
+    """The file as it is, but for the weights, the data and the sizes; of each model one environment with adapters."""
+    model = small_checkpoint("llama" if "llama" in path.stem else "qwen2", tmp_path / "model", positions=32768)
+    kwargs = [f"{name}={value}" for name, value in ENVS[path.stem.partition("-")[0]].items()]
+    given = ["--config", str(path), "--model", str(model), "--out", str(tmp_path / "run")]
+    given += ["--env-kwargs", *kwargs, "--eval-kwargs", *kwargs]
+    given += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    if "alfworld" in path.stem:
+        given += ["--lora-r", "4"]
+    trainer = Trainer(parse_args(given))
+    trainer.run()
+    assert trainer.step == 2 and results_of(tmp_path / "run")["counters"]["returns"] >= 8
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.policy.parameters())
+    told = trainer.tokenizer.decode(trainer.chat.start("x"))
+    assert "<action>one action</action>" in told
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_its_configurations(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 8 and config.num_machines == 1
+    if path.stem == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert yaml.safe_load(path.read_text())["distributed_type"] == "FSDP"
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "build", "parameters"),
+    [
+        (
+            "Qwen/Qwen2.5-7B-Instruct",
+            Qwen2Config(
+                hidden_size=3584,
+                num_hidden_layers=28,
+                num_attention_heads=28,
+                num_key_value_heads=4,
+                intermediate_size=18944,
+                vocab_size=152064,
+                tie_word_embeddings=False,
+            ),
+            Qwen2ForCausalLM,
+            7_615_616_512,
+        ),
+        (
+            "meta-llama/Llama-3.1-8B-Instruct",
+            LlamaConfig(
+                hidden_size=4096,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                intermediate_size=14336,
+                vocab_size=128256,
+                tie_word_embeddings=False,
+            ),
+            LlamaForCausalLM,
+            8_030_261_248,
+        ),
+    ],
+)
+def test_weights_are_counted_as_transformers_makes_them(name: str, config: Any, build: Any, parameters: int) -> None:
+    with torch.device("meta"):
+        model = build(config)
+    assert SHAPES[name] == shape_of(config)
+    assert SHAPES[name].parameters == parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_adapters_are_counted_as_peft_makes_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model, _ = load_policy(small_checkpoint("qwen2", tmp_path))
+    shape = shape_of(AutoConfig.from_pretrained(tmp_path))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    adapted = add_adapter(model, r=4, alpha=8, seed=0)
+    assert shape.adapters(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def kept_for_backward(model: Any, tokens: int) -> int:
+    """Numbers that the blocks of a model save in a forward pass, weights apart, shared storage once."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes() // 4
+            alive.append(tensor)
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(seen.values())
+
+
+def test_what_a_block_keeps_is_counted_to_a_third() -> None:
+    shape = Shape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, ffn=192, vocabulary=50, tied=True)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
+    kept = []
+    for layers in (2, 3):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, vocab_size=50, **sizes))
+        kept.append(kept_for_backward(model, 100))
+    assert kept[1] - kept[0] == pytest.approx(100 * (shape.kept + shape.hidden), rel=0.34)
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("layout", "r"), [("ddp", 32), ("fsdp2", 32), ("fsdp2", 0)])
+def test_what_is_counted_fits_a_gpu_of_80_gb(path: Path, layout: Any, r: int) -> None:
+    args = resolved(parse_args(["--config", str(path), "--lora-r", str(r)]))
+    parts = memory(args, SHAPES[args.model], layout=layout, gpus=8)
+    assert memory_module.peak(parts) < 75e9
+
+
+def test_sharding_divides_what_is_held_and_not_what_is_computed_with() -> None:
+    args = resolved(Args(model="x", prompts=8, dtype="bfloat16", kl=0.1))
+    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"]
+    one, eight = (memory(args, shape, layout=layout, gpus=8) for layout in ("ddp", "fsdp2"))
+    assert one["optimizer"] == 8 * shape.parameters == 8 * eight["optimizer"]
+    assert one["update: logits"] == eight["update: logits"]
+    assert eight["rollout: gathered"] == 2 * shape.parameters
+
+
+def test_the_documented_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    memory_module.main([])
+    printed = capsys.readouterr().out
+    page = (CONFIGS.parents[1] / "docs" / "training.md").read_text()
+    assert printed in page, f"docs/training.md lacks what python -m bpo_ref.memory prints:\n{printed}"

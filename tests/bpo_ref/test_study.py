@@ -1,0 +1,118 @@
+"""Studies: the commands they consist of, the tables they end in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from test_train import ENVIRONMENT, TINY
+
+from bpo_ref.compare import Finished, efficiency, overhead, summary
+from bpo_ref.study import STUDIES, commands, main
+from bpo_ref.train import parse_args, resolved
+
+CONFIGS = Path(__file__).parents[2] / "bpo_ref" / "configs"
+
+
+@pytest.mark.parametrize(
+    ("label", "words"), [pair for study in STUDIES.values() for pair in study.items()], ids=lambda word: str(word)
+)
+def test_every_variant_is_a_valid_setting_at_both_scales(label: str, words: str) -> None:
+    for config in CONFIGS.glob("*.yaml"):
+        resolved(parse_args(["--config", str(config), *words.split()]))
+
+
+def test_the_k_sweep_spends_thirteen_returns_on_average() -> None:
+    for label, words in STUDIES["k-sweep"].items():
+        args = resolved(parse_args(words.split()))
+        forks = args.points * (args.width - 1) if args.schedule != "none" else 0
+        unrooted = args.root_branch != "always"
+        assert args.roots + forks - (0 if unrooted else args.width - 1) == pytest.approx(13, abs=0.11), label
+
+
+def test_finished_runs_are_not_repeated_and_interrupted_ones_go_on(tmp_path: Path) -> None:
+    (tmp_path / "start-seed0").mkdir()
+    (tmp_path / "start-seed0" / "results.json").write_text("{}")
+    (tmp_path / "rloo-seed0" / "checkpoint").mkdir(parents=True)
+    variants = {"rloo": "--algo rloo", "grpo": "--algo grpo"}
+    starts, runs = commands(
+        variants, tmp_path, config="c.yaml", seeds=[0, 1], launch="python -u", extra=["--lr", "0.1"]
+    )
+    assert [command[command.index("--seed") + 1] for command in starts] == ["1"]
+    assert len(runs) == 4
+    assert runs[0][-2:] == ["--resume", "True"] and "--resume" not in runs[1]
+    assert runs[0][:2] == ["python", "-u"] and runs[0][runs[0].index("--lr") + 1] == "0.1"
+    assert f"--init-from {tmp_path}/start-seed1/checkpoint --sft-steps 0 --seed 1" in shlex.join(runs[2])
+
+
+def fake_run(folder: Path, algo: str, success: list[float], *, norm: float) -> Path:
+    """Logs of a run: evaluations every 10 updates, 1,000 tokens and 5 seconds each."""
+    folder.mkdir(parents=True)
+    scores = [
+        {"step": 10 * i, "name": f"{algo}@{10 * i}" if i else "start", "tokens": 1000 * i, "seconds": 5.0 * i,
+         "success": value, "outcomes": [1, 0, 1, int(value > 0.5)]}
+        for i, value in enumerate(success)
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    updates = [
+        {"step": i, "update/grad_norm": norm * float(1 + rng.normal()), "rollout/degenerate_tasks": 0.25,
+         "time/snapshot": 0.001, "rollout/snapshots": 3.0, "time/rollout": 0.8}
+        for i in range(120)
+    ]  # fmt: skip
+    counters = {"returns": 70, "env_steps": 800, "tokens": 1000 * (len(success) - 1), "seconds": 9.0}
+    (folder / "scores.jsonl").write_text("".join(json.dumps(record) + "\n" for record in scores))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in updates))
+    (folder / "results.json").write_text(json.dumps({"args": {"algo": algo, "prompts": 8}, "counters": counters}))
+    return folder
+
+
+def test_tables_of_made_up_runs(tmp_path: Path) -> None:
+    runs = [
+        fake_run(tmp_path / "grpo-seed0", "grpo", [0.2, 0.4, 0.6], norm=1.0),
+        fake_run(tmp_path / "grpo-seed1", "grpo", [0.2, 0.6, 0.8], norm=1.0),
+        fake_run(tmp_path / "ours-seed0", "bpo", [0.2, 0.8, 0.9], norm=0.5),
+    ]
+    first, ours = Finished(runs[0]), Finished(runs[2])
+    assert (first.final, first.area) == (0.6, 0.5)
+    assert first.spent_until(0.5, "update") == pytest.approx(15)
+    assert first.spent_until(0.5, "tokens") == pytest.approx(1500)
+    assert np.isnan(first.spent_until(0.7, "update"))
+    assert ours.spent_until(0.1, "seconds") == 0
+    assert ours.norm_variance == pytest.approx(first.norm_variance / 4)
+    assert ours.nondegenerate == 0.75
+    assert (ours.success_where(True), ours.success_where(False)) == (1.0, 0.5)
+    lines = summary(runs).splitlines()
+    assert lines[2].startswith("| grpo | 2 | 0.200 | 0.700 ± 0.141 (0.600 0.800) | 0.600 ± 0.141 | 70 |")
+    paper = efficiency(runs).splitlines()
+    assert "to 0.810" in paper[0]  # "ours" is not named bpo-…: 90 % of .9
+    assert "(0.25)" in paper[3] and "| 0.75 | 1.000 | 0.500 |" in paper[3]
+    assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 |" in overhead(runs)
+
+
+@pytest.mark.slow
+def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    config = tmp_path / "config.yaml"
+    values: dict[str, Any] = {**TINY, "eval_kwargs": [], "updates": 2}
+    config.write_text(yaml.safe_dump({name: v for name, v in values.items() if name != "width"}))
+    out = tmp_path / "runs"
+    words = ["overhead", "--config", str(config), "--seeds", "0", "--only", "grpo", "bpo-split", "--out", str(out)]
+    main([*words, "--", "--match", "tokens", "--budget", "1500"])
+    printed = capsys.readouterr().out
+    assert "| grpo | 1 |" in printed and "c_snap" in printed
+    spent = [
+        json.loads((out / f"{x}-seed0" / "results.json").read_text())["counters"]["tokens"]
+        for x in ("grpo", "bpo-split")
+    ]
+    assert all(1500 <= tokens < 4000 for tokens in spent)
+    assert (tmp_path / "runs.png").exists() and (tmp_path / "runs-table.md").exists()
+    before = os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns
+    main(words)
+    assert os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns == before

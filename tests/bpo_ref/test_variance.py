@@ -1,0 +1,93 @@
+"""The measurement of estimators: its arithmetic on made-up gradients, and a whole small study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import wordgame
+import yaml
+from test_train import TINY
+
+from bpo_ref.train import Args, Trainer
+from bpo_ref.variance import Samples, Study, compare, run
+
+TRUE = np.zeros((12, 40))
+TRUE[:, :5] = 1.0  # E g of every task: squared norm 5
+
+
+def made(name: str, *, scale: float, noise: float, tokens: float, repeats: int = 60, seed: int = 0) -> Samples:
+    """Normal gradients around ``scale`` times the true one, with Tr Cov = 40 noise²."""
+    rng = np.random.default_rng(seed)
+    gradients = scale * TRUE + noise * rng.normal(size=(repeats, *TRUE.shape))
+    spent = np.tile([8.0, 50.0, tokens], (repeats, len(TRUE), 1))
+    return Samples(name, gradients, spent, moving=0.5, seconds=1.0)
+
+
+def test_costs_scale_and_cosine_of_known_gradients() -> None:
+    reference = made("reference", scale=1.0, noise=1.0, tokens=100, seed=1)
+    methods = [
+        made("first", scale=1.0, noise=1.0, tokens=100, seed=2),
+        made("cheap", scale=1.0, noise=0.5, tokens=50, seed=3),
+        made("half", scale=0.5, noise=1.0, tokens=100, seed=4),
+    ]
+    first, cheap, half = compare(methods, reference, bootstrap=200, minibatch=4, seed=0)
+    assert first.cost["tokens"].value == 1.0
+    assert first.noise_to_signal.value == pytest.approx(40 / 12 / 5, rel=0.1)
+    assert cheap.cost["tokens"].value == pytest.approx(0.25 * 0.5, rel=0.1)
+    assert cheap.cost["returns"].value == pytest.approx(0.25, rel=0.1)
+    assert cheap.cost["env_steps"].value == pytest.approx(0.25, rel=0.1)
+    for line in (first, cheap):
+        assert line.aims and line.scale.low < 1 < line.scale.high
+        assert line.cosine.value == pytest.approx(1.0, abs=0.05) and line.bias.value < 0.2
+    assert not half.aims
+    assert half.scale.value == pytest.approx(0.5, abs=0.05)
+    assert half.bias.value == pytest.approx(0.5, abs=0.05)
+    assert half.cost["tokens"].value == pytest.approx(4.0, rel=0.2)  # at its own scale
+    assert half.norm_variance < first.norm_variance  # the paper's number mixes in the scale
+
+
+def test_intervals_hold_the_value() -> None:
+    reference = made("reference", scale=1.0, noise=1.0, tokens=100, seed=1)
+    line = compare(
+        [reference, made("a", scale=1.0, noise=2.0, tokens=100)], reference, bootstrap=300, minibatch=4, seed=0
+    )
+    cost = line[1].cost["tokens"]
+    assert cost.low < cost.value < cost.high
+    assert cost.low < 4.0 < cost.high * 1.1
+
+
+@pytest.mark.slow
+def test_a_study_of_a_small_policy(tmp_path: Path) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path / "start"), "algo": "sft"}))
+    trainer.run()
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**TINY, "env_id": wordgame.ENV_ID, "eval_kwargs": []}))
+    study = Study(
+        checkpoint=str(tmp_path / "start" / "checkpoint"),
+        config=str(config),
+        methods=("rloo:roots=8", "rloo-turn:roots=8", "bpo-split", "bpo-split:roulette=0.5", "bpo-paper:width=4"),
+        tasks=6,
+        repeats=24,
+        pilot=2,
+        reference=256,
+        bootstrap=200,
+        out=str(tmp_path / "variance"),
+    )
+    lines = {line.name: line for line in run(study)}
+    for name in ("rloo:roots=8", "rloo-turn:roots=8", "bpo-split"):
+        assert lines[name].cosine.high > 0.9, lines[name]
+        assert lines[name].scale.low < 1.15 and lines[name].scale.high > 0.85, lines[name]
+    assert lines["rloo:roots=8"].spent["returns"] == 8
+    assert "| `bpo-split` |" in (tmp_path / "variance.md").read_text()
+    assert len(json.loads((tmp_path / "variance.json").read_text())) == 5
+    assert (tmp_path / "variance.png").stat().st_size > 1000
+
+
+def test_an_unknown_setting_of_a_method_is_named(tmp_path: Path) -> None:
+    from bpo_ref.variance import Laboratory
+
+    with pytest.raises(ValueError, match="rloo:colour=red: there is no setting colour"):
+        Laboratory.settings(object.__new__(Laboratory), "rloo:colour=red")

@@ -1,0 +1,59 @@
+"""The sandboxes that the tests of shells and snapshots run on: each kind that works on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from components import missing
+
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+
+Maker = Callable[..., Sandbox]
+
+
+def check(kind: str) -> None:
+    """Skip what cannot run here."""
+    if kind == "overlay" and os.geteuid() != 0:
+        missing("overlay", "this process is not root")
+    if kind.startswith("overlay"):
+        from sandboxgym.sandbox.namespace import why_unavailable
+
+        if reason := why_unavailable(rootless=kind == "overlay-rootless"):
+            missing("overlay", reason)
+
+
+@pytest.fixture(scope="module", params=["overlay", "overlay-rootless", "copy"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The name of a backend."""
+    check(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def make(kind: str) -> Iterator[Maker]:
+    """Makes sandboxes, and closes them."""
+    made: list[Sandbox] = []
+
+    def maker(**arguments: Any) -> Sandbox:
+        made.append(make_sandbox(kind, allow_unsafe=True, **arguments))
+        return made[-1]
+
+    yield maker
+    for sandbox in made:
+        sandbox.close()
+
+
+@pytest.fixture
+def box(make: Maker) -> Sandbox:
+    """A sandbox with nothing in it."""
+    return make()
+
+
+@pytest.fixture(scope="module")
+def any_box() -> Iterator[Sandbox]:
+    """One sandbox for a whole module, of whichever kind: for what has nothing to do with the backend."""
+    with make_sandbox(allow_unsafe=True) as sandbox:
+        yield sandbox

@@ -1,0 +1,256 @@
+"""Forks of large processes, which get their memory bit by bit while they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from components import missing
+from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
+
+from sandboxgym.sandbox import criu
+from sandboxgym.sandbox.base import SandboxClosed
+from sandboxgym.sandbox.processes import readable
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+]
+# ruff: noqa: F811
+
+LONG = 300.0
+"""Seconds that anything may take on a busy machine."""
+DIGEST = "hashlib.sha256(x).hexdigest()\n"
+
+Maker = Callable[..., Sandbox]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _criu() -> None:
+    if reason := criu.why_unavailable():
+        missing("criu", reason)
+    program = criu.find()
+    assert program is not None
+    if not criu.brings_pages(program):
+        missing("userfaultfd", criu.NO_PAGES)
+
+
+@pytest.fixture
+def make() -> Iterator[Maker]:
+    """Makes sandboxes in which a Python holds so many MB, closed at the end."""
+    made: list[Sandbox] = []
+
+    def maker(size: int = 100, **arguments: Any) -> Sandbox:
+        made.append(make_sandbox("overlay", snapshot="full", **arguments))
+        typed(made[-1], "python3 -q -i")
+        typed(made[-1], f"import hashlib, os; x = os.urandom({size} * 10**6)\n")
+        return made[-1]
+
+    yield maker
+    for sandbox in made:
+        sandbox.close()
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[[Sandbox], Sandbox]]:
+    """A fork, started, with the rest of its memory still coming; closed at the end."""
+    made: list[Sandbox] = []
+
+    def forked(sandbox: Sandbox) -> Sandbox:
+        made.extend(sandbox.fork(1, strict=True, start=True))
+        return made[-1]
+
+    yield forked
+    for child in made:
+        child.close()
+
+
+Fork = Callable[[Sandbox], Sandbox]
+
+
+def typed(sandbox: Sandbox, text: str) -> str:
+    """What a Python says to a line that is typed to it."""
+    answer = sandbox.interact(text, timeout=LONG, until=">>> $")
+    assert answer.running, answer
+    return answer.output
+
+
+def box_of(sandbox: Sandbox) -> Any:
+    backend: Any = sandbox.backend
+    return backend.box
+
+
+def bringers() -> set[int]:
+    """The processes of CRIU's that bring memory to a box of this process."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().split(b"\0")
+                parents = [parent_of(int(entry.name))]
+            except OSError:
+                continue
+            while parents[-1] > 1:
+                try:
+                    parents.append(parent_of(parents[-1]))
+                except OSError:
+                    break
+            if b"lazy-pages" in line and os.getpid() in parents:
+                found.add(int(entry.name))
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_the_memory_of_two_forks(make: Maker, fork: Fork) -> None:
+    box = make(200)
+    digest = typed(box, DIGEST)
+    children = [fork(box), fork(box)]
+    assert all(box_of(child).pages >= 0 for child in children)
+    assert [typed(child, DIGEST) for child in children] == [digest, digest]
+    typed(children[0], "x = b''\n")
+    assert typed(children[1], DIGEST) == typed(box, DIGEST) == digest
+    assert box_of(box).pages < 0  # only forks get it so: until the sandbox itself has it all, the old one must stay
+
+
+@pytest.mark.parametrize("lazy_pages", [None, 2**30])
+def test_as_a_whole(make: Maker, fork: Fork, lazy_pages: int | None) -> None:
+    box = make(lazy_pages=lazy_pages)
+    child = fork(box)
+    assert box_of(child).pages < 0
+    assert typed(child, DIGEST) == typed(box, DIGEST)
+
+
+def test_a_kernel_that_cannot(make: Maker, fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(criu, "brings_pages", lambda program: False)
+    box = make()
+    child = fork(box)
+    assert box_of(child).pages < 0
+    for one in (box, child):
+        assert any("userfaultfd" in note for note in one.backend.capabilities.notes)
+    assert typed(child, DIGEST) == typed(box, DIGEST)
+
+
+def test_a_snapshot_of_a_fork_that_has_hardly_begun(make: Maker, fork: Fork) -> None:
+    box = make()
+    child = fork(box)
+    grandchild = fork(child)
+    assert typed(grandchild, DIGEST) == typed(child, DIGEST) == typed(box, DIGEST)
+
+
+def test_what_it_is_brought_from_stays_until_it_is_there(make: Maker) -> None:
+    box = make()
+    digest = typed(box, DIGEST)
+    snap = box.snapshot(strict=True)
+    assert snap.whole is not None
+    place = snap.whole.image.path
+    box.restore(snap)
+    snap.release()
+    pages = box_of(box).pages
+    deadline = time.monotonic() + LONG
+    while place.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert readable(pages, 0)
+    assert typed(box, DIGEST) == digest
+
+
+def test_memory_that_is_given_up_moved_or_copied_meanwhile(make: Maker, fork: Fork) -> None:
+    box = make()
+    typed(box, "y = bytearray(x); z = list(range(10**6))\n")
+    program = "r, w = os.pipe(); pid = os.fork()\nif pid == 0: os.write(w, str(x == y).encode()); os._exit(0)\n"
+    child = fork(box)
+    assert typed(child, f"exec({program!r}); os.read(r, 9), os.waitpid(pid, 0)[1]\n") == "(b'True', 0)\n>>> "
+    child = fork(box)
+    assert typed(child, "del x; x = bytearray(len(y)); x.count(0) == len(y)\n") == "True\n>>> "
+    child = fork(box)
+    assert typed(child, "y.extend(bytes(10**8)); y[:len(x)] == x, not any(y[len(x):])\n") == "(True, True)\n>>> "
+    child = fork(box)
+    assert typed(child, "z.extend(z); sum(z)\n") == "999999000000\n>>> "
+
+
+def test_a_sandbox_whose_memory_does_not_come_is_ended(make: Maker, fork: Fork) -> None:
+    box = make(200)
+    for _ in range(30):
+        child = fork(box)
+        for pid in bringers():
+            os.kill(pid, signal.SIGKILL)
+        readable(box_of(child).pages, LONG)
+        if os.read(box_of(child).pages, 1) == b"":
+            break
+        child.close()  # it had it all before
+    else:
+        pytest.fail("the memory was there each time before its coming could be stopped")
+    deadline = time.monotonic() + LONG
+    while child.backend.live:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(SandboxClosed):
+        child.interact(DIGEST, timeout=LONG, until=">>> $")
+    assert typed(box, "len(x)\n") == "200000000\n>>> "
+
+
+def test_nothing_is_left_of_what_brings_it(make: Maker, fork: Fork) -> None:
+    box = make()
+    children = [fork(box), fork(box)]
+    for child in children:
+        child.close()
+    deadline = time.monotonic() + LONG
+    while bringers():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+OWNER = """
+import os, sys
+os.environ["SANDBOXGYM_CRIU"] = sys.argv[1]
+from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.sandbox import make_sandbox
+box = make_sandbox("overlay", snapshot="full")
+box.interact("python3 -q -i", timeout=300, until=">>> $")
+box.interact("x = bytes([7]) * (200 << 20)\\n", timeout=300, until=">>> $")
+(child,) = box.fork(1, strict=True, start=True)
+pids = [info.pid for one in (box, child) for info in one.backend.processes()]
+assert child.backend.box.pages >= 0
+print(runtime().directory, runtime().process.pid, *pids, flush=True)
+os.kill(os.getpid(), 9)
+"""
+REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+
+
+def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:
+    owner = python(runtime_folder, OWNER, criu.find() or "")
+    out, _ = owner.communicate(timeout=LONG)
+    assert re.match(r"/.* \d+ \d+", out), out
+    directory, *pids = out.split()
+    deadline = time.monotonic() + LONG
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) or commands_with(directory):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    out, _ = python(runtime_folder, REAP).communicate(timeout=LONG)
+    assert out == "1\n"
+    assert not Path(directory).exists()
+
+
+def commands_with(text: str) -> list[str]:
+    """The command lines of processes in which a text occurs."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in line:
+                found.append(line)
+    return found

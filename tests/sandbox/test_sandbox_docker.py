@@ -1,0 +1,53 @@
+"""The shell and snapshots on containers: the same as on other backends, where a terminal is a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sandbox.docker_image import docker_image  # noqa: F401 - fixture
+
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+
+# the fixture of another module is an argument of the one below
+# ruff: noqa: F811
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def box(docker_image: str) -> Iterator[Sandbox]:
+    with make_sandbox("docker", rootfs=f"docker:{docker_image}") as sandbox:
+        yield sandbox
+
+
+def test_commands(box: Sandbox) -> None:
+    assert box.execute("pwd; echo $IMAGE_SAYS; x=1; cd /tmp; (exit 3)").output == "/root\nhello\n"
+    assert box.execute("echo $? $x; pwd").output == "3 1\n/tmp\n"
+    assert box.execute("if").syntax_error
+    assert box.run("echo out; exit 4").exit_code == 4
+
+
+def test_commands_that_end_the_shell_or_do_not_end(box: Sandbox) -> None:
+    box.execute("x=1; cd /tmp")
+    result = box.execute("exit 7")
+    assert (result.exit_code, result.ended) == (7, True)
+    result = box.execute("echo start; x=2; sh -c 'trap \"\" INT; sleep 100'; touch /tmp/after", timeout=0.5)
+    assert (result.exit_code, result.timed_out, result.output[:6]) == (124, True, "start\n")
+    assert box.execute("echo $x; pwd; ls").output == "2\n/tmp\n"
+    assert box.lossy() == ()
+
+
+def test_snapshots_and_forks(box: Sandbox) -> None:
+    box.execute("cd /tmp; echo 1 >file; x=1; sleep 100 & exec 7>log")
+    snap = box.snapshot()
+    assert sorted(snap.lossy) == ["background: sleep 100", "fd 7 -> /tmp/log"]
+    assert sorted(box.lossy()) == ["background: sleep 100", "fd 7 -> /tmp/log"]
+    box.execute("echo 2 >file; x=2; exec 7>&-; kill %1")
+    (child,) = box.fork(1)
+    with child:
+        child.execute("echo 3 >file; x=3")
+        assert box.execute("cat file; echo $x").output == "2\n2\n"
+        assert child.execute("cat file; echo $x").output == "3\n3\n"
+    box.restore(snap)
+    assert box.execute("cat file; echo $x").output == "1\n1\n"

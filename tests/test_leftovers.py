@@ -1,0 +1,80 @@
+"""What is left behind, counted while it changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxgym import leftovers
+
+
+def test_what_goes_away_while_it_is_counted_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of an owner that was just killed still write and delete."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "stays").write_bytes(b"four")
+    (tmp_path / "goes").write_bytes(b"three")
+    listed = leftovers._files
+
+    def late(path: Path) -> Iterator[os.DirEntry[str]]:
+        for entry in list(listed(path)):
+            (tmp_path / "goes").unlink(missing_ok=True)
+            yield entry
+        yield from listed(path / "gone")
+
+    monkeypatch.setattr(leftovers, "_files", late)
+    assert leftovers.tree_nbytes(tmp_path) == 4
+
+
+_CLAIMING = """
+import os, sys
+from sandboxgym import leftovers
+where = sys.argv[1]
+
+def rename(*_):
+    print("here", flush=True)
+    if where == "killed":
+        os.kill(os.getpid(), 9)
+    sys.stdin.readline()
+
+os.rename = rename
+leftovers.claim("copy")
+"""
+
+
+@pytest.mark.parametrize("where", ["killed", "alive"])
+def test_a_directory_that_its_owner_could_not_complete(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _CLAIMING, where], stdin=pipe, stdout=pipe) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"here\n"
+        if where == "killed":
+            owner.wait()
+        (path,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        assert path.name.startswith(".claim-")
+        assert [left.path for left in leftovers.reap()] == ([path] if where == "killed" else [])
+        assert path.exists() == (where == "alive")
+        owner.kill()
+    assert [left.removed for left in leftovers.reap()] == ([] if where == "killed" else [True])
+    assert not path.exists()
+
+
+def test_what_another_machine_has_not_completed_waits_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
+    owner = leftovers.Owner(pid=1, started="1", boot="another", namespace="pid:[1]", host="elsewhere")
+    path = tmp_path / f".claim-{leftovers._name(owner)}-abcdefgh"
+    path.mkdir()
+    assert leftovers.reap() == []
+    yesterday = time.time() - leftovers.STALE_SECONDS - 60
+    os.utime(path, (yesterday, yesterday))
+    assert [left.path for left in leftovers.reap()] == [path]
+    assert not path.exists()
