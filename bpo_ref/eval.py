@@ -38,6 +38,8 @@ class Score:
     """Mean total reward of an episode (WebShop's score)."""
     outcomes: tuple[int, ...] = ()
     """1 for every task of the panel that was solved, in its order."""
+    dropped: int = 0
+    """Episodes without an end, for their environments failed; they count as not solved."""
 
     @property
     def rate(self) -> float:
@@ -78,8 +80,11 @@ def evaluate(
     part: tuple[int, int] = (0, 1),
     gather: Callable[[list[Any]], list[Any]] = list,
     overlap: bool = False,
+    retries: int = 0,
 ) -> Score:
     """Play one episode of each of the first ``episodes`` tasks.
+
+    One whose environments failed, each time again, is not a success and has no turns; `Score.dropped` counts them.
 
     Args:
         policy: for this process.
@@ -89,6 +94,10 @@ def evaluate(
         part: (rank, number of processes) that share the panel.
         gather: collects lists from all processes.
         overlap: of `rollout`.
+        retries: likewise.
+
+    Raises:
+        RuntimeError: no episode came to an end.
     """
     env = envs.take()
     available = getattr(env.unwrapped, "num_tasks", None)
@@ -96,11 +105,18 @@ def evaluate(
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]
     outcomes = []
-    for tree in rollout(envs, policy, Schedule(roots=1), tasks=tasks, seed=seed, indices=mine, overlap=overlap):
+    trees = rollout(
+        envs, policy, Schedule(roots=1), tasks=tasks, seed=seed, indices=mine, overlap=overlap, retries=retries
+    )
+    for tree in trees:
         edges = tree.paths[0].edges
         invalid, reward = sum(not edge.valid for edge in edges), tree.paths[0].total_reward
         outcomes.append((tree.kind, edges[-1].success, len(edges), tree.tokens, invalid, reward, tree.index))
-    every = sorted(gather(outcomes), key=lambda outcome: outcome[6])
+    played = gather(outcomes)
+    if not played:
+        raise RuntimeError(f"none of {episodes} episodes came to an end: every environment failed (see the log)")
+    lost = set(range(episodes)) - {outcome[6] for outcome in played}
+    every = sorted([*played, *(("", False, 0, 0, 0, 0.0, index) for index in lost)], key=lambda outcome: outcome[6])
     by_type: dict[str, tuple[int, int]] = {}
     for kind, success, *_ in sorted(every, key=lambda outcome: outcome[0]):
         won, n = by_type.get(kind, (0, 0))
@@ -115,6 +131,7 @@ def evaluate(
         by_type=by_type,
         reward=sum(outcome[5] for outcome in every) / len(every),
         outcomes=tuple(int(outcome[1]) for outcome in every),
+        dropped=len(lost),
     )
 
 
@@ -144,6 +161,8 @@ class Args:
     """Environments that work at the same time."""
     env_overlap: bool = False
     """Sample for one half of the tasks while the environments of the other half step."""
+    env_retries: int = 2
+    """Environments that an episode may lose before it is dropped."""
     episodes: int = 256
     """Size of the panel."""
     max_turns: int = 24
@@ -207,7 +226,14 @@ def main() -> None:
     )
     with Envs(lambda: make_env(args.env_id, args.env_kwargs, args.max_turns), threads=args.env_threads) as envs:
         policy = ChatPolicy(backend, chat, prompt=prompt)
-        score = evaluate(policy, envs, args.episodes, seed=(args.seed, 3), overlap=args.env_overlap)
+        score = evaluate(
+            policy,
+            envs,
+            args.episodes,
+            seed=(args.seed, 3),
+            overlap=args.env_overlap,
+            retries=args.env_retries,
+        )
     print(results_table({args.checkpoint: score}))
     for kind, (won, n) in score.by_type.items():
         print(f"  {kind}: {won}/{n}")

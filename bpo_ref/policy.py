@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+import gymnasium as gym
+
 from bpo_ref.backends import Backend
 from bpo_ref.chat import ChatFormat
 from bpo_ref.config import ConfigError
 from bpo_ref.generate import Generation
 from bpo_ref.packing import common_prefix
 from sandboxgym.prompts import Exchange, Prompt
-from sandboxgym.tree import Action, Context, Envs, Path, PathKey
+from sandboxgym.tree import Action, Context, Envs, Path, PathKey, described, logger
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def collect_demonstrations(
     least: float | None = None,
     expert_kwargs: Mapping[str, Any] | None = None,
     prompt: Prompt | None = None,
+    retries: int = 0,
     progress: Callable[[int], Any] = lambda _: None,
 ) -> list[dict[str, list[Any]]]:
     """Expert episodes with a total reward of ``least``, or the successful ones (None), played through the API.
@@ -177,6 +180,7 @@ def collect_demonstrations(
         least: see above.
         expert_kwargs: further arguments of ``expert``.
         prompt: what would have been shown and answered.
+        retries: environments that an episode may lose before it is left out. 0: the first error is raised.
         progress: called after each episode.
 
     Returns:
@@ -192,31 +196,57 @@ def collect_demonstrations(
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []
     for episode in range(episodes):
-        expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise, **(expert_kwargs or {}))
         options = {"task": order[episode % len(order)]} if hasattr(base, "num_tasks") else None
-        observation, info = env.reset(seed=seed + episode, options=options)
-        expert.reset(observation)
-        past: list[Exchange] = []
-        learn, over, total = [], False, 0.0
-        while not over:
-            action = expert.act(observation)
-            shown = prompt.message(past, observation, info)
-            past.append(Exchange(str(observation), shown, prompt.write(action, info), action))
-            learn.append(not expert.noisy)
-            observation, reward, terminated, truncated, info = env.step(action)
-            total += float(reward)
-            over = terminated or truncated
-        if info.get("success", True) if least is None else total >= least:
-            columns: dict[str, list[Any]] = {
-                "observations": [e.shown for e in past],
-                "actions": [e.answer for e in past],
-                "learn": learn,
-            }
-            parts = [slice(i, i + 1) for i in range(len(past))] if prompt.history else [slice(None)]
-            collected += [{name: column[part] for name, column in columns.items()} for part in parts]
+        for left in reversed(range(retries + 1)):
+            base = env.unwrapped
+            expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise, **(expert_kwargs or {}))
+            try:
+                collected += _demonstration(env, expert, prompt, least, seed=seed + episode, options=options)
+                break
+            except Exception as error:
+                if not retries:
+                    envs.give(env)
+                    raise
+                how = "trying again with another" if left else "leaving it out"
+                logger.warning("an environment failed (expert episode %d), %s: %s", episode, how, described(error))
+                envs.discard(env)
+                env = envs.take()
         progress(1)
     envs.give(env)
     return collected
+
+
+def _demonstration(
+    env: gym.Env[Any, Any],
+    expert: Any,
+    prompt: Prompt,
+    least: float | None,
+    *,
+    seed: int,
+    options: dict[str, Any] | None,
+) -> list[dict[str, list[Any]]]:
+    """The conversations of one episode; none where it is not good enough."""
+    observation, info = env.reset(seed=seed, options=options)
+    expert.reset(observation)
+    past: list[Exchange] = []
+    learn, over, total = [], False, 0.0
+    while not over:
+        action = expert.act(observation)
+        shown = prompt.message(past, observation, info)
+        past.append(Exchange(str(observation), shown, prompt.write(action, info), action))
+        learn.append(not expert.noisy)
+        observation, reward, terminated, truncated, info = env.step(action)
+        total += float(reward)
+        over = terminated or truncated
+    if not (info.get("success", True) if least is None else total >= least):
+        return []
+    columns: dict[str, list[Any]] = {
+        "observations": [e.shown for e in past],
+        "actions": [e.answer for e in past],
+        "learn": learn,
+    }
+    parts = [slice(i, i + 1) for i in range(len(past))] if prompt.history else [slice(None)]
+    return [{name: column[part] for name, column in columns.items()} for part in parts]
 
 
 def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:

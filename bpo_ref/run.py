@@ -6,11 +6,12 @@ Everything random is keyed by (seed, step), so a run that was interrupted goes o
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,9 +44,9 @@ from bpo_ref.models import (
     policy_of,
 )
 from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
-from bpo_ref.runlog import RunLog, write_report
+from bpo_ref.runlog import RunLog, described_failures, write_report
 from sandboxgym.prompts import make_prompt
-from sandboxgym.tree import Envs
+from sandboxgym.tree import Envs, Failure
 
 if TYPE_CHECKING:
     from bpo_ref.train import Args
@@ -53,13 +54,17 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 MAY_CHANGE = {  # on resuming
-    "resume", "out", "threads", "env_threads", "env_overlap", "updates", "budget", "eval_every", "save_every",
-    "micro_tokens", "pack",
+    "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "updates", "budget", "eval_every",
+    "save_every", "micro_tokens", "pack", "gradient_checkpointing",
 }  # fmt: skip
 
 
 class Interrupted(Exception):
     """Asked to stop, with the state saved."""
+
+
+class TrainingFailed(Exception):
+    """The run cannot go on as it is; the message says why, and what can be done."""
 
 
 class Run:
@@ -86,6 +91,7 @@ class Run:
         self.scores: dict[str, Score] = {}
         self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
         self._interrupted = False
+        self._saved_at = ""
 
         saved = self._saved()
         if saved is not None:
@@ -138,6 +144,7 @@ class Run:
             else:
                 self.optimizer.load_state_dict(saved["optimizer"])
             self.step, self.counters = saved["step"], saved["counters"]
+            self._saved_at = f"{self.stage} step {self.step}"
             self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
 
     def _saved(self) -> dict[str, Any] | None:
@@ -169,6 +176,8 @@ class Run:
         weights = self._whole() if policy is None else None
         if self.accelerator.is_main_process:
             save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+        if folder.name == "checkpoint":
+            self._saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
 
     def _whole(self) -> dict[str, Any] | None:
@@ -178,6 +187,26 @@ class Run:
     def done(self) -> int:
         """Steps since the start, over both stages: the x axis of the logs."""
         return self.step if self.stage == "sft" or self.args.init_from else self.args.sft_steps + self.step
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn failures into messages that say how to go on.
+
+        Raises:
+            TrainingFailed: see there; also where memory has run out.
+        """
+        try:
+            yield
+        except (TrainingFailed, torch.OutOfMemoryError, RuntimeError) as error:
+            full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if not full and not isinstance(error, TrainingFailed):
+                raise
+            advice = "smaller --micro-tokens, --gradient-checkpointing True or fewer --prompts need less"
+            what = f"out of memory in {self.stage} step {self.step + 1}: {advice}" if full else str(error)
+            kept = (
+                f"what was learnt up to {self._saved_at} is in {self.out / 'checkpoint'} (--resume goes on from there)"
+            )
+            raise TrainingFailed(f"{what}; {kept if self._saved_at else 'nothing was saved before'}") from error
 
     def catch_signals(self) -> None:
         """On SIGINT or SIGTERM finish the step, save and stop; the second time, at once."""
@@ -334,6 +363,7 @@ class Run:
                     least=args.sft_reward,
                     expert_kwargs=parse_kwargs(args.expert_kwargs),
                     prompt=self.prompt,
+                    retries=args.env_retries,
                     progress=bar.update,
                 )
             if not episodes:
@@ -372,6 +402,7 @@ class Run:
                 part=(self.accelerator.process_index, self.accelerator.num_processes),
                 gather=self._gather,
                 overlap=args.env_overlap,
+                retries=args.env_retries,
             )
         self.scores[name] = score
         values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
@@ -409,12 +440,22 @@ class Run:
         clip = torch.nn.utils.clip_grad_norm_ if self.sharded else self.accelerator.clip_grad_norm_
         norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)
         self.grad_norm = float(norm.full_tensor() if self.sharded else norm)
+        if not math.isfinite(self.grad_norm):
+            raise TrainingFailed(
+                f"the gradient of {self.stage} step {self.step + 1} has the norm {self.grad_norm}. The same settings "
+                "come to the same end: try a smaller lr, with --init-from and a new --out"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def _set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
+
+    def _check_rolled_out(self, trees: int, failures: Sequence[Failure]) -> None:
+        """Some environments may fail; where none is left, going on would hide what is wrong."""
+        if not self._sum(float(trees)):
+            raise TrainingFailed(f"no environment of {self.args.env_id} came to an end: {described_failures(failures)}")
 
     def _sum(self, value: float) -> float:
         if self.accelerator.num_processes == 1:

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from bpo_ref.eval import Score, results_table
 from bpo_ref.policy import ChatPolicy, episode_text
-from sandboxgym.tree import Clock, RolloutTree
+from sandboxgym.tree import Clock, Failure, RolloutTree
 from sandboxgym.tree_file import save_trees
 from sandboxgym.tree_page import write_page
 
@@ -102,14 +102,20 @@ def batch_metrics(total: dict[str, float]) -> dict[str, float]:
     }
 
 
+def described_failures(failures: Sequence[Failure]) -> str:
+    """The first of what environments raised, and how many they were."""
+    return f"{failures[0].error} (the first of {len(failures)} failures)" if failures else "see the other processes"
+
+
 def rollout_costs(
-    policy: ChatPolicy, clock: Clock, seconds: float, total: Callable[[float], float]
+    policy: ChatPolicy, clock: Clock, failures: Sequence[Failure], seconds: float, total: Callable[[float], float]
 ) -> dict[str, float]:
     """What to log of how a batch was rolled out.
 
     Args:
         policy: that has sampled.
         clock: of the rollout, on this process.
+        failures: likewise.
         seconds: that it took.
         total: sum over all processes.
     """
@@ -118,6 +124,8 @@ def rollout_costs(
         "time/snapshots": clock.snapshots,
         "time/env_share": clock.steps / seconds,
         "time/snapshots_share": clock.snapshots / seconds,
+        "rollout/env_failures": total(float(len(failures))),
+        "rollout/dropped_paths": total(float(sum(failure.dropped for failure in failures))),
     }
     if policy.prefilled is not None and policy.reused is not None:
         costs["rollout/prefilled_tokens"] = total(policy.prefilled)

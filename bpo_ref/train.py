@@ -47,11 +47,11 @@ from bpo_ref.eval import Score
 from bpo_ref.generate import forward
 from bpo_ref.models import CausalLM
 from bpo_ref.oracle import value_scores
-from bpo_ref.run import Interrupted, Run
+from bpo_ref.run import Interrupted, Run, TrainingFailed
 from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.schedules import make_schedule
 from sandboxgym.prompts import PromptName
-from sandboxgym.tree import Clock, Edge, Node, RolloutTree, rollout
+from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 Algo = Literal[
     "sft", "ppo", "grpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "vineppo",
@@ -101,6 +101,9 @@ class Args:
     """Environments that work at the same time: more than 1 pays for sandboxes and browsers."""
     env_overlap: bool = False
     """Sample for one half of the tasks while the environments of the other half step: pays where steps take long."""
+    env_retries: int = 2
+    """Environments that a path may lose before it is dropped, with its forks. Those that take their place begin at its
+    last snapshot. 0: the first that fails ends the run."""
     max_turns: int = 24
     """Step limit of an episode (the original ALFWorld's is 50, the paper's 40)."""
 
@@ -740,15 +743,16 @@ class Trainer(Run):
         args = self.args
         self.catch_signals()
         try:
-            if not self.done() and (args.init_from or args.eval_untrained):
-                self._evaluate("untrained" if not args.init_from else "start")
-            if self.stage == "sft":
-                self._supervised()
-                self._evaluate("sft")
-                self._enter_rl()
-            if args.algo != "sft":
-                self._reinforce()
-            self._report()
+            with self.explained():
+                if not self.done() and (args.init_from or args.eval_untrained):
+                    self._evaluate("untrained" if not args.init_from else "start")
+                if self.stage == "sft":
+                    self._supervised()
+                    self._evaluate("sft")
+                    self._enter_rl()
+                if args.algo != "sft":
+                    self._reinforce()
+                self._report()
         except Interrupted:
             self.accelerator.print(f"stopped at {self.stage} step {self.step}; go on with --resume")
         finally:
@@ -853,14 +857,26 @@ class Trainer(Run):
         tasks, scores = [drawn[i] for i in indices], None
         if args.schedule == "value-oracle":
             probing = self._player(args.temperature)
-            scores = value_scores(self.envs, probing, tasks, seed=seed, indices=indices, width=args.width or 2)
+            retries, width = args.env_retries, args.width or 2
+            scores = value_scores(self.envs, probing, tasks, seed=seed, indices=indices, width=width, retries=retries)
         schedule = make_schedule(args, seed, self.memory, scores)
         policy = self._player(args.temperature)
+        failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
         trees = rollout(
-            self.envs, policy, schedule, tasks=tasks, seed=seed, indices=indices, overlap=args.env_overlap, clock=clock
+            self.envs,
+            policy,
+            schedule,
+            tasks=tasks,
+            seed=seed,
+            indices=indices,
+            overlap=args.env_overlap,
+            clock=clock,
+            retries=args.env_retries,
+            failures=failures,
         )
-        self.rollout_costs = rollout_costs(policy, clock, time.perf_counter() - began, self._sum)
+        self._check_rolled_out(len(trees), failures)
+        self.rollout_costs = rollout_costs(policy, clock, failures, time.perf_counter() - began, self._sum)
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
         whole = self.accelerator.unwrap_model(self.model)
@@ -878,13 +894,16 @@ class Trainer(Run):
                 chosen = [tree for tree in trees if tree.index * args.minibatches // args.prompts == part]
                 rows = rows_of(chosen)
                 denominator = self._sum(denominator_of(rows, len(chosen), args))
+                if not denominator:  # all of its tasks were dropped
+                    continue
                 learnt = self._sum(sum(row.learnt for row in rows))
 
                 def backward(micro: Sequence[Row], scale: tuple[float, float] = (denominator, learnt)) -> None:
                     for name, value in self._backward(micro, *scale).items():
                         sums[name] = sums.get(name, 0.0) + value
 
-                self._accumulate(micro_batches(rows, args), backward, idle=Row(rows[0].ids[:2], []))
+                idle = Row([0, 0], [])  # of no loss
+                self._accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
                 self._optimizer_step()
                 norms.append(self.grad_norm)
         sums = {name: self._sum(value) for name, value in sums.items()}
@@ -959,7 +978,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
     """Parse, check, train."""
     try:
         return Trainer(parse_args(argv)).run()
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, TrainingFailed) as error:
         raise SystemExit(f"error: {error}") from error
 
 

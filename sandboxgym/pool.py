@@ -519,6 +519,11 @@ class PooledEnvs(Envs):
         self._taken[place] -= 1
         self._free[place].append(env)
 
+    def discard(self, env: gym.Env[Any, Any]) -> None:
+        """Not back, for it has failed: close it, whatever state it is in."""
+        self._taken[self._at.pop(id(env))] -= 1
+        super().discard(env)
+
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""
         with contextlib.ExitStack() as stack:

@@ -21,22 +21,20 @@ sampled on a path does not depend on which other paths are rolled out, in which 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.wrappers import restore, snapshot
-
 T = TypeVar("T")
+logger = logging.getLogger("sandboxgym")
 
 PathKey = tuple[int, ...]
 """(depth, sibling) pairs of the forks that lead to a path; root paths are (0, 0), (0, 1), …"""
@@ -267,6 +265,9 @@ class EnvSource(Protocol):
     def give(self, env: gym.Env[Any, Any], /) -> None:
         """Back for the next path."""
 
+    def discard(self, env: gym.Env[Any, Any], /) -> None:
+        """Not back, for it has failed: close it, whatever state it is in."""
+
     def call(self, jobs: Sequence[Callable[[], T]], /) -> list[T]:
         """Run jobs, each on an environment of its own, and return their results in order."""
 
@@ -300,6 +301,14 @@ class Envs:
         """Back for the next path."""
         self._idle.append(env)
 
+    def discard(self, env: gym.Env[Any, Any]) -> None:
+        """Not back, for it has failed: close it, whatever state it is in."""
+        self._made = [made for made in self._made if made is not env]
+        try:
+            env.close()
+        except Exception as error:
+            logger.warning("an environment that had failed could not be closed: %s", described(error))
+
     def call(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each on an environment of its own, and return their results in order.
 
@@ -316,9 +325,10 @@ class Envs:
         """Close all that were made."""
         if self._executor is not None:
             self._executor.shutdown()
-        for env in self._made:
-            env.close()
-        self._made, self._idle = [], []
+        with ExitStack() as stack:  # all, also where one fails to
+            for env in self._made:
+                stack.callback(env.close)
+            self._made, self._idle = [], []
 
     def __enter__(self) -> Self:
         return self
@@ -338,55 +348,25 @@ class Clock:
     """Snapshots and restores, likewise."""
 
 
-@dataclass(slots=True)
-class _Point:
-    """A captured node and how many paths still have to start from it."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An environment that raised, in a rollout with ``retries``."""
 
-    node: Node
-    memory: Any
-    pending: int = 0
-    snap: Any = None
-
-
-@dataclass(slots=True)
-class _Live:
-    """A path being rolled out."""
-
-    tree: RolloutTree
-    path: Path
-    env: gym.Env[Any, Any]
-    node: Node
-    context: Context
-    points: list[_Point] = field(default_factory=list)
+    task: int
+    """Index of the tree."""
+    path: PathKey
+    """Key of the path; () where it was the reset to the task."""
+    depth: int
+    """Steps since the root."""
+    error: str
+    """What it raised."""
+    dropped: int = 0
+    """Paths that this cost, those forked off it included; 0: the path went on."""
 
 
-@dataclass(slots=True)
-class _Acting:
-    """A path whose environment is about to be captured, where it forks or may yet, and to step."""
-
-    run: _Live
-    action: Action
-    point: _Point | None
-
-    def step(self) -> tuple[Any, float, float]:
-        """What ``env.step`` returns, and the seconds that capture and step took."""
-        began = time.perf_counter()
-        if self.point is not None:
-            self.point.snap = snapshot(self.run.env)
-        captured = time.perf_counter()
-        return self.run.env.step(self.action.text), captured - began, time.perf_counter() - captured
-
-
-@dataclass(slots=True)
-class _Part:
-    """Paths that advance in lockstep."""
-
-    live: list[_Live] = field(default_factory=list)
-    started: list[tuple[int, PathKey]] = field(default_factory=list)
-    """Paths whose last forks have started, but not acted yet."""
-    acting: list[_Acting] = field(default_factory=list)
-    outcomes: Callable[[], list[tuple[Any, float, float]]] | None = None
-    """Waits for the steps of ``acting``; None while nothing is under way."""
+def described(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def rollout(
@@ -400,6 +380,8 @@ def rollout(
     max_live: int = 1024,
     overlap: bool = False,
     clock: Clock | None = None,
+    retries: int = 0,
+    failures: list[Failure] | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree a task.
 
@@ -411,6 +393,12 @@ def rollout(
     without ``overlap``, of a policy that decides alike whatever other paths it is asked about. It pays where
     environments take long: to decide for two halves takes longer than for all paths at once.
 
+    With ``retries`` an environment that raises costs its episode at most, not the rollout. Another one takes its place:
+    restored from the path's last snapshot, then led through the actions since, which must show the same observations
+    again. Thus nothing is decided anew, and trees do not depend on what failed. A path for which that is in vain is
+    dropped with all that was forked off it, and a tree without paths is left out of the result: as long as failures do
+    not depend on what the policy does, no estimate is biased by it.
+
     Args:
         envs: where live environments come from; all are given back at the end, also after an error.
         policy: see `Policy`.
@@ -421,258 +409,18 @@ def rollout(
         max_live: most environments live at once.
         overlap: see above.
         clock: is told how long was waited for what.
+        retries: environments that a path may lose before it is dropped. 0: the first error is raised.
+        failures: is told of every environment that was lost.
 
     Raises:
         ValueError: the policy returned None at the first step of a path.
+        Exception: whatever an environment raised, unless there are ``retries``.
     """
+    from sandboxgym.lockstep import Lockstep  # which is made of what is defined here
+
     places = indices if indices is not None else range(len(tasks))
-    clock = clock or Clock()
-    if not overlap:
-        return _Rollout(envs, policy, schedule, seed, clock).run(tasks, places, max_live)
-    with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as background:  # a thread for each half
-        return _Rollout(envs, policy, schedule, seed, clock, background).run(tasks, places, max_live)
-
-
-class _Rollout:
-    """One call of `rollout`: which paths are live, and which wait at captured nodes."""
-
-    def __init__(
-        self,
-        envs: EnvSource,
-        policy: Policy,
-        schedule: Schedule,
-        seed: Sequence[int],
-        clock: Clock,
-        background: ThreadPoolExecutor | None = None,
-    ) -> None:
-        self.envs, self.policy, self.schedule, self.seed, self.clock = envs, policy, schedule, seed, clock
-        self.background = background
-        self.release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
-        self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
-        self.waiting: list[tuple[RolloutTree, _Point]] = []
-        self.parts: list[_Part] = []
-        self.taken: dict[int, gym.Env[Any, Any]] = {}
-
-    def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
-        trees: list[RolloutTree] = []
-        try:
-            for at in range(0, len(tasks), max_live):
-                trees += self.plant(tasks[at : at + max_live], indices[at : at + max_live])
-            while self.waiting:
-                wave, self.waiting = self.waiting[:max_live], self.waiting[max_live:]
-                self.parts = [_Part() for _ in range(2 if self.background else 1)]
-                for part, paths in zip(self.parts, self.divided(wave), strict=True):
-                    self.start(part, paths)
-                while any(part.live for part in self.parts):
-                    for part in self.parts:
-                        if part.outcomes is not None:
-                            self.advance(part, part.outcomes)
-                        if part.live:
-                            self.act(part)
-        finally:  # nothing is left over after an error; otherwise all of this is empty
-            if self.background:
-                self.background.shutdown()  # steps that are under way end first
-            for env in list(self.taken.values()):
-                self.give(env)
-            points = [point for _, point in self.waiting]
-            for part in self.parts:
-                points += [point for run in part.live for point in run.points]
-                points += [acting.point for acting in part.acting if acting.point is not None]
-            for point in points:
-                if point.snap is not None:
-                    point.snap.release()
-        return trees
-
-    def divided(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> list[list[tuple[RolloutTree, _Point]]]:
-        """Paths for each part, a tree's all for the same one; as even as that goes."""
-        paths: list[list[tuple[RolloutTree, _Point]]] = [[] for _ in self.parts]
-        by_tree: dict[int, list[tuple[RolloutTree, _Point]]] = {}
-        for tree, point in wave:
-            by_tree.setdefault(id(tree), []).append((tree, point))
-        for group in by_tree.values():
-            min(paths, key=len).extend(group)
-        return paths
-
-    def take(self) -> gym.Env[Any, Any]:
-        env = self.envs.take()
-        self.taken[id(env)] = env
-        return env
-
-    def give(self, env: gym.Env[Any, Any]) -> None:
-        del self.taken[id(env)]
-        self.envs.give(env)
-
-    def steps(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Jobs that make environments go on."""
-        began = time.perf_counter()
-        results = self.envs.call(jobs)
-        self.clock.steps += time.perf_counter() - began
-        return results
-
-    def snapshots(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Jobs that capture or bring back a state."""
-        began = time.perf_counter()
-        results = self.envs.call(jobs)
-        self.clock.snapshots += time.perf_counter() - began
-        return results
-
-    def hold(self, path: tuple[int, PathKey]) -> None:
-        """What a policy keeps of a path is still needed."""
-        self.holds[path] += 1
-
-    def let_go(self, path: tuple[int, PathKey]) -> None:
-        """The opposite of `hold`; the policy is told of the last."""
-        self.holds[path] -= 1
-        if not self.holds[path]:
-            del self.holds[path]
-            self.release(path)
-
-    def plant(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
-        """Reset to each task and capture the root, where the root paths then wait."""
-
-        def reset(env: gym.Env[Any, Any], task: Any, index: int) -> tuple[Any, dict[str, Any]]:
-            return env.reset(seed=_seed(self.seed, index, ()), options=None if task is None else {"task": task})
-
-        envs = [self.take() for _ in tasks]
-        jobs = [partial(reset, env, task, index) for env, task, index in zip(envs, tasks, indices, strict=True)]
-        begun = self.steps(jobs)
-        snaps = self.snapshots([partial(_timed_snapshot, env) for env in envs])
-        trees = []
-        for env, task, index, (observation, info), (snap, seconds) in zip(envs, tasks, indices, begun, snaps):
-            root = Node(0, observation, info.get("progress_key"), owner=())
-            tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
-            tree.snapshot_seconds = seconds
-            self.hold((index, root.owner))
-            point = _Point(root, memory=None, pending=self.schedule.roots, snap=snap)
-            self.waiting += [(tree, point)] * point.pending
-            trees.append(tree)
-            self.give(env)
-        return trees
-
-    def start(self, part: _Part, wave: Sequence[tuple[RolloutTree, _Point]]) -> None:
-        """Restore an environment for each of these paths."""
-        begun = []
-        for tree, point in wave:
-            key = (*point.node.owner, point.node.depth, point.node.width)
-            point.node.width += 1
-            begun.append((tree, point, Path(key, point.node), self.take()))
-            tree.paths.append(begun[-1][2])
-        jobs = [
-            partial(restore, env, point.snap, seed=_seed(self.seed, tree.index, path.key))
-            for tree, point, path, env in begun
-        ]
-        for (tree, point, path, env), (observation, info) in zip(begun, self.snapshots(jobs), strict=True):
-            point.pending -= 1
-            if not point.pending:
-                point.snap.release()
-                part.started.append((tree.index, point.node.owner))
-            self.hold((tree.index, path.key))
-            rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
-            context = Context((tree.index, path.key), observation, info, path.start.depth, point.memory, rng)
-            part.live.append(_Live(tree, path, env, path.start, context))
-
-    def act(self, part: _Part) -> None:
-        """Decide the next step of every live path, and have the environments carry it out."""
-        began = time.perf_counter()
-        decided = list(zip(part.live, self.policy([run.context for run in part.live]), strict=True))
-        self.clock.policy += time.perf_counter() - began
-        part.acting = [_Acting(run, action, self.point(run, action)) for run, action in decided if action is not None]
-        while part.started:
-            self.let_go(part.started.pop())
-        carry_out = partial(self.envs.call, [acting.step for acting in part.acting])
-        part.outcomes = self.background.submit(carry_out).result if self.background else carry_out
-
-    def point(self, run: _Live, action: Action) -> _Point | None:
-        """Where the state in which the action was decided is captured: siblings start there, or may yet."""
-        count = self.schedule.now(run.tree, run.path, run.node, action)
-        if not count and not self.schedule.watches(run.path):
-            return None
-        self.hold((run.tree.index, run.node.owner))
-        return _Point(run.node, run.context.memory, pending=count)
-
-    def advance(self, part: _Part, outcomes: Callable[[], list[tuple[Any, float, float]]]) -> None:
-        """Wait for the steps of the paths, and take note of what they led to."""
-        began = time.perf_counter()
-        results = outcomes()
-        waited = time.perf_counter() - began
-        captures = sum(seconds for _, seconds, _ in results)
-        worked = captures + sum(seconds for _, _, seconds in results)
-        share = captures / worked if worked else 0.0
-        self.clock.snapshots += waited * share
-        self.clock.steps += waited * (1.0 - share)
-        for acting, (_, seconds, _) in zip(part.acting, results, strict=True):
-            if acting.point is not None:
-                self.keep(acting.run, acting.point, seconds)
-        acted, part.acting, part.outcomes = part.acting, [], None
-        going = []
-        for acting, (result, _, _) in zip(acted, results, strict=True):
-            run, action = acting.run, acting.action
-            observation, reward, terminated, truncated, info = result
-            edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
-            edge.valid = action.valid and bool(info.get("valid_action", True))
-            edge.success = bool(info.get("success", False))
-            depth, key = run.node.depth + 1, info.get("progress_key")
-            edge.child = Node(depth, observation, key, owner=run.path.key, parent=edge)
-            run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
-            run.node.children.append(edge)
-            run.path.edges.append(edge)
-            run.node = edge.child
-            run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
-            if not (terminated or truncated) and self.survives(run):
-                going.append(run)
-        stays = set(map(id, going))
-        ended = [run for run in part.live if id(run) not in stays]
-        for run in ended:
-            self.end(run)
-        part.live = going
-
-    def survives(self, run: _Live) -> bool:
-        """Whether the schedule lets the path go on, by a coin where it is not sure."""
-        node = run.node
-        node.survival = self.schedule.survival(run.tree, run.path, node)
-        if node.survival >= 1.0:
-            return True
-        coin = _sequence(self.seed, run.tree.index, (*run.path.key, node.depth), purpose=2)
-        node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
-        return not node.stopped
-
-    def keep(self, run: _Live, point: _Point, seconds: float) -> None:
-        """A state was captured: siblings start there, or its path may yet ask for them once it has ended."""
-        run.tree.snapshots += 1
-        run.tree.snapshot_seconds += seconds
-        if point.pending:
-            run.node.width = max(run.node.width, 1)
-            self.waiting += [(run.tree, point)] * point.pending
-        else:
-            run.points.append(point)
-
-    def end(self, run: _Live) -> None:
-        """The path has ended: ask where to fork it afterwards, and give its environment back."""
-        if not run.path.edges:
-            raise ValueError(f"the policy cannot act at the start of path {run.context.path}")
-        last = run.path.edges[-1]
-        last.truncated = last.truncated or not last.terminated  # also where the policy had no room left
-        if run.points:
-            siblings = {id(node): count for node, count in self.schedule.after(run.tree, run.path)}
-            for point in run.points:
-                point.pending = siblings.get(id(point.node), 0)
-                self.waiting += [(run.tree, point)] * point.pending
-                if not point.pending:
-                    point.snap.release()
-                    self.let_go((run.tree.index, point.node.owner))
-            run.points = []
-        self.let_go(run.context.path)
-        self.give(run.env)
-
-
-def _timed_snapshot(env: gym.Env[Any, Any]) -> tuple[Any, float]:
-    began = time.perf_counter()
-    return snapshot(env), time.perf_counter() - began
-
-
-def _sequence(seed: Sequence[int], index: int, key: PathKey, *, purpose: int) -> np.random.SeedSequence:
-    return np.random.SeedSequence([*seed, index, purpose], spawn_key=key)
-
-
-def _seed(seed: Sequence[int], index: int, key: PathKey) -> int:
-    return int(_sequence(seed, index, key, purpose=0).generate_state(1, np.uint64)[0])
+    failed: list[Failure] = failures if failures is not None else []
+    with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as halves:  # no thread unless it is used
+        background = halves if overlap else None
+        way = Lockstep(envs, policy, schedule, seed, clock or Clock(), background, retries, failed)
+        return way.run(tasks, places, max_live)

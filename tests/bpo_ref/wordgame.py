@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import gymnasium as gym
 
@@ -68,6 +69,22 @@ class Expert:
 
 if "toys/WordGame-v0" not in gym.registry:
     gym.register("toys/WordGame-v0", entry_point=WordGame)
+
+
+class Perishing(WordGame):
+    """The same in an environment that does not live for ever."""
+
+    fate: ClassVar[Callable[[WordGame, str], bool]] = staticmethod(lambda env, action: False)
+    """Whether it dies of an action."""
+
+    def step(self, action: str):
+        if Perishing.fate(self, action):
+            raise ConnectionError("the sandbox is gone")
+        return super().step(action)
+
+
+if "toys/Perishing-v0" not in gym.registry:
+    gym.register("toys/Perishing-v0", entry_point=Perishing)
 
 
 class FreeText(SnapshotEnv[str, str]):

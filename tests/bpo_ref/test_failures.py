@@ -1,0 +1,223 @@
+"""What goes wrong in the middle of a run: environments, numbers, memory, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train import (  # noqa: F401 - fixtures
+    ENVIRONMENT,
+    TRAIN,
+    _signals,
+    assert_same_weights,
+    config_file,
+    finished,
+    metrics,
+    trained,
+)
+from wordgame import Perishing, WordGame
+
+from bpo_ref import train
+from bpo_ref.checkpoint import load_checkpoint
+from bpo_ref.eval import evaluate
+from bpo_ref.policy import collect_demonstrations
+from bpo_ref.run import TrainingFailed
+from bpo_ref.train import Args
+from sandboxgym.tree import Action, Envs
+
+FATES = "wordgame:toys/Perishing-v0"
+
+
+@pytest.fixture
+def perishing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[WordGame, str], bool]], None]]:
+    """Decides on the fate."""
+    yield lambda fate: monkeypatch.setattr(Perishing, "fate", staticmethod(fate))
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+# Environments.
+
+
+@pytest.mark.parametrize("algo", ["bpo", "bpo-forest", "bpo-paper", "bpo-split", "vineppo"])
+def test_environments_that_die_by_chance_change_nothing(tmp_path: Path, algo: Any, perishing: Any) -> None:
+    options = {"algo": algo, "updates": 2, "sft_steps": 0, "env_id": FATES}
+    perishing(lambda env, action: False)
+    trained(tmp_path / "whole", **options)
+    steps = iter(range(10**9))
+    perishing(lambda env, action: next(steps) % 50 == 30)
+    trained(tmp_path / "perishing", **options)
+    assert sum(logged(tmp_path / "perishing", "rollout/env_failures")) > 0
+    assert sum(logged(tmp_path / "perishing", "rollout/dropped_paths")) == 0
+    mine, theirs = metrics(tmp_path / "perishing"), metrics(tmp_path / "whole")
+    for line in (*mine, *theirs):
+        line.pop("rollout/env_failures", None)
+    assert mine == theirs
+    assert_same_weights(tmp_path / "perishing", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"algo": algo} for algo in ("ppo", "rloo", "rloo-key", "vineppo", "bpo", "bpo-forest", "bpo-split")),
+        {"algo": "grpo", "kl": 0.1},
+        {"algo": "bpo-paper", "schedule": "value-oracle"},
+    ],
+    ids=lambda options: options["algo"],
+)
+def test_paths_that_cannot_be_saved_are_left_out(tmp_path: Path, options: dict[str, Any], perishing: Any) -> None:
+    """Some of a group, or all of a task; what is learnt stays finite."""
+    perishing(lambda env, action: env.state[0] == 3 or (len(action) == 3 and env.state[1] == 2))
+    trainer = trained(tmp_path, updates=2, sft_steps=0, env_id=FATES, minibatches=2, env_retries=1, **options)
+    assert trainer.step == 2
+    assert sum(logged(tmp_path, "rollout/dropped_paths")) > 0
+    assert all(torch.isfinite(value).all() for value in trainer.policy.state_dict().values())
+    assert load_checkpoint(tmp_path / "checkpoint")["step"] == 2
+
+
+def test_where_every_environment_dies_the_run_ends_and_says_why(tmp_path: Path, perishing: Any) -> None:
+    perishing(lambda env, action: action != "word")  # the expert's
+    with pytest.raises(SystemExit, match=r"no environment of .* came to an end: ConnectionError: the sandbox is gone"):
+        train.main(["--config", str(config_file(tmp_path, env_id=FATES, sft_steps=0, eval_untrained=False)),
+                    "--out", str(tmp_path)])  # fmt: skip
+
+
+@pytest.mark.parametrize(("retries", "kept"), [(0, None), (1, 3), (2, 4)])
+def test_an_expert_episode_is_played_again(perishing: Any, retries: int, kept: int | None) -> None:
+    lost = iter((False, False, True, True))  # in its first turns
+    perishing(lambda env, action: env.state[1] == 0 and next(lost, False))
+    with Envs(Perishing) as envs:
+        if kept is None:
+            with pytest.raises(ConnectionError, match="the sandbox is gone"):
+                collect_demonstrations(envs, 4, noise=0.0, seed=0, retries=retries)
+        else:
+            assert len(collect_demonstrations(envs, 4, noise=0.0, seed=0, retries=retries)) == kept
+
+
+def test_without_retries_a_dead_environment_ends_the_run(tmp_path: Path, perishing: Any) -> None:
+    perishing(lambda env, action: True)
+    with pytest.raises(ConnectionError, match="the sandbox is gone"):
+        trained(tmp_path, env_id=FATES, sft_steps=0, eval_untrained=False, env_retries=0)
+
+
+def test_an_episode_without_an_end_counts_as_not_solved(perishing: Any) -> None:
+    def even(contexts: Any) -> list[Action]:
+        return [Action("word") for _ in contexts]
+
+    with Envs(Perishing) as envs:
+        perishing(lambda env, action: env.state[0] in (1, 4))
+        score = evaluate(even, envs, 6, retries=1)
+        assert (score.successes, score.n, score.dropped) == (4, 6, 2)
+        assert score.outcomes == (1, 0, 1, 1, 0, 1)
+        perishing(lambda env, action: True)
+        with pytest.raises(RuntimeError, match="none of 6 episodes came to an end"):
+            evaluate(even, envs, 6, retries=1)
+
+
+# Numbers and memory.
+
+
+def not_a_number(losses: torch.Tensor) -> torch.Tensor:
+    return losses * torch.nan
+
+
+def no_memory(losses: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def no_memory_on_a_cpu(losses: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (not_a_number, r"gradient of rl step 4 has the norm nan.*try a smaller lr"),
+        (no_memory, r"out of memory in rl step 4: smaller --micro-tokens"),
+        (no_memory_on_a_cpu, r"out of memory in rl step 4: smaller --micro-tokens"),
+    ],
+)
+def test_a_failing_update_tells_where_to_go_on(
+    finished: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:
+    original = train.policy_loss
+
+    def failing(logps: torch.Tensor, batch: Any, args: Args, reference: Any = None) -> Any:
+        losses, stats = original(logps, batch, args, reference)
+        return (fault(losses) if trainers[0].step == 3 else losses), stats
+
+    trainers: list[train.Trainer] = []
+    with monkeypatch.context() as patch, pytest.raises(TrainingFailed, match=message) as error:
+        patch.setattr(train, "policy_loss", failing)
+        patch.setattr(train.Trainer, "catch_signals", lambda self: trainers.append(self))
+        trained(tmp_path)
+    assert f"what was learnt up to rl step 2 is in {tmp_path / 'checkpoint'}" in str(error.value)
+    trained(tmp_path, resume=True)
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+
+
+def test_an_early_failure_says_that_nothing_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train.Trainer, "_supervised_step", lambda self, rows: no_memory(torch.zeros(1)))
+    with pytest.raises(TrainingFailed, match=r"out of memory in sft step 1.*nothing was saved before"):
+        trained(tmp_path)
+
+
+def test_other_errors_are_not_dressed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("sizes of tensors must match")
+
+    monkeypatch.setattr(train.Trainer, "_supervised_step", broken)
+    with pytest.raises(RuntimeError, match="sizes of tensors must match"):
+        trained(tmp_path)
+
+
+# Processes.
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
+def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
+    config = config_file(tmp_path, updates=10_000, prompts=8, eval_every=10_000, save_every=1)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu"]
+    command += ["--main_process_port", "0", str(TRAIN), "--config", str(config), "--out", str(tmp_path)]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "checkpoint").exists() and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2, log.read_text()[-3000:]
+        os.kill(ranks[1], signal.SIGKILL)
+        assert launcher.wait(timeout=300) != 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert "SIGKILL" in log.read_text()
+    step = load_checkpoint(tmp_path / "checkpoint")["step"]
+    trainer = trained(tmp_path, updates=step + 1, prompts=8, eval_every=10_000, save_every=1, resume=True)
+    assert trainer.step == step + 1

@@ -1,0 +1,294 @@
+"""Environments that die in the middle of a rollout."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from test_tree import ForkEveryPath, Forks, Wanderer, sampled
+
+import sandboxgym.lockstep as lockstep
+from sandboxgym import SnapshotEnv, register_wrapper, snapshot
+from sandboxgym.pool import PooledEnvs
+from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Schedule, rollout
+
+
+class Mortal(gym.Wrapper):
+    """Dies at the calls that ``fate`` names, and is of no use after that."""
+
+    fate: Callable[[str, int], bool]
+    """Of the name of a call, and how many there were of it before."""
+    calls: Counter[str]
+    closed: list[Mortal]
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.dead = False
+
+    def meet(self, call: str) -> None:
+        self.dead = self.dead or Mortal.fate(call, Mortal.calls[call])
+        Mortal.calls[call] += 1
+        if self.dead:
+            raise ConnectionError(f"gone at {call}")
+
+    def reset(self, **kwargs: Any):
+        self.meet("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any):
+        self.meet("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        Mortal.closed.append(self)
+        if self.dead:
+            raise ConnectionError("gone at close")
+        super().close()
+
+
+register_wrapper(Mortal)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Every snapshot of the test; all are released at its end. To take one and to restore are calls that may fail."""
+    snaps: list[Any] = []
+
+    def capture(env: gym.Env[Any, Any]) -> Any:
+        mortal(env).meet("snapshot")
+        snaps.append(snapshot(env))
+        return snaps[-1]
+
+    restore = lockstep.restore
+
+    def bring_back(env: gym.Env[Any, Any], snap: Any, *, seed: int | None) -> Any:
+        mortal(env).meet("restore")
+        return restore(env, snap, seed=seed)
+
+    monkeypatch.setattr(lockstep, "snapshot", capture)
+    monkeypatch.setattr(lockstep, "restore", bring_back)
+    monkeypatch.setattr(Mortal, "fate", staticmethod(lambda call, before: False), raising=False)
+    monkeypatch.setattr(Mortal, "calls", Counter(), raising=False)
+    monkeypatch.setattr(Mortal, "closed", [], raising=False)
+    yield snaps
+    assert snaps and all(snap.released for snap in snaps)
+
+
+def mortal(env: gym.Env[Any, Any]) -> Mortal:
+    assert isinstance(env, Mortal)
+    return env
+
+
+class Remembering(Wanderer):
+    """Is told of every path that it need not remember any more: once, and of all."""
+
+    def __init__(self) -> None:
+        self.asked: set[tuple[int, PathKey]] = set()
+        self.released: Counter[tuple[int, PathKey]] = Counter()
+
+    def _act(self, context: Context) -> Action | None:
+        assert context.path not in self.released
+        self.asked.add(context.path)
+        return super()._act(context)
+
+    def release(self, path: tuple[int, PathKey]) -> None:
+        self.released[path] += 1
+
+    def check(self) -> None:
+        assert set(self.released.values()) == {1}
+        assert self.asked <= set(self.released)
+
+
+SCHEDULES = [Forks(3, 1, 3), Forks(3, 1, 3, late=True), ForkEveryPath(2)]
+
+
+def rolled(fate: Callable[[str, int], bool], schedule: Schedule, **kwargs: Any) -> tuple[list[Any], list[Failure]]:
+    """Trees of three tasks and the failures."""
+    Mortal.fate, Mortal.calls, Mortal.closed = staticmethod(fate), Counter(), []  # type: ignore[assignment]
+    failures: list[Failure] = []
+    policy, threads = Remembering(), kwargs.pop("threads", 1)
+    with Envs(lambda: Mortal(gym.make("toys/Dice-v0")), threads=threads) as envs:
+        trees = rollout(envs, policy, schedule, tasks=[None] * 3, seed=(3,), failures=failures, **kwargs)
+        assert sum(env.dead for env in Mortal.closed) == len(failures)
+    policy.check()
+    return trees, failures
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("overlap", "threads"), [(False, 1), (True, 1), (True, 3)])
+@pytest.mark.parametrize("call", ["reset", "snapshot", "restore", "step"])
+def test_what_fails_changes_nothing(
+    taken: list[Any], schedule: Schedule, overlap: bool, threads: int, call: str
+) -> None:
+    whole, none = rolled(lambda *_: False, schedule)
+    times = Mortal.calls[call]
+    assert none == []
+    for nth in {0, times // 3, times // 2, times - 1}:
+        trees, failures = rolled(
+            lambda name, before, nth=nth: (name, before) == (call, nth),
+            schedule, overlap=overlap, threads=threads, retries=1,
+        )  # fmt: skip
+        assert [failure.dropped for failure in failures] == [0]
+        assert f"gone at {call}" in failures[0].error
+        assert sampled(trees) == sampled(whole)
+        assert [tree.snapshots for tree in trees] == [tree.snapshots for tree in whole]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_failures_change_nothing_but_what_they_drop(taken: list[Any], schedule: Schedule) -> None:
+    whole = sampled(rolled(lambda *_: False, schedule)[0])
+    dropped = 0
+    for period in (5, 7, 11):
+        trees, failures = rolled(lambda call, before, period=period: before % period == 2, schedule, retries=2)
+        found = sampled(trees)
+        assert found.items() <= whole.items() and len(found) > 0
+        assert len(whole) - len(found) >= sum(failure.dropped > 0 for failure in failures)
+        for index, key in found:  # nothing is left of what its prefix was dropped with
+            assert all((index, key[:end]) in found for end in range(2, len(key), 2))
+        for tree in trees:
+            edges = {id(edge) for edge in tree.edges()}
+            assert {id(edge) for edge in tree.root.children} <= edges
+            assert all(id(child) in edges for edge in tree.edges() for child in edge.child.children)
+        dropped += len(whole) - len(found)
+    assert dropped
+
+
+@pytest.mark.parametrize("call", ["reset", "snapshot", "restore", "step"])
+def test_without_retries_the_first_error_is_raised(taken: list[Any], call: str) -> None:
+    Mortal.fate = staticmethod(lambda name, before: (name, before) == (call, 2))  # type: ignore[assignment]
+    made: list[Mortal] = []
+    envs = Envs(lambda: made.append(Mortal(gym.make("toys/Dice-v0"))) or made[-1])
+    with pytest.raises(ConnectionError, match=f"gone at {call}"):
+        rollout(envs, Wanderer(), Forks(3, 1), tasks=[None] * 3)
+    with pytest.raises(ConnectionError, match="gone at close"):
+        envs.close()
+    assert len(made) > 2 and set(map(id, made)) == set(map(id, Mortal.closed))  # the others as well
+
+
+class Breaking(Remembering):
+    """Breaks the environment of some paths, every time."""
+
+    def __init__(self, breaks: Callable[[Context], bool]) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def _act(self, context: Context) -> Action | None:
+        action = super()._act(context)
+        return Action("break", memory=action.memory) if action is not None and self.breaks(context) else action
+
+
+class Fragile(gym.Wrapper):
+    def step(self, action: Any):
+        if action == "break":
+            raise ConnectionError("broken")
+        return super().step(action)
+
+
+register_wrapper(Fragile)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "victim", "depth", "lost"),
+    [
+        (Forks(3, 1, 3), (0, 0), 5, {(0, 0), (0, 0, 1, 1), (0, 0, 1, 2), (0, 0, 3, 1), (0, 0, 3, 2)}),
+        (Forks(3, 1, 3), (0, 0, 1, 1), 3, {(0, 0, 1, 1)}),
+        (Forks(3, 1, 3, late=True), (0, 1), 0, {(0, 1)}),
+        (Forks(1, 1, 3, late=True), (0, 0), 2, {(0, 0), (0, 0, 1, 1), (0, 0, 1, 2), (0, 0, 3, 1), (0, 0, 3, 2)}),
+    ],
+)
+@pytest.mark.parametrize("max_live", [1, 100])
+def test_a_path_that_cannot_be_saved_is_dropped_with_its_forks(
+    schedule: Schedule, victim: PathKey, depth: int, lost: set[PathKey], max_live: int
+) -> None:
+    failures: list[Failure] = []
+    with Envs(lambda: Fragile(gym.make("toys/Dice-v0"))) as envs:
+        whole = sampled(rollout(envs, Wanderer(), schedule, tasks=[None] * 2, seed=(3,)))
+        policy = Breaking(lambda context: context.path == (1, victim) and context.depth == depth)
+        trees = rollout(
+            envs, policy, schedule, tasks=[None] * 2, seed=(3,), retries=2, failures=failures, max_live=max_live
+        )
+    policy.check()
+    assert sampled(trees) == {key: path for key, path in whole.items() if key[0] == 0 or key[1] not in lost}
+    assert [(failure.path, failure.depth) for failure in failures] == [(victim, depth)] * 3
+    assert [failure.dropped > 0 for failure in failures] == [False, False, True]
+    assert [tree.index for tree in trees] == ([0] if len(whole) == 2 * len(lost) else [0, 1])
+
+
+class Moody(SnapshotEnv[int, int]):
+    """Shows what it does not capture."""
+
+    observation_space = action_space = gym.spaces.Discrete(100)
+    shown = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action: int):
+        Moody.shown += 1
+        if Moody.shown == 4:
+            raise ConnectionError("gone")
+        return Moody.shown, 0.0, Moody.shown > 8, False, {}
+
+    def _capture(self) -> int:
+        return 0
+
+    def _apply(self, state: int) -> None:
+        pass
+
+
+def test_another_course_of_things_is_not_taken_for_the_same() -> None:
+    Moody.shown, failures = 0, []
+    with Envs(Moody) as envs:
+        assert rollout(envs, Wanderer(), Schedule(1), retries=2, failures=failures) == []
+    assert [failure.error.partition(":")[0] for failure in failures] == ["ConnectionError", "Diverged", "Diverged"]
+
+
+def test_a_task_that_cannot_be_reset_to_is_left_out(taken: list[Any]) -> None:
+    class Refusing(gym.Wrapper):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+            if options == {"task": 1}:
+                raise ConnectionError("no such image")
+            return super().reset(seed=seed, options=options)
+
+    register_wrapper(Refusing)
+    failures: list[Failure] = []
+    with Envs(lambda: Mortal(Refusing(gym.make("toys/Dice-v0")))) as envs:
+        trees = rollout(envs, Wanderer(), Schedule(2), tasks=[0, 1, 2], retries=1, failures=failures)
+        assert [tree.index for tree in trees] == [0, 2]
+        assert [(failure.task, failure.dropped) for failure in failures] == [(1, 0), (1, 2)]
+
+
+def test_retries_are_not_negative() -> None:
+    with Envs(Moody) as envs, pytest.raises(ValueError, match="at least 0, found -1"):
+        rollout(envs, Wanderer(), Schedule(1), retries=-1)
+
+
+def test_worker_processes_that_are_killed_change_nothing() -> None:
+    class Killing(Wanderer):
+        """Kills the worker of the first environment at some calls."""
+
+        def __init__(self, envs: PooledEnvs, at: Sequence[int]) -> None:
+            self.envs, self.at, self.calls = envs, at, 0
+
+        def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+            self.calls += 1
+            if self.calls in self.at:
+                pid = self.envs._crews[0].worker.pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+            return super().__call__(contexts)
+
+    failures: list[Failure] = []
+    with PooledEnvs("toys/Dice-v0", 2) as envs:
+        whole = rollout(envs, Wanderer(), Forks(2, 1, 3), tasks=[None] * 3, seed=(3,))
+        trees = rollout(
+            envs, Killing(envs, (2, 5)), Forks(2, 1, 3), tasks=[None] * 3, seed=(3,), retries=3, failures=failures
+        )
+    assert sampled(trees) == sampled(whole)
+    assert failures and not any(failure.dropped for failure in failures)
