@@ -6,7 +6,6 @@ Here each mutant meets only the checks that must find it, and each known-good en
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,11 +39,12 @@ def test_known_good_raises_no_alarm(good: zoo.Good) -> None:
     assert row.verdicts["restore.many"] is Verdict.PASS or good.name == "entropy"
 
 
-def test_known_good_with_the_quick_budget() -> None:
+@pytest.mark.parametrize("name", ["corridor", "dice", "limited", "shell"])
+def test_known_good_with_the_quick_budget(name: str) -> None:
+    """Some of each kind: ``falsealarms.py`` runs them all."""
     untimed = [check.id for check in examining.CHECKS if not check.id.startswith("cost.")]
-    jobs = [(good.name, "quick", 0, untimed) for good in zoo.KNOWN_GOOD]
-    rows = examining.in_own_process(jobs, processes=os.cpu_count() or 1)
-    assert {row.name: row.messages for row in rows if row.failed} == {}
+    (row,) = examining.in_own_process([(name, "quick", 0, untimed)], processes=1)
+    assert not row.failed, row.messages
 
 
 def test_specimens_are_well_described() -> None:
