@@ -350,15 +350,18 @@ class Spending:
         """Of all steps but the first."""
         (cpu, wall, tokens), (cpu_end, wall_end, tokens_end) = self.marks[0], self.marks[-1]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated() // 1024
         spent = {"tokens": tokens_end - tokens, "cpu": cpu_end - cpu, "wall": wall_end - wall}
         return {**spent, "grown_mb": (peak - self.before) / 1024, "peak_mb": peak / 1024}
 
 
-def run_ours(folder: str, out: str) -> dict[str, float]:
+def run_ours(folder: str, out: str, adapters: bool) -> dict[str, float]:
     """GRPO by this trainer."""
+    large: dict[str, Any] = {"lora_r": 32, "dtype": "bfloat16"} if adapters else {}
     args = Args(
         algo="grpo", model=folder, out=out, env_id=ONE_TURN, max_turns=1, context=96, max_new_tokens=COMPLETION,
-        roots=GROUP, prompts=PROMPTS, updates=STEPS + 1, eval_episodes=1, eval_every=1000, save_every=1000,
+        roots=GROUP, prompts=PROMPTS, updates=STEPS + 1, eval_episodes=1, eval_every=1000, save_every=1000, **large,
     )  # fmt: skip
     trainer = Trainer(args)
     spending, count = Spending(), trainer._count
@@ -374,9 +377,10 @@ def run_ours(folder: str, out: str) -> dict[str, float]:
     return spending.report()
 
 
-def run_trl(folder: str, out: str) -> dict[str, float]:
+def run_trl(folder: str, out: str, adapters: bool) -> dict[str, float]:
     """GRPO by TRL."""
     from datasets import Dataset  # type: ignore[import-untyped]
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
@@ -396,11 +400,14 @@ def run_trl(folder: str, out: str) -> dict[str, float]:
 
     config = GRPOConfig(
         output_dir=out, max_steps=STEPS + 1, num_generations=GROUP, per_device_train_batch_size=GROUP * PROMPTS,
-        max_completion_length=COMPLETION, beta=0.0, learning_rate=5e-4, use_cpu=True, save_strategy="no",
-        report_to="none", logging_steps=1000, gradient_checkpointing=False, bf16=False, disable_tqdm=True,
+        max_completion_length=COMPLETION, beta=0.0, learning_rate=5e-4, use_cpu=not torch.cuda.is_available(),
+        save_strategy="no", report_to="none", logging_steps=1000, gradient_checkpointing=False, bf16=adapters,
+        disable_tqdm=True,
     )  # fmt: skip
+    lora = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if adapters else torch.float32),
+        peft_config=lora if adapters else None,
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(rows),
@@ -459,11 +466,12 @@ def main() -> None:
     parser.add_argument("--side", choices=["ours", "trl"], help="for trl-side, which trl runs")
     parser.add_argument("--folder", help="for trl-side")
     parser.add_argument("--out", help="for trl-side")
+    parser.add_argument("--adapters", action="store_true", help="for trl-side: bf16, adapters of rank 32")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.name == "trl-side":
         side = run_ours if options.side == "ours" else run_trl
-        print(json.dumps(side(options.folder, options.out)))
+        print(json.dumps(side(options.folder, options.out, options.adapters)))
         return
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread\n")
     print("\n".join(BENCHES[options.name](options.repeats)))

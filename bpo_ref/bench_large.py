@@ -1,0 +1,235 @@
+"""What the trainer's shortcuts are worth at sizes that want a GPU: random weights in the shape of real models.
+
+python -m bpo_ref.bench_large update|forks|generation|trl [--shape Qwen/Qwen2.5-7B-Instruct] [--repeats 5]
+
+bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Ways take turns
+in one process; seconds are those of the device, memory is its peak. ``--shape check`` is small enough for a CPU: it
+shows that the commands work, nothing more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from bpo_ref import packing
+from bpo_ref.backends import BackendName, make_backend
+from bpo_ref.bench import GROUP, WORDS, paths_of
+from bpo_ref.generate import Generator, forward
+from bpo_ref.memory import SHAPES, Shape
+from bpo_ref.models import CausalLM, add_adapter, checkpoint_layers
+from bpo_ref.tiny import tiny_tokenizer
+
+ALL_SHAPES = {
+    "check": Shape(32, 2, 2, 1, 16, 64, 128, qkv_bias=True),
+    "100M": Shape(768, 12, 12, 12, 64, 2048, 32_000),
+    "1B": Shape(2048, 22, 32, 4, 64, 5632, 32_000),
+    **SHAPES,
+}
+LARGE = 900_000_000
+"""Parameters from which on only adapters are trained, in bf16."""
+
+
+@dataclass
+class Spent:
+    """Of one call."""
+
+    seconds: float
+    peak_gib: float
+    """Of the device's memory; of the process on a CPU."""
+
+
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measured(call: Callable[[], Any]) -> Spent:
+    """Run it."""
+    cuda = device().type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    call()
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Spent(seconds, (torch.cuda.max_memory_allocated() if cuda else rss) / 2**30)
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Spent]:
+    """Medians of calls that take turns; the first round is not counted (kernels are compiled in it)."""
+    rounds = [{name: measured(call) for name, call in calls.items()} for _ in range(repeats + 1)][1:]
+    return {
+        name: Spent(
+            statistics.median(r[name].seconds for r in rounds), statistics.median(r[name].peak_gib for r in rounds)
+        )
+        for name in calls
+    }
+
+
+def model_of(name: str, *, context: int) -> CausalLM:
+    """Random weights in that shape, on the device."""
+    shape = ALL_SHAPES[name]
+    large = shape.parameters > LARGE
+    kind = Qwen2Config if shape.qkv_bias else LlamaConfig
+    config = kind(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, intermediate_size=shape.ffn,
+        vocab_size=shape.vocabulary, max_position_embeddings=context, tie_word_embeddings=shape.tied,
+        bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if large else torch.float32)
+    return model
+
+
+def bench_update(name: str, repeats: int) -> list[str]:
+    """Forward and backward pass of a tree of 13 paths, packed and flat, one row at a time where it is flat."""
+    small = name == "check"
+    lengths_of_tree = {"prompt": 30, "turns": 5, "turn": 6} if small else {"prompt": 600, "turns": 20, "turn": 120}
+    ids, where = (part.to(device()) for part in paths_of(1, points=4, width=4, **lengths_of_tree))
+    model = model_of(name, context=ids.shape[1])
+    packing.enable(model)
+    checkpoint_layers(model)
+    if ALL_SHAPES[name].parameters > LARGE:
+        model = add_adapter(model, r=32, alpha=32, seed=0).to(device())
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    lengths = torch.full((len(ids),), ids.shape[1], device=device())
+    gradients: dict[str, torch.Tensor] = {}
+
+    def update(packed: bool) -> None:
+        for parameter in learnt:
+            parameter.grad = None
+        rows = [slice(None)] if packed else [slice(i, i + 1) for i in range(len(ids))]
+        for row in rows:
+            logps, *_ = forward(model, ids[row], lengths[row], where=where[row], packed=packed)
+            (logps.sum() / len(ids)).backward()  # type: ignore[no-untyped-call]
+        gradients["packed" if packed else "flat"] = torch.cat([p.grad.flatten().float() for p in learnt])  # type: ignore[union-attr]
+
+    spent = in_turns({"flat": partial(update, False), "packed": partial(update, True)}, repeats)
+    apart = float((gradients["packed"] - gradients["flat"]).norm() / gradients["flat"].norm())
+    tokens = packing.pack(ids, lengths).ids.shape[1]
+    return [
+        "| shape | paths | tokens flat | packed | update flat / packed | GiB flat | packed | gradients differ by |",
+        "|---|---|---|---|---|---|---|---|",
+        f"| {name} | {len(ids)} of {ids.shape[1]} | {ids.numel():,} | {tokens:,} "
+        f"| **{spent['flat'].seconds / spent['packed'].seconds:.2f}** ({spent['packed'].seconds:.2f} s) "
+        f"| {spent['flat'].peak_gib:.1f} | {spent['packed'].peak_gib:.1f} | {apart:.0e} |",
+    ]
+
+
+def bench_forks(name: str, repeats: int) -> list[str]:
+    """Three forks of a path up to their first token, from its keys and values and read again."""
+    start, longer = (30, 10) if name == "check" else (3000, 500)
+    ids = np.random.default_rng(0).integers(3, 100, start).tolist()
+    model = model_of(name, context=start + longer + 8)
+    session = Generator(model, stop_ids=[2], max_new_tokens=1).open([ids + ids[:longer]])
+    session.prefill([0])
+
+    def begin(shared: bool) -> None:
+        rows = [session.fork(0, length=start) if shared else session.add(ids) for _ in range(3)]
+        session.generate(rows, [np.random.default_rng(i) for i in range(3)])
+        session.drop(rows)
+
+    spent = in_turns({"again": partial(begin, False), "shared": partial(begin, True)}, repeats)
+    ratio = spent["again"].seconds / spent["shared"].seconds
+    return [
+        "| shape | tokens of the path | read again / shared | ms shared |",
+        "|---|---|---|---|",
+        f"| {name} | {start:,} | **{ratio:.1f}** | {1000 * spent['shared'].seconds:.1f} |",
+    ]
+
+
+def bench_generation(name: str, repeats: int) -> list[str]:
+    """Turns of 64 rows with contexts of different lengths, by each backend."""
+    rows, longest, turn = (4, 30, 4) if name == "check" else (64, 3000, 64)
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(3, 100, int(n)).tolist() for n in rng.integers(longest // 3, longest, rows)]
+    model = model_of(name, context=longest + turn + 8)
+    told: list[int] = []
+
+    def turns(backend: BackendName) -> None:
+        sampler = make_backend(
+            backend, model, stop_ids=[2], max_new_tokens=turn, temperature=1.0, context_limit=longest + turn + 1,
+            entropies=False,
+        )  # fmt: skip
+        session = sampler.open()
+        places = [session.add(context) for context in contexts]
+        said = session.generate(places, [np.random.default_rng(i) for i in range(rows)])
+        told.append(sum(len(generation.ids) for generation in said))
+        session.drop(places)
+
+    names: tuple[BackendName, ...] = ("hf", "transformers-continuous")
+    spent = in_turns({backend: partial(turns, backend) for backend in names}, repeats)
+    tokens = statistics.fmean(told)
+    lines = ["| shape | backend | rows | tokens a second, contexts read included | GiB |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {name} | {backend} | {rows} | {tokens / spent[backend].seconds:,.0f} | {spent[backend].peak_gib:.1f} |"
+        for backend in names
+    ]
+
+
+def bench_trl(name: str, repeats: int) -> list[str]:
+    """`bpo_ref.bench.bench_trl` at this shape: each trainer in a process of its own, by the clock."""
+    tokenizer = tiny_tokenizer(WORDS)
+    large = ALL_SHAPES[name].parameters > LARGE
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model_of(name, context=256).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for repeat in range(repeats):
+            for side, runs in found.items():
+                command = [sys.executable, "-m", "bpo_ref.bench", "trl-side", "--side", side, "--folder", folder]
+                command += ["--out", f"{folder}/{side}{repeat}", *(["--adapters"] if large else [])]
+                out = subprocess.run(command, capture_output=True, text=True, check=False)
+                if out.returncode:
+                    raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
+                runs.append(json.loads(out.stdout.splitlines()[-1]))
+    rates = {side: statistics.median(run["tokens"] / run["wall"] for run in runs) for side, runs in found.items()}
+    peaks = {side: statistics.median(run["peak_mb"] / 1024 for run in runs) for side, runs in found.items()}
+    lines = ["| shape | trainer | tokens a second | GiB |", "|---|---|---|---|"]
+    lines += [f"| {name} | {side} | {rates[side]:,.0f} | {peaks[side]:.1f} |" for side in found]
+    return [*lines, "", f"bpo_ref / TRL, groups of {GROUP}: **{rates['ours'] / rates['trl']:.2f}** tokens a second"]
+
+
+BENCHES: dict[str, Callable[[str, int], list[str]]] = {
+    "update": bench_update,
+    "forks": bench_forks,
+    "generation": bench_generation,
+    "trl": bench_trl,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print Markdown."""
+    parser = argparse.ArgumentParser(prog="python -m bpo_ref.bench_large", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("name", choices=list(BENCHES))
+    parser.add_argument("--shape", choices=list(ALL_SHAPES), default="Qwen/Qwen2.5-7B-Instruct")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(argv)
+    where = torch.cuda.get_device_name() if device().type == "cuda" else f"CPU ({platform.machine()})"
+    print(f"{where}, torch {torch.__version__}, {ALL_SHAPES[options.shape].parameters:,} parameters\n")
+    print("\n".join(BENCHES[options.name](options.shape, options.repeats)))
+
+
+if __name__ == "__main__":
+    main()

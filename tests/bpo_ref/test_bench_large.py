@@ -1,0 +1,38 @@
+"""The commands for GPUs at a size for CPUs: that they work, and that what they compare is the same thing."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpo_ref import bench_large
+from bpo_ref.bench_large import ALL_SHAPES, BENCHES, LARGE, model_of
+from bpo_ref.memory import SHAPES, shape_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(BENCHES) - {"trl"}))
+def test_it_runs_at_a_small_size(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_large.main([name, "--shape", "check", "--repeats", "1"])
+    said = capsys.readouterr().out
+    assert "| check |" in said and "parameters" in said
+    if name == "update":
+        assert float(said.rstrip(" |\n").rpartition("|")[2]) < 1e-4  # the gradients agree
+
+
+@pytest.mark.slow
+def test_adapters_are_updated_packed_and_flat_alike(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_large, "LARGE", 0)
+    bench_large.main(["update", "--shape", "check", "--repeats", "1"])
+    said = capsys.readouterr().out
+    assert float(said.rstrip(" |\n").rpartition("|")[2]) < 0.1  # bf16
+
+
+def test_shapes_are_those_of_the_real_models() -> None:
+    assert set(SHAPES) < set(ALL_SHAPES)
+    assert [name for name, shape in ALL_SHAPES.items() if shape.parameters > LARGE] == ["1B", *SHAPES]
+    for name in ("check", "100M"):
+        model = model_of(name, context=64)
+        assert shape_of(model.config) == ALL_SHAPES[name]
+        assert sum(parameter.numel() for parameter in model.parameters()) == ALL_SHAPES[name].parameters
