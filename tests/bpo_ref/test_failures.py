@@ -216,6 +216,9 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None
     finally:
         launcher.kill()
         launcher.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     assert "SIGKILL" in log.read_text()
     step = load_checkpoint(tmp_path / "checkpoint")["step"]
