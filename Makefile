@@ -18,10 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-# The original ALFWorld engine, an oracle in the tests: compiles Fast Downward, so it wants cmake and a C++ compiler.
+# What only tests need: DeepSpeed, and the original ALFWorld engine, an oracle, which compiles Fast Downward and so wants
+# cmake and a C++ compiler.
 setup-reference: setup
 	$(BIN)/python -c "import textworld, fast_downward" 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[alfworld-reference]'
+	$(BIN)/python -m pip show --quiet deepspeed 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
 
 # SFT, then BPO on embedded games: about 10 minutes on two cores. ARGS="--seed 1 --algo rloo" changes anything.
 train: setup

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from bpo_ref.train import Args, parse_args, resolved
 
-Layout = Literal["ddp", "fsdp2"]
+Layout = Literal["ddp", "fsdp2", "zero3"]
+NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+LIVE, BUCKET = 10**9, 5 * 10**8  # stage3_max_live_parameters and reduce_bucket_size, as DeepSpeed sets them
 GIB = 2**30
 
 
@@ -90,29 +92,32 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
     Args:
         args: settings of the run, resolved.
         shape: of the model.
-        layout: ``ddp`` holds everything on every GPU, ``fsdp2`` a part of it.
+        layout: ``ddp`` holds everything on every GPU, ``fsdp2`` and ``zero3`` a part of it.
         gpus: how many.
     """
     assert args.roots is not None and args.width is not None and args.points is not None
     low = 2 if args.dtype == "bfloat16" else 4
-    parts = gpus if layout == "fsdp2" else 1
+    parts = gpus if layout != "ddp" else 1
     weights = shape.parameters
     trained = shape.adapters(args.lora_r) if args.lora_r else weights
-    residual = low if layout == "fsdp2" else 4  # autocast adds up what blocks give in fp32
+    residual = low if layout != "ddp" else 4  # autocast adds up what blocks give in fp32
+    whole = low * (weights if layout == "fsdp2" or not args.lora_r else 0)
+    if layout == "zero3":  # and gradients on their way, in a bucket that is copied to fp32
+        whole = low * min(weights, LIVE) + (low + 4) * min(weights, BUCKET)
     blocks = shape.layers if not args.gradient_checkpointing else 1
     tokens = args.micro_tokens
     forks = args.schedule not in ("none", "mc")
     siblings = args.points * (args.width - 1) if forks else 0
     rows = -(-args.prompts // gpus) * max(args.roots, round(siblings))
     return {
-        "weights": ((low * weights if args.lora_r else 0) + 4 * trained) // parts,
+        "weights": ((low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0) + 4 * trained) // parts,
         "gradients": 4 * trained // parts,
         "optimizer": 8 * trained // parts,
         "reference": low * weights // parts if args.kl and not args.lora_r else 0,
-        "update: gathered or cast": low * (weights if layout == "fsdp2" or not args.lora_r else 0),
+        "update: gathered or cast": whole,
         "update: blocks": tokens * (shape.layers * shape.hidden * residual + blocks * shape.kept * low),
         "update: logits": tokens * shape.vocabulary * 2 * low + 4096 * shape.vocabulary * 3 * 4,
-        "rollout: gathered": low * weights if layout == "fsdp2" else 0,
+        "rollout: gathered": low * weights if layout != "ddp" else 0,
         "rollout: keys and values": rows * args.context * 2 * shape.layers * shape.kv_heads * shape.head_dim * low,
     }
 
@@ -128,10 +133,11 @@ def table(name: str, args: Args, shape: Shape, *, gpus: int) -> list[str]:
     """Lines of a Markdown table: what each GPU holds in GiB, with adapters on every GPU, and with sharded weights."""
     lines = []
     rank = args.lora_r or 32
-    for layout, r in (("ddp", rank), ("fsdp2", rank), ("fsdp2", 0)):
+    layouts: list[tuple[Layout, int]] = [("ddp", rank), ("fsdp2", rank), ("fsdp2", 0), ("zero3", 0)]
+    for layout, r in layouts:
         chosen = Args(**{**vars(args), "lora_r": r})
-        parts = memory(chosen, shape, layout=layout, gpus=gpus)  # type: ignore[arg-type]
-        kind = f"{layout.upper()}, " + (f"adapters of rank {r}" if r else "all weights")
+        parts = memory(chosen, shape, layout=layout, gpus=gpus)
+        kind = f"{NAMES[layout]}, " + (f"adapters of rank {r}" if r else "all weights")
         cells = [f"{size / GIB:.1f}" for size in (*parts.values(), peak(parts))]
         lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
     return lines

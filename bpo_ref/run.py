@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import gymnasium as gym
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
-from torch import nn
+from accelerate.utils import gather_object, patch_environment
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref import packing, parallel
+from bpo_ref import packing, parallel, zero3
 from bpo_ref.backends import make_backend
 from bpo_ref.chat import ChatFormat
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -70,8 +70,16 @@ class TrainingFailed(Exception):
 class Run:
     """The state of a run: where it is, what it has spent, what it has scored."""
 
+    network: Any
+    """The bare model, with its value head where there is one; of ZeRO-3 a twin, whole while `_gathered`."""
+    model: Any
+    """It as the processes share it: what is trained."""
+    optimizer: Any
+
     def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        self.zero3 = zero3.wanted()
+        with patch_environment(accelerate_use_deepspeed="false"):  # `zero3` makes the engine
+            self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         if args.threads and self.accelerator.device.type == "cpu":
             torch.set_num_threads(args.threads)
         self.envs, self.eval_envs = (
@@ -92,6 +100,7 @@ class Run:
         self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
         self._interrupted = False
         self._saved_at = ""
+        self._last = True
 
         saved = self._saved()
         if saved is not None:
@@ -119,11 +128,15 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the weights of the policy. All processes have to ask for it."""
-        optimizer, head = self.optimizer.state_dict(), None
-        if self.sharded:
+        if self.zero3:
+            optimizer = self.model.optimizer_state()
+        elif self.sharded:
             optimizer = parallel.optimizer_state(self.model, self.optimizer)
+        else:
+            optimizer = self.optimizer.state_dict()
+        head = None
         if self.args.critic:
-            head = self.accelerator.unwrap_model(self.model).value_head
+            head = self.network.value_head
             head = parallel.full_state(head) if self.sharded else head.state_dict()
         return {
             "args": json.loads(json.dumps(asdict(self.args))),
@@ -139,7 +152,9 @@ class Run:
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Go on from there."""
         if saved is not None:
-            if self.sharded:
+            if self.zero3:
+                self.model.load_optimizer_state(saved["optimizer"])
+            elif self.sharded:
                 parallel.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
             else:
                 self.optimizer.load_state_dict(saved["optimizer"])
@@ -182,7 +197,12 @@ class Run:
 
     def _whole(self) -> dict[str, Any] | None:
         """What the policy has learnt, put together from the processes' parts; None: each has all of it."""
-        return parallel.full_state(self.policy) if self.sharded else None
+        whole: dict[str, Any] | None = None
+        if self.zero3:
+            whole = self.model.full_state()
+        elif self.sharded:
+            whole = parallel.full_state(self.policy)
+        return whole
 
     def done(self) -> int:
         """Steps since the start, over both stages: the x axis of the logs."""
@@ -230,12 +250,12 @@ class Run:
     @property
     def policy(self) -> CausalLM:
         """The causal model, without wrappers and value head."""
-        return policy_of(self.accelerator.unwrap_model(self.model))
+        return policy_of(self.network)
 
     @property
     def sharded(self) -> bool:
         """Whether weights are spread over the processes."""
-        return parallel.wanted() and self.accelerator.num_processes > 1
+        return self.zero3 or (parallel.wanted() and self.accelerator.num_processes > 1)
 
     def _build(self, resuming: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
         """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
@@ -282,6 +302,11 @@ class Run:
 
     def _place(self, whole: CausalLM) -> None:
         """On this process's device, as all processes share it; with a new optimizer."""
+        self.network = whole
+        if self.zero3:
+            self.model = self.optimizer = self._engine(whole, self._adamw(whole))
+            self.network = self.model.whole
+            return
         if not self.sharded:
             self.model, self.optimizer = self.accelerator.prepare(whole, self._adamw(whole))
             return
@@ -294,15 +319,23 @@ class Run:
         dtype = torch.float32 if isinstance(model, nn.Linear) else getattr(torch, self.args.dtype)  # the value head
         parallel.shard(model, device=self.accelerator.device, dtype=dtype)
 
+    def _engine(self, model: CausalLM, optimizer: torch.optim.Optimizer | None = None) -> zero3.Sharded:
+        """The model spread by DeepSpeed."""
+        args = self.args
+        return zero3.Sharded(model, optimizer, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
+
     def _gathered(self) -> AbstractContextManager[None]:
         """Within it, processes may run as many forward passes as they like; see `parallel`."""
-        held = (self.policy, self.reference if self.args.kl_in == "reward" else None)
+        reference = self.reference if self.args.kl_in == "reward" else None
+        if self.zero3:
+            return zero3.gathered(self.model, *([reference] if reference else []))
+        held = (self.policy, reference)
         return parallel.gathered(*(model for model in held if isinstance(model, nn.Module)))
 
     def _enter_rl(self) -> None:
         """The supervised policy becomes the start and the reference; what was learnt by adapters is merged into it."""
         self.stage, self.step = "rl", 0
-        whole = self.accelerator.unwrap_model(self.model)
+        whole = self.network
         if self.args.lora_r:
             weights = self._whole()
             if self.accelerator.is_main_process:
@@ -319,7 +352,10 @@ class Run:
                 whole.policy = policy
             self._place(whole if self.args.critic else policy)
         else:
-            self.optimizer = self._adamw(whole) if self.sharded else self.accelerator.prepare(self._adamw(whole))
+            if self.zero3:
+                self.model.forget()
+            else:
+                self.optimizer = self._adamw(whole) if self.sharded else self.accelerator.prepare(self._adamw(whole))
             self._save(self.out / "sft")
         self._save(self.out / "checkpoint")
         self.reference = self._build_reference() if self.args.kl else None
@@ -332,6 +368,8 @@ class Run:
         model = model.to(self.accelerator.device).eval().requires_grad_(False)
         if self.args.pack == "tree":
             packing.enable(model)
+        if self.zero3:
+            return self._engine(model)
         if self.sharded:
             self._shard(model)
         return model
@@ -428,7 +466,8 @@ class Run:
         """
         if self.sharded:
             rounds = max(self._gather([len(batches)]))
-            for batch in [*batches, *([idle],) * (rounds - len(batches))]:
+            for number, batch in enumerate([*batches, *([idle],) * (rounds - len(batches))], start=1):
+                self._last = number == rounds
                 backward(batch)
             return
         for batch in batches[:-1]:
@@ -436,17 +475,29 @@ class Run:
                 backward(batch)
         backward(batches[-1])
 
+    def _backward_of(self, loss: Tensor) -> None:
+        """Add up gradients of a loss that is a sum over the processes; their reduction takes the mean."""
+        loss = loss * self.accelerator.num_processes
+        if self.zero3:
+            self.model.backward(loss, last=self._last)
+        else:
+            self.accelerator.backward(loss)
+
     def _optimizer_step(self) -> None:
-        clip = torch.nn.utils.clip_grad_norm_ if self.sharded else self.accelerator.clip_grad_norm_
-        norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)
-        self.grad_norm = float(norm.full_tensor() if self.sharded else norm)
+        if self.zero3:
+            self.grad_norm = self.model.step()
+        else:
+            clip = torch.nn.utils.clip_grad_norm_ if self.sharded else self.accelerator.clip_grad_norm_
+            norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)
+            self.grad_norm = float(norm.full_tensor() if self.sharded else norm)
         if not math.isfinite(self.grad_norm):
             raise TrainingFailed(
                 f"the gradient of {self.stage} step {self.step + 1} has the norm {self.grad_norm}. The same settings "
                 "come to the same end: try a smaller lr, with --init-from and a new --out"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if not self.zero3:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def _set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -472,11 +523,8 @@ class Run:
     def _check_processes(self) -> None:
         """A launcher that meant several processes but started one would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ConfigError(
-                "the launcher asked for DeepSpeed, whose engine is not supported: ZeRO-3 spreads what FSDP2 spreads, "
-                "which is (bpo_ref/configs/accelerate/fsdp2.yaml)"
-            )
+        if self.zero3:
+            zero3.check(adapters=bool(args.lora_r), critic=args.critic)
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

@@ -9,7 +9,7 @@ Beside this file: where trees fork (`schedules.py`), what credit and schedules k
 (`baselines.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
 (`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `runlog.py`,
 `plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
-On many GPUs: data parallel or sharded (`parallel.py`), through accelerate. Left out: inference servers.
+On many GPUs: data parallel or sharded (`parallel.py`, `zero3.py`), through accelerate. Left out: inference servers.
 """
 
 from __future__ import annotations
@@ -796,7 +796,7 @@ class Trainer(Run):
             loss = -(logps * weights[:, 1:]).sum() / total
             if values is not None:
                 loss = loss + 0.0 * values.sum()  # every parameter takes part in the reduction over processes
-            self.accelerator.backward(loss * self.accelerator.num_processes)
+            self._backward_of(loss)
             losses.append(float(loss.detach()))
 
         batches = by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens)
@@ -879,8 +879,7 @@ class Trainer(Run):
         self.rollout_costs = rollout_costs(policy, clock, failures, time.perf_counter() - began, self._sum)
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
-        whole = self.accelerator.unwrap_model(self.model)
-        measure, reference = (partial(self._forward, model) for model in (whole, self.reference))
+        measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
         annotate(trees, args, measure, reference, self.accelerator.device)
         return trees
 
@@ -926,7 +925,7 @@ class Trainer(Run):
             error, _ = value_loss(values, batch, args)
             stats["value_loss"] = error.detach() / learnt
             loss = loss + args.value_weight * error / learnt
-        self.accelerator.backward(loss * self.accelerator.num_processes)  # the reduction takes the mean of processes
+        self._backward_of(loss)
         return {"loss": float(loss.detach()), **{name: float(value) for name, value in stats.items()}}
 
     def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:

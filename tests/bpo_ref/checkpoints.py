@@ -101,13 +101,13 @@ def tokenizer_of(family: str, *, size: int = 500) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def small_checkpoint(family: str, folder: Path, *, seed: int = 0, positions: int = 4096) -> Path:
+def small_checkpoint(family: str, folder: Path, *, seed: int = 0, positions: int = 4096, hidden: int = 32) -> Path:
     """A folder that transformers loads as it loads the real ones."""
     tokenizer = tokenizer_of(family)
     shape = {
         "vocab_size": len(tokenizer) + 12,  # the real ones are padded, too
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

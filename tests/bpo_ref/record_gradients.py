@@ -1,25 +1,44 @@
-"""Trains as bpo_ref/train.py does and writes the gradients of every optimizer step, before AdamW has seen them."""
+"""Trains as bpo_ref/train.py does and writes, of every optimizer step, the gradients, before AdamW has seen them, and
+how many batches each process made of its part."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bpo_ref.train import Trainer, parse_args
 
 
 class Recorder(Trainer):
+    def _accumulate(self, batches: Any, backward: Any, *, idle: Any) -> None:
+        rank = self.accelerator.process_index
+        (self.out / f"batches-{self.stage}-{self.step}-{rank}.txt").write_text(str(len(batches)))
+        super()._accumulate(batches, backward, idle=idle)
+
     def _optimizer_step(self) -> None:
-        model = self.accelerator.unwrap_model(self.model)
-        learnt = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        assert all(isinstance(parameter, DTensor) == self.sharded for parameter in learnt.values())
-        gradients = {
-            name: parameter.grad.full_tensor() if self.sharded else parameter.grad.clone()
-            for name, parameter in learnt.items()
-        }
+        gradients = self._of_the_engine() if self.zero3 else self._of_weights()
         if self.accelerator.is_main_process:
             torch.save(gradients, self.out / f"gradients-{self.stage}-{self.step}.pt")
         super()._optimizer_step()
+
+    def _of_weights(self) -> dict[str, Tensor]:
+        learnt = {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+        assert all(isinstance(parameter, DTensor) == self.sharded for parameter in learnt.values())
+        return {
+            name: parameter.grad.full_tensor() if self.sharded else parameter.grad.clone()
+            for name, parameter in learnt.items()
+        }
+
+    def _of_the_engine(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        learnt = dict(self.model.engine.module.named_parameters())
+        large = [p for p in learnt.values() if p.ds_numel > 100_000]  # DeepSpeed keeps smaller ones on every process
+        assert large and all(p.numel() == 0 and p.ds_tensor.numel() == p.ds_numel // 2 for p in large)
+        return {name: safe_get_full_grad(parameter).clone() for name, parameter in learnt.items()}
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ def test_accelerate_reads_its_configurations(path: Path) -> None:
     if path.stem == "fsdp2":
         assert config.fsdp_config["fsdp_version"] == 2
         assert yaml.safe_load(path.read_text())["distributed_type"] == "FSDP"
+    if path.stem == "zero3":
+        assert config.deepspeed_config["zero_stage"] == 3 and not config.deepspeed_config["zero3_init_flag"]
+        assert config.distributed_type == "DEEPSPEED"
 
 
 # Memory.
@@ -141,7 +144,7 @@ def test_what_a_block_keeps_is_counted_to_a_third() -> None:
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-@pytest.mark.parametrize(("layout", "r"), [("ddp", 32), ("fsdp2", 32), ("fsdp2", 0)])
+@pytest.mark.parametrize(("layout", "r"), [("ddp", 32), ("fsdp2", 32), ("fsdp2", 0), ("zero3", 0)])
 def test_what_is_counted_fits_a_gpu_of_80_gb(path: Path, layout: Any, r: int) -> None:
     args = resolved(parse_args(["--config", str(path), "--lora-r", str(r)]))
     parts = memory(args, SHAPES[args.model], layout=layout, gpus=8)

@@ -395,8 +395,10 @@ def config_file(folder: Path, model: Path, **options: Any) -> Path:
     return path
 
 
-def launch_sharded(script: Path, out: Path, config: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(FSDP2)]
+def launch_sharded(
+    script: Path, out: Path, config: Path, *more: str, file: Path = FSDP2
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
     command += ["--num_processes", "2", "--main_process_port", "0", str(script), "--config", str(config)]
     command += ["--out", str(out), *more]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800, check=False)
