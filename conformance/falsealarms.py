@@ -93,7 +93,7 @@ def markdown(rows: Sequence[Row], wanted: int, command: str) -> str:
         "",
         f"Runs are short: {SEEDS_BUDGET.traces} control runs of at most {SEEDS_BUDGET.steps} steps,",
         f"{SEEDS_BUDGET.repeats} repetitions. They leave out {' and '.join(f'`{family}*`' for family in SLOW_ALARMS)},",
-        "which depend on the machine rather than on the seed; in the [kill matrix](kill-matrix.md) all checks ran.",
+        "which depend on the machine rather than on the seed.",
         "",
     ]
     return "\n".join(lines)
