@@ -355,9 +355,9 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         """The task that is being played, its solution included."""
         return self._playing()[0]
 
-    def expert(self, *, rng: random.Random | None = None, noise: float = 0.0, direct: bool = False) -> Expert:
+    def expert(self, *, rng: random.Random | None = None, **options: Any) -> Expert:
         """A player that knows the solution of the task being played, for demonstrations; see `Expert`."""
-        return Expert(lambda: self.task, tools=self.tools, rng=rng, noise=noise, direct=direct)
+        return Expert(lambda: self.task, tools=self.tools, rng=rng, **options)
 
     def grade(self) -> Verdict:
         """The verdict on the work as it stands; changes nothing."""

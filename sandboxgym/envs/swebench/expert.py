@@ -6,7 +6,8 @@ What this module promises:
    On real rows it does the same, as far as the solution changes and adds text files. A task with a demonstration is
    solved by that: what a running process knows is asked of it, not taken from the solution.
 2. Its episodes differ by ``rng``: what it looks at first, how it edits, in swe-agent's case whether it calls tools as
-   JSON or as text. ``noise`` is the probability of a useless action in between, which ``noisy`` tells.
+   JSON or as text. ``noise`` is the probability of a useless action in between, which ``noisy`` tells. ``careless`` is
+   that of an episode with one of the task's `slips`, which it does not notice: none of these resolves an embedded task.
 3. It is a source of demonstrations, not an agent: it is given the task, solution included.
 """
 
@@ -18,7 +19,7 @@ import random
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.envs.swebench.tasks import Task
@@ -77,6 +78,25 @@ def _changed_lines(number: int, lines: list[str]) -> Iterator[tuple[int, int, tu
         number += gone
 
 
+def slips(edited: list[Change], *, by_lines: bool) -> list[list[Change]]:
+    r"""What a careless player makes of a solution, always the same of the same one.
+
+    Nothing at all; only the first edit, where there are several; else that one a line too low, where it goes by line
+    numbers.
+
+    >>> [change] = changes("diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n")
+    >>> [[change.lines for change in slip] for slip in slips([change], by_lines=True)]
+    [[], [((3, 1, ('c',)),)]]
+    """
+    if not edited:
+        return [[]]
+    first = replace(edited[0], replaced=edited[0].replaced[:1], lines=edited[0].lines[:1])
+    if len(edited) > 1 or len(edited[0].lines if by_lines else edited[0].replaced) > 1:
+        return [[], [first]]
+    lower = tuple((number + 1, gone, lines) for number, gone, lines in first.lines)
+    return [[], [replace(first, lines=lower)]] if by_lines and lower else [[]]
+
+
 class Expert:
     """The player.
 
@@ -86,6 +106,8 @@ class Expert:
         rng: of what it chooses; by default one of fixed seed.
         noise: probability of a useless action.
         direct: read, edit by line numbers (in bash) and submit: no looking around before, no tests after.
+        careless: probability of an episode with a slip: one of the task's `slips`, or, where it has a demonstration, to
+            submit at once.
     """
 
     noisy = False
@@ -99,12 +121,15 @@ class Expert:
         rng: random.Random | None = None,
         noise: float = 0.0,
         direct: bool = False,
+        careless: float = 0.0,
     ) -> None:
         self._playing = playing
         self._tools = tools
         self._rng = rng or random.Random(0)
         self._noise = noise
         self._direct = direct
+        self._careless = careless
+        self._slipped = False
         self._plan: Iterator[str] = iter(())
         self._as_json = False
 
@@ -119,21 +144,24 @@ class Expert:
         self.noisy = self._rng.random() < self._noise
         if self.noisy:
             return self._command(self._rng.choice(_NOISE))
-        if _REFUSED in observation:  # the text to replace is not unique
+        if _REFUSED in observation and not self._slipped:  # the text to replace is not unique
             return self._command(_git_apply(self._playing().patch))
         return next(self._plan, self._submit())
 
     def _solve(self, task: Task) -> Iterator[str]:
         edited = changes(task.patch)
+        slip = self._slipped = self._careless > 0 and self._rng.random() < self._careless
         if not self._direct:
             yield from map(self._command, self._look_around(edited))
         if task.demonstration:
-            yield from map(self._command, task.demonstration)
+            yield from map(self._command, () if slip else task.demonstration)
             return
         for change in edited:
             if change.new is None:
                 yield self._view(change.path)
-        if self._tools == "bash" and not self._direct and self._rng.random() < 0.5:
+        if slip:
+            edited = self._rng.choice(slips(edited, by_lines=self._direct and self._tools == "bash"))
+        if self._tools == "bash" and not self._direct and not slip and self._rng.random() < 0.5:
             yield self._command(_git_apply(task.patch))
         else:
             for change in edited:
@@ -150,6 +178,8 @@ class Expert:
     def _view(self, path: str) -> str:
         if self._tools == "swe-agent":
             return self._editor("Now the code.", command="view", path=f"{WORKDIR}/{path}")
+        if self._direct:  # line numbers are what it goes by
+            return self._command(f"cat -n {path}")
         return self._command(self._rng.choice((f"cat {path}", f"cat -n {path}", f"sed -n 1,200p {path}")))
 
     def _edits(self, change: Change) -> Iterator[str]:
