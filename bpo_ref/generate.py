@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from bpo_ref.models import Output
@@ -72,10 +72,12 @@ class Generator:
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}; for greedy turns pass no rngs")
-        layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-        if layers != {DynamicLayer}:  # windows are counted in columns of the cache, and ragged rows leave holes
-            raise NotImplementedError(f"every layer needs full attention, got {sorted(map(str, layers))}")
+        layers = DynamicCache(config=model.config).layers
+        kinds = {type(layer) for layer in layers}
+        if kinds != {DynamicLayer}:  # windows are counted in columns of the cache, and ragged rows leave holes
+            raise NotImplementedError(f"every layer needs full attention, got {sorted(map(str, kinds))}")
         self.model = model
+        self.layers = len(layers)
         self.stop_ids = frozenset(stop_ids)
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
@@ -94,7 +96,7 @@ class Session:
     """Conversations that go on turn by turn, each with the keys and values of what the model has read of it.
 
     Between turns every row owns its part of the cache; batches are put together for each turn. That copies the
-    cache a few times a turn, where `DynamicCache` copies itself at every token, and in return rows of any length
+    cache twice a turn, where `DynamicCache` copies itself at every token, and in return rows of any length
     come, go and fork at any time and padding never piles up. After an optimizer step, open a new session.
     """
 
@@ -218,21 +220,88 @@ class _Draft:
         return Generation(ids, self.logps, self.entropies, truncated=ids[-1] not in stop_ids)
 
 
+class _Batch:
+    """The caches of some rows as one, padded on the left: keys and values [layers, B, heads, room, head_dim], written
+    in place.
+    """
+
+    def __init__(self, generator: Generator, rows: Sequence[_Row], *, room: int) -> None:
+        """`room`: tokens that will be fed, padding included."""
+        self.rows = rows
+        width = max(row.cached for row in rows)
+        self.shape = generator.layers, len(rows), width + room
+        self.parts: list[Tensor] = []  # keys and values, made where the first layer tells their shape
+        if width:
+            keys, values = ([row.keys for row in rows], [row.values for row in rows])
+            self.parts = [self._joined(keys, width), self._joined(values, width)]
+        device = generator.model.device
+        padding = torch.tensor([[width - row.cached] for row in rows], device=device)
+        self.mask = torch.arange(width, device=device) >= padding  # [B, used]
+        self.cache = Cache(layers=[_Layer(self, number, width) for number in range(generator.layers)])
+
+    def _joined(self, parts: Sequence[Tensor | None], width: int) -> Tensor:
+        batch = self.made_for(next(part for part in parts if part is not None))
+        for i, part in enumerate(parts):
+            start = width - (0 if part is None else part.shape[2])
+            batch[:, i, :, :start] = 0  # hidden by the mask, but 0 times what was there may be no number
+            if part is not None:
+                batch[:, i, :, start:width] = part
+        return batch
+
+    def made_for(self, like: Tensor) -> Tensor:
+        """Memory for keys or values like these, [..., heads, n, head_dim]."""
+        layers, rows, room = self.shape
+        return like.new_empty(layers, rows, like.shape[1], room, like.shape[3])
+
+    def split(self) -> None:
+        """Hand every row its part, without the columns that are padding."""
+        for i, row in enumerate(self.rows):
+            columns = self.mask[i].nonzero()[:, 0]
+            first, last = int(columns[0]), int(columns[-1])
+            if last - first + 1 == len(columns):  # no padding in between: a plain copy is twice as fast
+                keys, values = (part[:, i, :, first : last + 1].clone() for part in self.parts)
+            else:
+                keys, values = (part[:, i].index_select(2, columns) for part in self.parts)
+            row.keys, row.values = keys, values
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a `_Batch`; `DynamicLayer` itself copies all that it holds at every token."""
+
+    def __init__(self, batch: _Batch, number: int, used: int) -> None:
+        super().__init__()
+        self._batch, self._number, self._used = batch, number, used
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write these [B, heads, n, head_dim] after what is there; returns all of it."""
+        if not self._batch.parts:
+            self._batch.parts = [self._batch.made_for(key_states), self._batch.made_for(value_states)]
+        before, self._used = self._used, self._used + key_states.shape[2]
+        for whole, states in zip(self._batch.parts, (key_states, value_states), strict=True):
+            whole[self._number, :, :, before : self._used] = states
+        keys, values = (whole[self._number, :, :, : self._used] for whole in self._batch.parts)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Tokens that are there, padding included."""
+        return self._used
+
+
 def _read(generator: Generator, rows: Sequence[_Row]) -> None:
     """Feeds what is pending but for the last token of each row."""
-    cache, mask = _join(rows, device=generator.model.device)
     tokens, fed = _pad([row.ids[row.cached : -1] for row in rows], side="left", device=generator.model.device)
+    batch = _Batch(generator, rows, room=tokens.shape[1])
     cached = torch.tensor([[row.cached] for row in rows], device=tokens.device)
-    mask = torch.cat([mask, fed], dim=1)
+    batch.mask = torch.cat([batch.mask, fed], dim=1)
     generator.model(
         input_ids=tokens,
-        attention_mask=mask.long(),
+        attention_mask=batch.mask.long(),
         position_ids=cached + (fed.cumsum(dim=1) - 1).clamp(min=0),
-        past_key_values=cache,
+        past_key_values=batch.cache,
         use_cache=True,
         logits_to_keep=1,
     )
-    _split(cache, mask, rows)
+    batch.split()
 
 
 def _sample(generator: Generator, drafts: list[_Draft]) -> None:
@@ -243,17 +312,18 @@ def _sample(generator: Generator, drafts: list[_Draft]) -> None:
     device = generator.model.device
     while drafts:
         rows = [draft.row for draft in drafts]
-        cache, mask = _join(rows, device=device)
         tokens, fed = _pad([row.ids[row.cached :] for row in rows], side="left", device=device)
+        most = max(draft.limit - len(draft.logps) for draft in drafts)
+        batch = _Batch(generator, rows, room=tokens.shape[1] + most - 1)
         cached = torch.tensor([[row.cached] for row in rows], device=device)
         positions = cached + (fed.cumsum(dim=1) - 1).clamp(min=0)
         while 2 * sum(draft.live for draft in drafts) > len(drafts):
-            mask = torch.cat([mask, fed], dim=1)
+            batch.mask = torch.cat([batch.mask, fed], dim=1)
             logits = generator.model(
                 input_ids=tokens,
-                attention_mask=mask.long(),
+                attention_mask=batch.mask.long(),
                 position_ids=positions,
-                past_key_values=cache,
+                past_key_values=batch.cache,
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
@@ -267,7 +337,7 @@ def _sample(generator: Generator, drafts: list[_Draft]) -> None:
                     draft.live = token not in generator.stop_ids and len(draft.logps) < draft.limit
             fed = torch.tensor([[draft.live] for draft in drafts], device=device)
             positions = positions[:, -1:] + fed
-        _split(cache, mask, rows)
+        batch.split()
         drafts = [draft for draft in drafts if draft.live]
 
 
@@ -279,36 +349,6 @@ def _draw(distribution: Tensor, drafts: Sequence[_Draft]) -> Tensor:
     cumulative = distribution.double().exp().cumsum(dim=-1)
     thresholds = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, thresholds, right=True).clamp(max=cumulative.shape[-1] - 1)
-
-
-def _join(rows: Sequence[_Row], *, device: torch.device) -> tuple[DynamicCache, Tensor]:
-    """The caches of the rows as one, padded on the left, and its mask [B, C]."""
-    cache = DynamicCache()
-    width = max(row.cached for row in rows)
-
-    def batched(parts: list[Tensor | None]) -> Tensor:  # [layers, B, heads, C, head_dim]
-        like = next(part for part in parts if part is not None)
-        layers, heads, _, size = like.shape
-        batch = like.new_zeros(layers, len(rows), heads, width, size)
-        for i, part in enumerate(parts):
-            if part is not None:
-                batch[:, i, :, width - part.shape[2] :] = part
-        return batch
-
-    if width:
-        keys, values = batched([row.keys for row in rows]), batched([row.values for row in rows])
-        for layer in range(len(keys)):
-            cache.update(keys[layer], values[layer], layer)
-    padding = torch.tensor([[width - row.cached] for row in rows], device=device)
-    return cache, torch.arange(width, device=device) >= padding
-
-
-def _split(cache: DynamicCache, mask: Tensor, rows: Sequence[_Row]) -> None:
-    """Hands every row its part of the cache, without the columns that are padding."""
-    keys, values = (torch.stack(part) for part in list(zip(*cache))[:2])  # [layers, B, heads, C, head_dim]
-    for i, row in enumerate(rows):
-        columns = mask[i].nonzero()[:, 0]
-        row.keys, row.values = keys[:, i].index_select(2, columns), values[:, i].index_select(2, columns)
 
 
 def token_logps(
@@ -424,6 +464,9 @@ def weights_version(model: CausalLM) -> int:
 @contextmanager
 def _evaluating(model: CausalLM) -> Iterator[None]:
     """Evaluation mode: dropout would falsify log-probabilities, gradient checkpointing turns the cache off."""
+    if not any(module.training for module in model.modules()):
+        yield
+        return
     training = model.training
     model.eval()
     try:

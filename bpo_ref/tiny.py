@@ -139,4 +139,4 @@ def tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which reseeds every GPU as well
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(config).eval()  # as models that are loaded
