@@ -41,6 +41,8 @@ class TreeSummary:
     """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
 
     index: int
+    kind: str
+    """`RolloutTree.kind`."""
     value: float
     roots: list[RootTable]
     returns: list[tuple[float, float]]
@@ -66,7 +68,7 @@ def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummar
                 todo += [(edge.child, share / len(node.children)) for edge in node.children]
         roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
         returns.append((v, s))
-    return TreeSummary(tree.index, tree.root.value, roots, returns)
+    return TreeSummary(tree.index, tree.kind, tree.root.value, roots, returns)
 
 
 def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
@@ -89,7 +91,8 @@ class StateBaseline:
     """Value of a state from other rollouts of the batch: the same task's other root paths, shrunk to the other tasks'.
 
     With n and S the number and summed value of this task's other root paths at the key, and likewise n', S' over the
-    other tasks, whose mean value is v̄:  m = (S' + 2 v̄) / (n' + 2),  b = (S + 6 m) / (n + 6).
+    other tasks, whose mean value is v̄:  m = (S' + 2 v̄) / (n' + 2),  b = (S + 6 m) / (n + 6). For ``pooled``, m is V̂
+    of earlier batches.
     """
 
     SHRINK_TASK, SHRINK_ALL = 6.0, 2.0
@@ -110,13 +113,16 @@ class StateBaseline:
         n = len(self._by_index) - 1
         return (self._values - self._by_index[index].value) / n if n else 0.0
 
-    def __call__(self, index: int, root: int, key: StateKey) -> float:
-        """The baseline at a state key for a step of one root path (or of forks off it) of one task."""
+    def __call__(self, index: int, root: int, key: StateKey, prior: float | None = None) -> float:
+        """The baseline at a state key for a step of one root path (or of forks off it) of one task; m is ``prior``, if
+        that is given.
+        """
         n_task, s_task = self._tasks[index].get(key, (0.0, 0.0))
-        n_all, s_all = self._all.get(key, (0.0, 0.0))
         n_own, mean_own, _ = self._by_index[index].roots[root].get(key, (0.0, 0.0, 0.0))
-        shared = (s_all - s_task + self.SHRINK_ALL * self.others(index)) / (n_all - n_task + self.SHRINK_ALL)
-        return (s_task - n_own * mean_own + self.SHRINK_TASK * shared) / (n_task - n_own + self.SHRINK_TASK)
+        if prior is None:
+            n_all, s_all = self._all.get(key, (0.0, 0.0))
+            prior = (s_all - s_task + self.SHRINK_ALL * self.others(index)) / (n_all - n_task + self.SHRINK_ALL)
+        return (s_task - n_own * mean_own + self.SHRINK_TASK * prior) / (n_task - n_own + self.SHRINK_TASK)
 
 
 def _accumulate(sums: dict[StateKey, list[float]], table: RootTable) -> None:
@@ -161,12 +167,14 @@ class EntropyThreshold:
 class ValueTable:
     """V̂ of a state: mean return from states of its key over earlier batches, plus 2 pseudo-counts of the overall mean.
 
+    Where tasks have types, the mean over the tasks of this type, plus 4 pseudo-counts of that over all.
+
     Args:
         decay: share of what is known that is kept at each batch, as the policy changes.
         state: of `state`.
     """
 
-    PSEUDO = 2.0
+    PSEUDO, KIND = 2.0, 4.0
 
     def __init__(self, decay: float = 1.0, *, state: dict[str, Any] | None = None) -> None:
         self._decay = decay
@@ -181,19 +189,17 @@ class ValueTable:
 
     def observe(self, summaries: Sequence[TreeSummary], *, low: float) -> None:
         """A batch. States that were valued at most ``low`` before it test `trusts`."""
-        batch: list[tuple[StateKey, Moments]] = []
-        for summary in summaries:
-            for table in summary.roots:
-                batch += table.items()
+        batch = [(s.kind, *entry) for s in summaries for table in s.roots for entry in table.items()]
         if self.known:
-            for key, (n, mean, _) in batch:
-                if self.value(key) <= low:
+            for kind, key, (n, mean, _) in batch:
+                if self.value(key, kind) <= low:
                     self._low = [self._low[0] + n, self._low[1] + n * mean]
         for entry in [*self._sums.values(), self._overall, self._low]:
             entry[:] = [value * self._decay for value in entry]
-        for key, (n, mean, square) in batch:
-            entry = self._sums.setdefault(key, [0.0, 0.0, 0.0])
-            entry[:] = [a + b for a, b in zip(entry, (n, n * mean, n * square))]
+        for kind, key, (n, mean, square) in batch:
+            for place in (key, (kind, key)) if kind else (key,):
+                entry = self._sums.setdefault(place, [0.0, 0.0, 0.0])
+                entry[:] = [a + b for a, b in zip(entry, (n, n * mean, n * square))]
         for mean, square in (pair for summary in summaries for pair in summary.returns):
             self._overall[:] = [a + b for a, b in zip(self._overall, (1.0, mean, square))]
 
@@ -212,17 +218,21 @@ class ValueTable:
         """Variance of the return of an episode; p̄ (1 - p̄) where it is 0 or 1."""
         return max(0.0, self._overall[2] / self._overall[0] - self.mean**2) if self._overall[0] else 0.0
 
-    def value(self, key: StateKey, *, prior: float | None = None) -> float:
-        """V̂ at a key; ``prior`` stands in for p̄ before the first batch."""
-        n, total, _ = self._sums.get(key, (0.0, 0.0, 0.0))
-        mean = self.mean if self.known or prior is None else prior
-        return (total + self.PSEUDO * mean) / (n + self.PSEUDO)
+    def value(self, key: StateKey, kind: str = "", *, prior: float | None = None) -> float:
+        """V̂ at a key in tasks of a type; ``prior`` stands in for p̄ before the first batch."""
+        return self._moment(1, key, kind, self.mean if self.known or prior is None else prior)
 
-    def variance(self, key: StateKey) -> float:
+    def variance(self, key: StateKey, kind: str = "") -> float:
         """Variance of the return from states of a key; V̂ (1 - V̂) where it is 0 or 1."""
-        n, _, squares = self._sums.get(key, (0.0, 0.0, 0.0))
-        square = (squares + self.PSEUDO * (self.spread + self.mean**2)) / (n + self.PSEUDO)
-        return max(0.0, square - self.value(key) ** 2)
+        square = self._moment(2, key, kind, self.spread + self.mean**2)
+        return max(0.0, square - self.value(key, kind) ** 2)
+
+    def _moment(self, power: int, key: StateKey, kind: str, overall: float) -> float:
+        """Mean of the return (or of its square), shrunk: the type's to all types', that to the overall mean."""
+        nothing = [0.0, 0.0, 0.0]
+        shared, typed = self._sums.get(key, nothing), self._sums.get((kind, key), nothing)
+        mean = (shared[power] + self.PSEUDO * overall) / (shared[0] + self.PSEUDO)
+        return (typed[power] + self.KIND * mean) / (typed[0] + self.KIND)
 
     def trusts(self, low: float, *, least: float = 10.0) -> bool:
         """Whether states valued at most ``low`` turned out, afterwards, to be worth at most twice that."""

@@ -169,7 +169,7 @@ class Split(Forks):
         if not self._values.spread or met or not self.forkable(path) or not self.eligible(node):
             return 0
         limit, t = self.args.max_turns, node.depth
-        importance = self._values.variance(state_key(node, "key")) * (t + 1) / (limit - t)
+        importance = self._values.variance(state_key(node, "key"), tree.kind) * (t + 1) / (limit - t)
         wanted = before < self.budget(tree) and importance >= 4 ** (before + 1) * self._values.spread / limit
         return self.fork(node, action.position) if wanted else 0
 
@@ -178,7 +178,7 @@ class Split(Forks):
         identity = (tree.index, path.key)
         if self._survival == 1.0 or node.depth < 2 or identity in self._met:
             return 1.0
-        if self._values.value(state_key(node, "key")) > self.args.roulette_below:
+        if self._values.value(state_key(node, "key"), tree.kind) > self.args.roulette_below:
             return 1.0
         self._met.add(identity)
         return self._survival

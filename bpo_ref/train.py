@@ -54,7 +54,7 @@ from sandboxgym.prompts import PromptName
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 Algo = Literal[
-    "sft", "ppo", "grpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "vineppo",
+    "sft", "ppo", "grpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
     "bpo-paper", "bpo-sibling", "bpo-tree", "bpo-key", "bpo-forest", "bpo-split", "bpo",
 ]  # fmt: skip
 ScheduleName = Literal[
@@ -71,7 +71,7 @@ ScheduleName = Literal[
     "mc",
 ]
 Credit = Literal["paper", "sibling", "tree", "group", "gae", "mc"]
-Baseline = Literal["none", "turn", "key", "value", "critic"]
+Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,8 @@ class Args:
     ``gae`` (PPO), ``mc`` (VinePPO: differences of Monte-Carlo values from restored states)."""
     baseline: Baseline | None = None
     """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
-    (``key``), a running mean by progress over earlier batches (``value``), or a learned value head (``critic``)."""
+    (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
+    shrunk to that (``pooled``), or a learned value head (``critic``)."""
     fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
     """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
     step_weight_power: float | None = None
@@ -299,7 +300,7 @@ class Args:
     @property
     def keyed(self) -> bool:
         """Whether the environment's ``progress_key`` is used."""
-        return self.baseline in ("key", "value") or self.schedule == "split"
+        return self.baseline in ("key", "value", "pooled") or self.schedule == "split"
 
 
 DEFAULTS: dict[str, Any] = dict(  # of what a preset does not name: independent rollouts, plain RLOO
@@ -314,6 +315,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo-turn": dict(baseline="turn"),
     "rloo-key": dict(baseline="key"),
     "rloo-value": dict(baseline="value"),
+    "rloo-pooled": dict(baseline="pooled"),
     "vineppo": dict(schedule="mc", credit="mc", roots=8),
     "bpo-paper": dict(schedule="entropy", credit="paper", step_weight_power=0.0, root_branch="free"),
     "bpo-sibling": dict(schedule="entropy-online", credit="sibling", step_weight_power=0.0, root_branch="always"),
@@ -373,7 +375,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
         f"{args.baseline} goes with credit=tree, found credit={args.credit}",
     )  # fmt: skip
     refuse(
-        args.keyed and not keyed, "baseline" if args.baseline in ("key", "value") else "schedule",
+        args.keyed and not keyed, "baseline" if args.baseline in ("key", "value", "pooled") else "schedule",
         f"needs info['progress_key'], which {args.env_id} does not give",
     )  # fmt: skip
     refuse(
@@ -594,22 +596,29 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
         The forks of these trees, for `Memory.observe`.
     """
     table, forks = memory.values, []
-    kind = "turn" if args.baseline == "turn" else "key"
+    pooled_by = "turn" if args.baseline == "turn" else "key"
     for tree in trees:
-        back_up(tree, args.gamma, lambda node: table.value(state_key(node, "key")))
+
+        def known(node: Node, kind: str = tree.kind) -> float:
+            return table.value(state_key(node, "key"), kind)
+
+        back_up(tree, args.gamma, known)
     means = dict(sorted(gather([(tree.index, tree.root.value) for tree in trees])))
-    summaries = gather([summarize(tree, kind) for tree in trees]) if args.baseline in ("turn", "key") else []
+    pools = args.baseline in ("turn", "key", "pooled")
+    summaries = gather([summarize(tree, pooled_by) for tree in trees]) if pools else []
     batch = StateBaseline(sorted(summaries, key=lambda summary: summary.index))
     shares: dict[str, Callable[[int], float]] = {"siblings": lambda n: 1.0, "parent": lambda n: 0.0}
     share = shares.get(str(args.fork_baseline), memory.shrinkage.weight)
     for tree in trees:
         others = (sum(means.values()) - means[tree.index]) / (len(means) - 1) if len(means) > 1 else 0.0
 
-        def parent(edge: Edge, root: int, roots: float, index: int = tree.index, others: float = others) -> float:
+        def parent(edge: Edge, root: int, roots: float, tree: RolloutTree = tree, others: float = others) -> float:
+            key = state_key(edge.parent, pooled_by)
             if args.baseline in ("turn", "key"):
-                return batch(index, root, state_key(edge.parent, kind))
-            if args.baseline == "value":
-                return 0.9 * table.value(state_key(edge.parent, "key"), prior=others) + 0.1 * roots
+                return batch(tree.index, root, key)
+            if args.baseline in ("value", "pooled"):
+                value = table.value(key, tree.kind, prior=others)
+                return 0.9 * value + 0.1 * roots if args.baseline == "value" else batch(tree.index, root, key, value)
             return float(edge.data.values[0]) if args.baseline == "critic" else roots
 
         if args.credit == "tree":

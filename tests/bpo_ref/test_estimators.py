@@ -138,7 +138,9 @@ CASES: dict[str, Case | Callable[[], Case]] = {
     "forks of every path": (SPARSE, scheduled(RECURSIVE), 1.0, {"tree": RECURSIVE}),
     "Monte-Carlo values": (SPARSE, scheduled(VALUED), 1.0, {"vineppo": VALUED}),
     "Monte-Carlo values of two turns": (SPARSE, scheduled(SOMETIMES), 1.0, {"vineppo": SOMETIMES}),
-    "earlier batches": informed(SPARSE, **{"rloo-value": settings("rloo-value", roots=4, value_decay=1.0)}),
+    "earlier batches": informed(
+        SPARSE, **{algo: settings(algo, roots=4, value_decay=1.0) for algo in ("rloo-value", "rloo-pooled")}
+    ),
     "forest": informed(
         SPARSE,
         **{
@@ -153,7 +155,13 @@ CASES: dict[str, Case | Callable[[], Case]] = {
             "split, siblings": settings("bpo-split", baseline="none", fork_baseline="siblings", **SPLIT),
         },
     ),
-    "split with roulette": informed(SPARSE, **{"bpo-split": settings("bpo-split", **SPLIT, **ROULETTE)}),
+    "split with roulette": informed(
+        SPARSE,
+        **{
+            "bpo-split": settings("bpo-split", **SPLIT, **ROULETTE),
+            "split, pooled": settings("bpo-split", baseline="pooled", **SPLIT, **ROULETTE),
+        },
+    ),
     "split, rewards on the way": informed(
         DENSE, **{"bpo-split": settings("bpo-split", gamma=0.8, **SPLIT, roulette=0.5, roulette_below=0.3)}
     ),
@@ -239,9 +247,9 @@ def best_child_for_the_mean(trees: Sequence[RolloutTree]) -> None:
 def baseline_includes_own_rollout(trees: Sequence[RolloutTree]) -> None:
     correct = StateBaseline.__call__
 
-    def everyone(self: StateBaseline, index: int, root: int, key: Any) -> float:
+    def everyone(self: StateBaseline, index: int, root: int, key: Any, prior: float | None = None) -> float:
         n, mean, _ = self._by_index[index].roots[root].get(key, (0.0, 0.0, 0.0))
-        return (6 * correct(self, index, root, key) + n * mean) / (6 + n)
+        return (6 * correct(self, index, root, key, prior) + n * mean) / (6 + n)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateBaseline, "__call__", everyone)

@@ -38,9 +38,10 @@ from sandboxgym.tree import Envs, Node, RolloutTree, rollout
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_splitting_that_never_splits_is_rloo_with_the_same_baseline_bitwise(known: bool) -> None:
-    never = settings("bpo-split", **{**SPLIT, "points": 1e-9})
-    plain = settings("rloo-value", roots=4)
+@pytest.mark.parametrize("baseline", ["value", "pooled"])
+def test_splitting_that_never_splits_is_rloo_with_the_same_baseline_bitwise(baseline: str, known: bool) -> None:
+    never = settings("bpo-split", **{**SPLIT, "points": 1e-9}, baseline=baseline)
+    plain = settings(f"rloo-{baseline}", roots=4)
     memory = taught(DENSE, plain, batches=5) if known else blank(plain)
     prints = []
     for args in (never, plain):
@@ -191,6 +192,42 @@ def test_value_table_is_the_formula() -> None:
         assert table.variance(key) == pytest.approx(value * (1 - value))  # returns are 0 or 1
     again = ValueTable(decay=0.5, state=table.state())
     assert again.state() == table.state()
+
+
+def tree_of(kind: str, returns: Sequence[float], index: int = 0) -> RolloutTree:
+    """Root paths of one step, all from one state."""
+    tree = RolloutTree(None, index, Node(0, None, "a", owner=()), kind=kind)
+    for number, value in enumerate(returns):
+        grow(tree, tree.root, (0, number), value)
+    back_up(tree, 1.0)
+    return tree
+
+
+def test_values_of_a_type_of_task_are_shrunk_to_those_of_all() -> None:
+    table = ValueTable()
+    trees = [tree_of("easy", [1.0, 1.0, 1.0]), tree_of("hard", [0.0, 0.0, 1.0], index=1)]
+    table.observe([summarize(tree, "key") for tree in trees], low=0.0)
+    place = state_key(trees[0].root, "key")
+    mean = 4 / 6
+    shared = (4 + 2 * mean) / (6 + 2)
+    easy = (3 + 4 * shared) / (3 + 4)
+    assert table.value(place) == pytest.approx(shared)
+    assert table.value(place, "easy") == pytest.approx(easy)
+    assert table.value(place, "hard") == pytest.approx((1 + 4 * shared) / (3 + 4))
+    assert table.value(place, "never seen") == pytest.approx(shared)
+    assert table.variance(place, "easy") == pytest.approx(easy * (1 - easy))  # returns are 0 or 1
+
+
+def test_the_pooled_baseline_is_the_formula() -> None:
+    args = settings("rloo-pooled", roots=3)
+    memory = blank(args)
+    memory.values.observe([summarize(tree_of("easy", [1.0, 0.0]), "key")], low=0.0)
+    tree, other = tree_of("easy", [1.0, 0.0, 0.0]), tree_of("hard", [1.0, 1.0, 1.0], index=1)
+    assign_credit([tree, other], args, memory)
+    value = memory.values.value(state_key(tree.root, "key"), "easy")
+    rest = [0.0, 1.0, 1.0]  # summed return of the other two
+    expected = [own - (others + 6 * value) / (2 + 6) for own, others in zip([1.0, 0.0, 0.0], rest)]
+    assert [edge.advantage for edge in tree.root.children] == pytest.approx(expected)
 
 
 def test_variance_of_rewards_that_are_not_0_or_1() -> None:
