@@ -232,6 +232,9 @@ class Backend(Protocol):
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the sandbox's user, making missing parents."""
 
+    def discard(self, path: Path) -> None:
+        """Take a directory out of `control`, now; it is deleted at some time, when this process ends at the latest."""
+
     def twin(self) -> Backend:
         """Another backend of the same kind, root file system, limits and store, not started."""
 

@@ -3,6 +3,10 @@
 An embryo has its namespaces, control groups, ``/proc`` and ``/dev`` before anybody asks for a box. The owner then
 sends what it is to become: the layers, what is bound into them, the limits. From there on it is confined like all it
 starts, starts processes when the owner says so, and collects orphans. It ends with its socket.
+
+For that it becomes the program ``init.c``, where there is one: every page that a fork of Python writes to, if only to
+count references, is its own from then on. A box with restored processes keeps its init as it is, for a program that was
+just executed can be traced for a moment, and they are there already.
 """
 
 from __future__ import annotations
@@ -88,6 +92,7 @@ class Init:
         self.statuses: dict[int, int] = {}
         """Where the exit status of a started process goes, by its id."""
         self.pts = -1
+        self.program = os.open(spec["init"], os.O_RDONLY | os.O_CLOEXEC) if spec["init"] else -1
         self.requests = {
             "become": self.become,
             "restorer": self.restorer,
@@ -124,7 +129,10 @@ class Init:
                 self.collect()
             if self.channel.fileno() in ready:
                 payload, descriptors = wire.receive(self.channel)
-                what, request = marshal.loads(payload)
+                if payload.startswith(b"spawn\0"):
+                    what, request = "spawn", wire.unpack_spawn(payload)
+                else:
+                    what, request = marshal.loads(payload)
                 try:
                     kept = self.requests[what](request, descriptors)
                 except OSError as error:
@@ -134,6 +142,18 @@ class Init:
                     descriptors += kept
                 for descriptor in descriptors:
                     os.close(descriptor)
+                if what == "become" and self.pts >= 0 and self.program >= 0:
+                    self.hand_over()
+
+    def hand_over(self) -> None:
+        """Become the program that does the rest, if that can be executed. Nothing else runs in the box yet."""
+        for descriptor in (self.channel.fileno(), self.pts):
+            os.set_inheritable(descriptor, True)
+        try:
+            os.execve(self.program, ["init", str(self.pts)], {})
+        except OSError:  # from a cache on a file system without programs, say
+            for descriptor in (self.channel.fileno(), self.pts):
+                os.set_inheritable(descriptor, False)
 
     # From an embryo to a box
 
@@ -238,12 +258,13 @@ class Init:
         """Start a process; its pidfd, and the master side of its terminal if it was given one.
 
         Args:
-            request: argv, env, cwd, terminal; ``adopts``, whether what its descendants leave behind becomes its own.
+            request: as `wire.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
+                descendants leave behind becomes its own.
             descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
         """
         status, *streams = descriptors
         environment = request["env"]
-        program = _find(request["argv"][0], environment.get("PATH", os.defpath), request["cwd"])
+        program = _find(request["argv"][0], request["path"], request["cwd"])
         kept: list[int] = []
         actions: list[tuple[Any, ...]]
         if request["terminal"]:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import hashlib
+import itertools
 import marshal
 import os
 import signal
@@ -14,12 +15,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sandboxgym import leftovers
-from sandboxgym.sandbox import kernel, seccomp, wire, zygote
+from sandboxgym.sandbox import kernel, seccomp, supervisor, wire, zygote
 from sandboxgym.sandbox.base import CONTROL, RootFS, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.layers import FILES, WORK, Layer, LayerStore
 from sandboxgym.sandbox.limits import RECORD, Group, Groups
@@ -70,12 +71,43 @@ class Box:
         Raises:
             EOFError: the init is gone.
         """
+        self._send(marshal.dumps((what, request)), descriptors)
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        cwd: str,
+        terminal: bool,
+        adopts: bool,
+        descriptors: Sequence[int],
+    ) -> list[int]:
+        """Start a process; its pidfd, and the master side of its terminal if it was given one.
+
+        Args:
+            argv: program and arguments.
+            env: the whole environment.
+            cwd: directory inside.
+            terminal: whether it gets one.
+            adopts: whether what its descendants leave behind becomes its own; with a terminal only.
+            descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
+
+        Raises:
+            OSError: it cannot be started.
+            EOFError: the init is gone.
+            ValueError: null bytes.
+        """
+        self._send(wire.pack_spawn(argv, env, cwd=cwd, terminal=terminal, adopts=adopts), descriptors)
+        return self.answer()
+
+    def _send(self, payload: bytes, descriptors: Sequence[int]) -> None:
         if self._waiting:
             self.end()
             raise EOFError("an earlier request was interrupted before its answer came")
         self._waiting = True
         try:
-            wire.send(self.channel, marshal.dumps((what, request)), descriptors)
+            wire.send(self.channel, payload, descriptors)
         except OSError as error:
             raise EOFError(str(error)) from error
 
@@ -132,10 +164,11 @@ class Runtime:
         self.groups = Groups.make(f"sandboxgym-{self.directory.name}")
         if self.groups is not None:
             (self.directory / RECORD).write_text("\n".join(self.groups.paths))
-        for name in ("stage", "root", "control", "empty"):
+        for name in ("stage", "root", "control", "empty", "trash"):
             (self.directory / name).mkdir()
         self.store = LayerStore(self.directory, remove=self.remove)
         self._controls = 0
+        self._discarded = itertools.count()
         self._features = -1
         self._ready: dict[Flavour, deque[Box]] = {}
         self._asked: deque[tuple[Flavour, Group | None, Path]] = deque()
@@ -156,6 +189,7 @@ class Runtime:
             "stage": str(self.directory / "stage"),
             "root": str(self.directory / "root"),
             "filter": seccomp.program(),
+            "init": str(supervisor.program() or ""),
             "user": os.geteuid(),
             "group": os.getegid(),
         }
@@ -325,6 +359,13 @@ class Runtime:
         """Delete directories in the background."""
         with contextlib.suppress(SandboxUnavailable):  # then they go with the run directory
             self._tell("remove", list(paths))
+
+    def discard_directory(self, path: Path) -> None:
+        """Take a directory away, to be deleted in the background."""
+        gone = self.directory / "trash" / str(next(self._discarded))
+        with contextlib.suppress(OSError):  # it is gone, or the whole run directory is
+            path.rename(gone)
+            self.remove([str(gone)])
 
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until what was to be removed is gone."""

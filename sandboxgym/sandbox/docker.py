@@ -255,6 +255,10 @@ class DockerBackend:
             self._owner = self._user()
         docker_files.write_file(self._live(), path, data, mode=mode, owner=self._owner)
 
+    def discard(self, path: Path) -> None:
+        """Delete a directory of `control`; see `base.Backend.discard`."""
+        shutil.rmtree(path, ignore_errors=True)
+
     def twin(self) -> DockerBackend:
         """Another backend of the same image and settings, not started."""
         return DockerBackend(self._base.id, limits=self._limits, network=self._network, env=self._env)

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox import archive, kernel, zygote
@@ -210,14 +211,9 @@ class OverlayBackend:
                 source = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
                 opened += [sink, source] if stdin is None else [sink]
                 descriptors += [source, sink]
-            request = {
-                "argv": list(argv),
-                "env": dict(env),
-                "cwd": check_inside(cwd),
-                "terminal": terminal,
-                "adopts": terminal and self.adopts,
-            }
-            kept = box.ask("spawn", request, descriptors)
+            kept = box.spawn(
+                argv, env, cwd=check_inside(cwd), terminal=terminal, adopts=self.adopts, descriptors=descriptors
+            )
         except (OSError, EOFError) as error:
             for descriptor in (status, *(() if output is None else (output,))):
                 os.close(descriptor)
@@ -324,6 +320,10 @@ class OverlayBackend:
             os.ftruncate(file.fileno(), 0)
             file.write(data)
             os.fchmod(file.fileno(), mode)
+
+    def discard(self, path: Path) -> None:
+        """Take a directory out of `control`, to be deleted in the background; see `base.Backend.discard`."""
+        self.runtime.discard_directory(path)
 
     def twin(self) -> OverlayBackend:
         """Another backend of the same kind, not started."""

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import pty
+import shutil
 import signal
 import struct
 import subprocess
@@ -415,6 +416,10 @@ class CopyBackend:
         where.parent.mkdir(parents=True, exist_ok=True)
         where.write_bytes(data)
         where.chmod(mode)
+
+    def discard(self, path: Path) -> None:
+        """Delete a directory of `control`; see `base.Backend.discard`."""
+        shutil.rmtree(path, ignore_errors=True)
 
     def twin(self) -> CopyBackend:
         """Another backend with the same settings and a root of its own."""

@@ -14,7 +14,6 @@ import importlib.resources
 import os
 import select
 import shlex
-import shutil
 import signal
 import stat
 import termios
@@ -129,6 +128,7 @@ class BashProcess:
         self._attach(process)
 
     def _open(self, backend: Backend, name: str, *, make: bool) -> None:
+        self._backend = backend
         self._folder = backend.control / name
         if make:
             self._folder.mkdir()
@@ -245,7 +245,7 @@ class BashProcess:
     def _remove(self) -> None:
         os.close(self._status)
         os.close(self._place)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._backend.discard(self._folder)
 
     def _write(self, name: str, content: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK

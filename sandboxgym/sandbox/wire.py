@@ -6,11 +6,13 @@ The pages that an init dirties are what a box costs, so what runs in one imports
 from __future__ import annotations
 
 import _socket
+import os
 import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 _HEADER = 4
 _ROOM = _socket.CMSG_SPACE(16 * 4) if hasattr(_socket, "CMSG_SPACE") else 0
@@ -29,6 +31,37 @@ def send(channel: _socket.socket, payload: bytes, descriptors: Sequence[int] = (
     sent = channel.sendmsg([data], extra)
     if sent < len(data):
         channel.sendall(data[sent:])
+
+
+def pack_spawn(argv: Sequence[str], env: Mapping[str, str], *, cwd: str, terminal: bool, adopts: bool) -> bytes:
+    """A request to start a process, as texts that each end with a null byte: ``init.c`` reads it too.
+
+    Raises:
+        ValueError: something in it holds a null byte, or a variable has no proper name.
+    """
+    if any(not name or "=" in name for name in env):
+        raise ValueError("expected names of environment variables without '=', and not empty ones")
+    kind = "ta" if terminal and adopts else "t" if terminal else "-"
+    pairs = [f"{name}={value}" for name, value in env.items()]
+    texts = ["spawn", kind, cwd, env.get("PATH", os.defpath), str(len(argv)), *argv, str(len(pairs)), *pairs]
+    if any("\0" in text for text in texts):
+        raise ValueError("expected arguments and environment variables without null bytes")
+    return b"".join(os.fsencode(text) + b"\0" for text in texts)
+
+
+def unpack_spawn(payload: bytes) -> dict[str, Any]:
+    """The inverse of `pack_spawn`."""
+    _, kind, cwd, path, *rest = map(os.fsdecode, payload.split(b"\0")[:-1])
+    end = 1 + int(rest[0])
+    env = dict(pair.split("=", 1) for pair in rest[end + 1 :])
+    return {
+        "argv": rest[1:end],
+        "env": env,
+        "cwd": cwd,
+        "path": path,
+        "terminal": kind != "-",
+        "adopts": kind == "ta",
+    }
 
 
 def receive(channel: _socket.socket) -> tuple[bytes, list[int]]:

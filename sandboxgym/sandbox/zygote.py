@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 TICK = 0.25
 """Seconds between two looks at the disk while a box is watched."""
+PAUSE = 0.1
+"""Seconds that what is to be deleted waits for more, for one program to delete it all; not if somebody waits for it."""
 RECOUNT = 10.0
 """Seconds between two counts of what boxes wrote, at least."""
 FLOOR = 256 * 2**20
@@ -90,6 +92,8 @@ class Zygote:
         self.watched: dict[int, tuple[str, int, int]] = {}
         """Directory, bytes allowed and pidfd by the id of the init."""
         self.to_remove: list[str] = []
+        self.due = 0.0
+        """When they are."""
         self.waiting: list[int] = []
         self.remover = 0
         self.accountant = 0
@@ -112,7 +116,8 @@ class Zygote:
         alive = os.pidfd_open(self.settings["pid"])
         poll.register(alive, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(TICK * 1e3 if self.watched else None)}
+            pause = PAUSE if self.to_remove else TICK if self.watched else None
+            ready = {fd for fd, _ in poll.poll(pause and pause * 1e3)}
             if alive in ready:
                 raise EOFError("the owner ended")
             if self.wake in ready:
@@ -142,6 +147,8 @@ class Zygote:
             if pid := self.beside(join.bring_pages, rest[0], descriptors):
                 self.bringing[pid] = (rest[0]["layer"], rest[0]["init"])
         elif what == "remove":
+            if not self.to_remove:
+                self.due = time.monotonic() + PAUSE
             self.to_remove += rest[0]
         elif what == "settle":
             self.waiting += descriptors
@@ -223,7 +230,7 @@ class Zygote:
 
     def work(self) -> None:
         """Start what is to be done in the background, and tell who waits for it."""
-        if not self.remover:
+        if not self.remover and (self.waiting or time.monotonic() >= self.due):
             used = {path for path, _ in self.bringing.values()}
             if removable := [path for path in self.to_remove if path not in used]:
                 self.remover = _aside(remove_directories, removable)
