@@ -82,7 +82,7 @@ ROWS = (
         *(f"held.{name}" for name in holder.MAKERS)), always=REPORTED),
     Row("processes started after the snapshot are gone", ("process.later",), always=KEPT),
     Row("open descriptors and jobs of the shell", ("shell.descriptor", "shell.offset", "shell.job"), always=REPORTED),
-    Row("the shell's history", ("shell.history",), always=LOST),
+    Row("the shell's history", ("shell.history",), always=KEPT),
     Row("clocks are set back", ("clock.wall", "clock.monotonic"), always=LOST),
     Row("the sequence of `$RANDOM`", ("shell.random",), always=LOST),
 )  # fmt: skip

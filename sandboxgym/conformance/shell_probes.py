@@ -245,7 +245,7 @@ PROBES: tuple[Probe, ...] = (
     Probe("shell.umask", "umask 02@N@", "umask", need="processes"),
 )  # fmt: skip
 
-NEEDS_PROCESSES = ("held.", "process.", "shell.descriptor", "shell.history", "shell.job", "shell.offset")
+NEEDS_PROCESSES = ("held.", "process.", "shell.descriptor", "shell.job", "shell.offset")
 """Beginnings of the names of those that only a snapshot of processes keeps."""
 
 _FIND = """B=.; while [ ! -d "$B/@M@" ] && [ "$B" != ./../../../../.. ]; do B=$B/..; done; B=$(cd "$B/@M@" && pwd)"""

@@ -7,6 +7,7 @@
 
 builtin unset HISTFILE
 builtin set +o history
+builtin history -c # the line that sources this
 # Without job control nothing is said about jobs, as in a script. Ctrl-C then reaches the shell too, which ends the command.
 builtin set +o monitor
 
@@ -74,6 +75,8 @@ __sg_dump() {
     builtin ulimit -Sa; builtin printf '\0'
     builtin printf '%s\0' "$__sg_traps" "$__sg_flags" "$__sg_status" "$__sg_last"
     if (($#)); then builtin printf '%q ' "$@"; fi; builtin printf '\0'
+    HISTTIMEFORMAT=$'\036' builtin history; builtin printf '\0'
+    builtin dirs -l -p; builtin printf '\0'
   } >|@DIR@/state.$__sg_slot
   builtin printf '%s state %s\n' "$__sg_nonce" "$__sg_slot" >@DIR@/status
   __sg_nonce=

@@ -2,10 +2,11 @@
 
 1. Captured: working directory and OLDPWD, every variable with its attributes (arrays, exported or not, readonly,
    integer, case, references to names), functions, aliases, ``shopt`` and ``set -o`` options, umask, traps, soft limits
-   that were changed, positional parameters, ``$?`` and ``$_``.
+   that were changed, positional parameters, ``$?`` and ``$_``, the lines of the history (without times; at most as many
+   as a new bash keeps), the stack of ``pushd``.
 2. Not captured: processes and jobs, coprocesses, ``$!``, open descriptors (those 0 to 2 were redirected to included),
-   the history, the seeds of RANDOM and SRANDOM, hard limits, the stack of ``pushd``, the table of ``hash``, completions
-   and key bindings, modes of the terminal. A working directory that is gone is replaced by ``/``.
+   the seeds of RANDOM and SRANDOM, hard limits, the table of ``hash``, completions and key bindings, modes of the
+   terminal. A working directory that is gone is replaced by ``/``.
 3. It is all text that bash printed, kept as bytes, so that values in any encoding survive.
 """
 
@@ -21,7 +22,7 @@ from sandboxgym.errors import SnapshotCorrupt
 
 SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
-    *("traps", "flags", "status", "last", "positional"),
+    *("traps", "flags", "status", "last", "positional", "history", "directories"),
 )
 """What shell.bash prints, in this order."""
 
@@ -48,6 +49,8 @@ _FUNCTION_ATTRIBUTES = re.compile(rb"^declare -f([a-z]+) (\S+)$", re.MULTILINE)
 _LIMIT = re.compile(rb"-(\w)\) +(\S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
+_BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
+"""What ``history`` prints before each line of it, with the time format of shell.bash."""
 _ONE_LINE = re.compile(rb"[^\n]*")
 
 
@@ -85,6 +88,10 @@ class ShellState:
     """``$_``"""
     positional: bytes
     """``"$@"``, quoted."""
+    history: bytes = b""
+    """As ``history`` prints it, see `_BEFORE_ENTRY`."""
+    directories: bytes = b""
+    """The stack of ``pushd``, one a line; the first is the working directory."""
 
     @classmethod
     def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:
@@ -119,6 +126,8 @@ class ShellState:
             status=int(raw["status"]),
             last=raw["last"],
             positional=raw["positional"],
+            history=raw["history"].removesuffix(b"\n"),
+            directories=raw["directories"],
         )
 
     def script(self) -> bytes:
@@ -128,6 +137,8 @@ class ShellState:
         return b"\n".join(
             [
                 b"cd -- %s || cd /" % _quoted(self.cwd),
+                *(b"pushd -n -- %s" % _quoted(name) for name in reversed(self.directories.splitlines()[1:])),
+                *(b"history -s -- %s" % _quoted(line) for line in _BEFORE_ENTRY.split(self.history)[1:]),
                 b"unset -v " + b" ".join(unset) if unset else b":",
                 *(_declaration(name, variable) for name, variable in self.variables.items()),
                 b"shopt -s extglob",  # for patterns in functions; below, any builtin may be a function
@@ -175,7 +186,7 @@ class ShellState:
             SnapshotCorrupt: it is not such data.
         """
         try:
-            values = dict(plain)
+            values = {"history": b"", "directories": b"", **dict(plain)}
             values["variables"] = {
                 _typed(name, bytes): Variable(_typed(letters, str), value if value is None else _typed(value, bytes))
                 for name, letters, value in values["variables"]

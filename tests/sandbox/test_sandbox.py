@@ -29,6 +29,18 @@ def files(sandbox: Sandbox) -> str:
     return sandbox.execute("cd ~/work && cat * 2>/dev/null").output
 
 
+def test_a_snapshot_leaves_history_and_stack_of_directories(home: Sandbox) -> None:
+    home.execute("pushd /tmp; history -s first; history -s $'two\\nlines'")
+    seen = home.execute("dirs; history").output
+    snap = home.snapshot()
+    assert home.execute("dirs; history").output == seen
+    home.execute("popd; history -c; history -s later")
+    home.restore(snap)
+    assert home.execute("dirs; history").output == seen
+    assert "first" in seen and seen.startswith("/tmp ")
+    snap.release()
+
+
 def test_a_run_knows_nothing_of_the_shell(home: Sandbox) -> None:
     home.execute("export X=1; echo text >file")
     result = home.run(

@@ -109,6 +109,13 @@ def pair(any_box: Sandbox) -> Iterator[Pair]:
             "type -t cd printf",
             None,
         ),
+        ("history -s one; history -s $'two\\n  2  lines'; history -s -- -x; history -d 1", "history", None),
+        (
+            "HISTTIMEFORMAT='%Y '; HISTCONTROL=ignoreboth; history -s ' a'; history -s b b",
+            "HISTTIMEFORMAT= history",
+            None,
+        ),
+        ("cd /usr; pushd /tmp; pushd '/usr/bin'; mkdir -p ~/'a b'; pushd ~/'a b'", "dirs; popd -n +1; popd; pwd", None),
         ("set -o posix; set +o posix; set -o noglob", "echo *", "*\n"),
         ("set -o nounset; set -- ; unset x", "echo ${x-none} $#", "none 0\n"),
     ],
