@@ -111,7 +111,7 @@ class Budget:
     share: float = 1.0
     """Share of the least counts of loops, which are reached whatever the time, that a slow environment must reach."""
     total: float = math.inf
-    """Seconds of processor that a run of all checks aims at."""
+    """Seconds that a run of all checks aims at: of the processor, or half of those on the wall, whichever are more."""
 
     @classmethod
     def named(cls, name: str) -> Budget:
@@ -130,18 +130,23 @@ class Budget:
 
         Where a control run would take more than a quarter of the soft limit, it is halved until it does not; where
         even the shortest does, loops may also end after fewer rounds. Both are coarse, so that the same environment
-        gets the same checks.
+        gets the same checks. With a call of `SLOW` and more there are at most four control runs, and a run of all
+        checks aims at `PATIENCE` at most.
         """
         steps, share = self.steps, 1.0
         while steps > SHORTEST and steps * seconds > self.seconds / 4:
             steps = max(SHORTEST, steps // 2)
         while steps == SHORTEST and share > LEAST and steps * seconds > self.seconds / 4 / share:
             share /= 2
-        traces = self.traces if steps > SHORTEST else min(self.traces, 2)
-        return replace(self, steps=steps, traces=traces, share=share)
+        traces, total = self.traces, self.total
+        if seconds >= SLOW:
+            traces, total = min(traces, 4), min(total, PATIENCE)
+        if steps == SHORTEST:
+            traces = min(traces, 2)
+        return replace(self, steps=steps, traces=traces, share=share, total=total)
 
     def sharing(self, spent: float, checks: int) -> Budget:
-        """The budget for the next check, ``spent`` seconds of processor after the start, with so many checks to go.
+        """The budget for the next check, ``spent`` seconds after the start, with so many checks to go.
 
         A check may take three times its share of what is left, a quarter of the soft limit at least, all at most.
         """
@@ -172,6 +177,10 @@ class Budget:
 
 SHORTEST = 8
 """Steps of a control run below which the checks see too little."""
+SLOW = 0.02
+"""Seconds of a call from which on an environment is one of processes or containers, not of memory."""
+PATIENCE = 300.0
+"""What `Budget.total` is for these at most; half of the time on the wall counts, so that it is ten minutes."""
 LEAST = 0.25
 """The smallest share of the least counts."""
 

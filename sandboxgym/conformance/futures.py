@@ -248,14 +248,14 @@ def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tup
         for point in sorted({1, 2, max(1, last // 2), last}):
             if point >= len(control.ops):
                 continue
-            variety = 0
+            variety = drawn = 0
             if control.repeatable and replaceable:
                 place = replayed(subject, control, point, budget, stack)
-                variety = _variety(place.draw)
+                variety, drawn = _variety(place.draw, budget)
             if variety <= 1:  # draws of its own, if any: seen in runs from one seed, or where a restore has a seed
                 place = live(subject, control, min(point, 3), budget)
-                variety = _variety(place.again if not control.repeatable else place.drawn_again)
-            tried += PILOT
+                variety, drawn = _variety(place.again if not control.repeatable else place.drawn_again, budget)
+            tried += drawn
             if variety > 1:
                 found.append((variety, place))
     if not found:
@@ -268,9 +268,10 @@ def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tup
     return chosen[: PLACES.get(budget.name, 2)], ""
 
 
-def _variety(draw: Callable[[int], Future]) -> int:
-    """How many different futures a few draws give."""
-    return len({draw(10**6 + trial).whole for trial in range(PILOT)})
+def _variety(draw: Callable[[int], Future], budget: Budget) -> tuple[int, int]:
+    """How many different futures a few draws give, and how many draws that were."""
+    seen = [draw(10**6 + trial).whole for trial in budget.spending(PILOT, at_least=PILOT // 2)]
+    return len(set(seen)), len(seen)
 
 
 def _replaceable(subject: Subject, control: Control) -> bool:

@@ -208,7 +208,8 @@ def run(
     for check in chosen:
         if listener is not None:
             listener(check, None)
-        now = budget.sharing(time.process_time() - busy, len(chosen) - len(results))
+        spent = max(time.process_time() - busy, (time.perf_counter() - start) / 2)  # waiting counts half
+        now = budget.sharing(spent, len(chosen) - len(results))
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)

@@ -392,6 +392,9 @@ def test_a_run_shares_its_time_among_its_checks():
     assert quick.sharing(0.0, 60) == quick and full.sharing(1e6, 1) == full
     assert quick.sharing(quick.total - 15.0, 30).seconds == 1.5
     assert quick.sharing(quick.total + 100.0, 30).seconds == quick.seconds / 4
+    slow = full.paced(0.1)  # an environment of containers, whose checks would take hours
+    assert full.paced(0.01).total == full.total and slow.total < 1000.0
+    assert slow.sharing(slow.total, 30).seconds == slow.seconds / 4
 
 
 def test_the_first_two_control_runs_are_made_whatever_the_time():

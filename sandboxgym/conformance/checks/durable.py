@@ -303,13 +303,13 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
                     scene.fail(f"a snapshot of {name} was restored")
             if control.repeatable:
                 scene.expect(twin, walk, point, "after a snapshot that does not fit was refused")
-    for name, other in _reconfigured(subject):
+    for name, other in _reconfigured(subject, min(30, budget.steps)):
         raised[name] = _from_elsewhere(subject, other, name, budget)
     return raised
 
 
-def _reconfigured(subject: Subject) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one other argument."""
+def _reconfigured(subject: Subject, steps: int) -> Iterator[tuple[str, Subject]]:
+    """The environment made with one other argument, if it plays; its control runs have so many steps."""
     make: Any = subject.make_env
     given: dict[str, Any] = {}
     while isinstance(make, functools.partial):
@@ -338,7 +338,7 @@ def _reconfigured(subject: Subject) -> Iterator[tuple[str, Subject]]:
             )
             try:
                 other.make_env().close()
-                if changed == value or other.control(0, 30).outcomes[0].raised:
+                if changed == value or other.control(0, steps).outcomes[0].raised:
                     continue
             except Exception:  # not a value that it takes
                 continue
@@ -347,8 +347,8 @@ def _reconfigured(subject: Subject) -> Iterator[tuple[str, Subject]]:
 
 def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget) -> str:
     refused = ""
-    for number in range(4):
-        control = other.control(number, 30)
+    for number in budget.spending(4):
+        control = other.control(number, min(30, budget.steps))
         point = max(1, control.last // 4)
         mine = subject.control(number, budget.steps)
         half = max(1, mine.last // 2)

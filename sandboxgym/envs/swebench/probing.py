@@ -37,15 +37,17 @@ _COMMANDS = (
     "false",
     "if true; then",
     'python3 -c "print(sum(range(10)))"',
-    "submit",
 )
+PATIENCE = 7
+"""Commands after which it submits: the runs of a slow environment, of 8 steps each, shall see the end of an episode."""
 _OUTPUT = re.compile(r"<output>\n?(.*?)\n?</output>", re.DOTALL)
 
 
 def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
-    """A command that an agent might run; equal states answer it equally."""
-    last = len(_COMMANDS) - (rng.random() < 0.95)  # the end of an episode is rarer
-    return _COMMANDS[int(rng.integers(last))]
+    """A command that an agent might run, which equal states answer equally; at times, and after some, it submits."""
+    if info.get("steps", 0) >= PATIENCE or rng.random() < 0.04:
+        return "submit"
+    return _COMMANDS[int(rng.integers(len(_COMMANDS)))]
 
 
 def shell(env: gym.Env[Any, Any], command: str) -> str:
