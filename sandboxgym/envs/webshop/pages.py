@@ -60,9 +60,14 @@ def text_rich(view: View) -> str:
 def pieces(view: View) -> list[Piece]:
     """The visible text of a page in its order."""
     if view.compat == "default":
-        found = _PIECES[view.page](view)
-        return [Piece(kind, stripped, marked) for kind, content, marked in found if (stripped := content.strip())]
+        return [stripped for piece in _PIECES[view.page](view) if (stripped := _stripped(piece)).text]
     return [parsed for piece in _PIECES[view.page](view) if (parsed := _as_parsed(piece)) is not None]
+
+
+def _stripped(piece: Piece) -> Piece:
+    """Without white space around it; most have none, and are not made twice."""
+    content = piece.text.strip()
+    return piece if content == piece.text else piece._replace(text=content)
 
 
 def _as_parsed(piece: Piece) -> Piece | None:
