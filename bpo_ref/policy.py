@@ -47,8 +47,9 @@ class ChatPolicy:
     """Samples the next turn of every live path in one batch (`sandboxgym.tree.Policy`).
 
     A conversation is read once: paths go on from the keys and values of the path that they leave, root paths from those
-    of the prompt. Rows live until nothing can go on from them (one turn, where the prompt shows a window, and without
-    any reuse); make a new policy after the weights have changed.
+    of the prompt. Where the prompt shows a window, each turn is a conversation of its own, and goes on from what it
+    begins with in common with the one before. Rows live until nothing can go on from them; make a new policy after the
+    weights have changed.
 
     Args:
         generator: samples (`backends`).
@@ -126,29 +127,36 @@ class ChatPolicy:
         opening = []
         for context, prompt in zip(contexts, prompts):
             root = context.path[0], ()
-            if self._prompt.history:
-                self.release(context.path)
-                self._rows[context.path] = self._session.add(prompt)
-            elif context.path in self._rows:
-                self._session.extend(self._rows[context.path], prompt)
+            if context.path in self._rows:
+                self._go_on(context.path, prompt)
             elif context.memory is None and root not in self._rows:
                 self._rows[root] = self._session.add(prompt)
                 opening.append(self._rows[root])
         self._session.prefill(opening)
         for context, prompt in zip(contexts, prompts):
             if context.path not in self._rows:
-                before: Turn | None = context.memory
-                self._rows[context.path] = self._fork(context.path, (before.ids() if before else []) + prompt)
+                before: Turn | None = None if self._prompt.history else context.memory
+                ids = (before.ids() if before else []) + prompt
+                parent = self._rows.get((context.path[0], context.path[1][:-2]))
+                self._rows[context.path] = self._session.add(ids) if parent is None else self._fork(parent, ids)
 
-    def _fork(self, path: tuple[int, PathKey], ids: list[int]) -> int:
-        """As much of the row that the path leaves as both begin with, then the rest."""
-        parent = self._rows.get((path[0], path[1][:-2]))
-        shared = 0 if parent is None else common_prefix(self._session.context(parent), ids)
-        if parent is None or not shared:
+    def _go_on(self, path: tuple[int, PathKey], prompt: list[int]) -> None:
+        """The path's next turn: more of its conversation, or another one where the prompt shows a window."""
+        row = self._rows[path]
+        if self._prompt.history:
+            self._rows[path] = self._fork(row, prompt)
+            self._session.drop([row])
+        else:
+            self._session.extend(row, prompt)
+
+    def _fork(self, row: int, ids: list[int]) -> int:
+        """As much of the row as both begin with, then the rest."""
+        shared = common_prefix(self._session.context(row), ids)
+        if not shared:
             return self._session.add(ids)
-        row = self._session.fork(parent, length=shared)
-        self._session.extend(row, ids[shared:])
-        return row
+        fork = self._session.fork(row, length=shared)
+        self._session.extend(fork, ids[shared:])
+        return fork
 
 
 def _past(context: Context) -> tuple[Exchange, ...]:

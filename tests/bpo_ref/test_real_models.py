@@ -38,7 +38,7 @@ from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.generate import Generator, token_logps
 from bpo_ref.models import WithoutAdapter, add_adapter, checkpoint_layers, compute_in, eos_ids, load_policy
-from bpo_ref.policy import collect_demonstrations
+from bpo_ref.policy import ChatPolicy, collect_demonstrations
 from bpo_ref.train import Args, Trainer, resolved
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs
@@ -209,6 +209,26 @@ def test_with_a_window_every_turn_is_a_row_of_what_was_shown(folders: dict[str, 
             assert depth < 3 or f"turn {depth - 2} say" not in shown
     trainer._optimize(trees)
     trainer.close()
+
+
+def test_with_a_window_what_a_turn_begins_with_is_not_read_again(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """System prompt and first observation come from the turn before, and the samples are the same."""
+    found, costs = [], []
+    for name in ("taken over", "read again"):
+        if name == "read again":
+            monkeypatch.setattr(ChatPolicy, "_fork", lambda self, row, ids: self._session.add(ids))
+        trainer = trainer_of(tmp_path / name, folders["qwen2"], history=1, spacing=0, algo="bpo-tree")
+        found.append([edge.action.data for tree in trainer._rollouts((0, 1)) for edge in tree.edges()])
+        costs.append(trainer.rollout_costs)
+        trainer.close()
+    assert len(found[0]) == len(found[1]) > 20
+    for mine, theirs in zip(*found):
+        assert mine.ids == theirs.ids
+        np.testing.assert_allclose(mine.logps, theirs.logps, atol=2e-5)
+    read, reused = ([cost[f"rollout/{what}_tokens"] for cost in costs] for what in ("prefilled", "reused"))
+    assert read[0] < 0.6 * read[1] and reused == [read[1] - read[0], 0]
 
 
 def test_answers_that_cannot_be_read_are_invalid_actions(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -416,6 +436,11 @@ def assert_same_gradients(one: Path, two: Path, *, bound: float = 2e-5) -> None:
             assert (gradient - theirs[name]).norm() < bound * size, (file, name)
 
 
+def batches_of(out: Path, step: str) -> list[int]:
+    """How many each of two processes has made of its part, as recorded."""
+    return [int((out / f"batches-{step}-{rank}.txt").read_text()) for rank in (0, 1)]
+
+
 @needs_peft
 @pytest.mark.slow
 def test_gradients_of_adapters_are_those_of_one_process(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -437,13 +462,15 @@ def test_sharded_weights_have_the_gradients_of_one_process_and_resume(
     """Both stages, a reference, a value head; processes with unlike numbers of batches; the launcher's own file."""
     if adapters:
         request.getfixturevalue("peft")
-    options = {"algo": "ppo", "kl": 0.1, "sft_steps": 1, "sft_episodes": 4, "sft_batch": 2, "updates": 1, **adapters}
-    options |= {"micro_tokens": 600, "gradient_checkpointing": True}
+    options = {"algo": "bpo-tree", "baseline": "critic", "kl": 0.1, "updates": 1, **adapters}
+    options |= {"sft_steps": 1, "sft_episodes": 4, "sft_batch": 3, "gradient_checkpointing": True}
+    options |= {"points": 1.5, "seed": 3, "micro_tokens": 150}  # a row a batch; 1, 2, 1 and 2 forks at these tasks
     config = config_file(tmp_path, folders["qwen2"], **options)
     launch(RECORDER, tmp_path / "1", 1, config)
     done = launch_sharded(RECORDER, tmp_path / "2", config)  # which asserts that the weights are shards
     assert done.returncode == 0, done.stderr[-3000:]
     assert results_of(tmp_path / "2")["processes"] == 2
+    assert batches_of(tmp_path / "2", "sft-0") == [2, 1] and batches_of(tmp_path / "2", "rl-0") == [4, 6]
     assert_same_gradients(tmp_path / "1", tmp_path / "2", bound=1e-4)
     whole, _ = load_policy(tmp_path / "2" / "checkpoint")
     alone, _ = load_policy(tmp_path / "1" / "checkpoint")
