@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym
+from sandboxgym.envs.webshop.expert import WORD
 
-WORD = re.compile(r"[a-z0-9]+")
 TURNS = 12
 """Step limit of an episode; the shopper needs about five."""
 

@@ -26,7 +26,8 @@ _PRICE = re.compile(r"\$([\d,.]+\d)(?: to \$([\d,.]+\d))?")
 _PAGE = re.compile(r"Page (-?\d+) \(Total results: (\d+)\)")
 _MARK = re.compile(r"\s*\[(?:clicked )?button\] (.*) \[(?:clicked )?button_\]", re.DOTALL)
 _ASIN = re.compile(r"(?=[A-Z]*\d)[A-Z0-9]{10}")  # with a digit: "strawberry" is an option
-_WORD = re.compile(r"[a-z0-9]+")
+WORD = re.compile(r"[a-z0-9]+")
+"""A word of a text in lower case."""
 _COURTESIES = (
     "a after am and are as at be buy can do find for from get have i in is it like looking m me my need of on one or "
     "please show some that the to want which with would you your"
@@ -71,7 +72,7 @@ def read_order(instruction: str) -> Order:
     pairs = tuple((mark[1], text[mark.end() : end].rstrip(" ,.")) for mark, end in zip(marks, ends))
     wanted = text[: marks[0].start()] if marks else text
     words = [word for word in _words(wanted) if word not in _POLITE]
-    said = [word for _, value in pairs for word in _WORD.findall(value.lower())]
+    said = [word for _, value in pairs for word in WORD.findall(value.lower())]
     keywords = " ".join([*words, *said])
     return Order(text.lower(), float(cap[1]) if cap else float("inf"), pairs, frozenset(words), keywords)
 
@@ -260,9 +261,9 @@ class Expert:
                 anywhere = [value for _, values in groups for value in values if _same(value, wanted)]
                 fitting += (exact or anywhere)[:1]
             return fitting, len(self._order.pairs)
-        text = f" {' '.join(_WORD.findall(self._order.text))} "
+        text = f" {' '.join(WORD.findall(self._order.text))} "
         for _, values in groups:
-            said = [value for value in values if f" {' '.join(_WORD.findall(value.lower()))} " in text]
+            said = [value for value in values if f" {' '.join(WORD.findall(value.lower()))} " in text]
             fitting += sorted(said, key=len, reverse=True)[:1]
         return fitting, len(fitting)
 
@@ -319,7 +320,7 @@ def _grouped(choices: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Group names and their values, told apart by the words of the names; the first piece is always a name."""
     name, values = "", list[str]()
     for at, piece in enumerate(choices):
-        if at == 0 or (set(_WORD.findall(piece.lower())) & _NAMING and not re.search(r"\d", piece)):
+        if at == 0 or (set(WORD.findall(piece.lower())) & _NAMING and not re.search(r"\d", piece)):
             if values:
                 yield name, values
             name, values = piece.lower(), []
@@ -330,10 +331,10 @@ def _grouped(choices: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _same(value: str, wanted: str) -> bool:
-    return _WORD.findall(value.lower()) == _WORD.findall(wanted.lower())
+    return WORD.findall(value.lower()) == WORD.findall(wanted.lower())
 
 
 def _words(text: str) -> Iterable[str]:
     """Words without endings that differ between a query and a title."""
-    for word in _WORD.findall(text.lower()):
+    for word in WORD.findall(text.lower()):
         yield word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
