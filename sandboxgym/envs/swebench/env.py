@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -475,7 +476,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             "lossy": list(lossy),
             "verdict": None if verdict is None else verdict.reason,
             "patch": None if verdict is None else tools.printable(verdict.patch),
-            "tests_status": None if verdict is None else verdict.tests_status,
+            # The verdict is kept for when the same work is graded again, and a caller may change what it is given.
+            "tests_status": None if verdict is None else copy.deepcopy(verdict.tests_status),
             "infra_failure": "" if verdict is None else verdict.infra_failure,
             "needs_network": verdict is not None and verdict.needs_network,
         }

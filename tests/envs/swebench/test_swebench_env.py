@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import warnings
@@ -117,6 +118,19 @@ def test_an_episode_can_go_on_after_its_verdict(make_env: Maker) -> None:
     assert output(inner.step("git status --short; grep -rn runs_become_one tests; echo $STILL")) == "M README.md\nhere"
     inner.step(SOLVE)
     assert inner.step("submit")[1] == 1
+
+
+def test_what_is_done_to_an_info_changes_no_later_verdict(make_env: Maker) -> None:
+    env = make_env()
+    start(env)
+    env.step("echo '# more' >> README.md")
+    with sandboxgym.snapshot(env) as snap:
+        told = env.step("submit")[4]
+        expected = copy.deepcopy(told["tests_status"])
+        assert expected["PASS_TO_PASS"]["success"]
+        told["tests_status"]["PASS_TO_PASS"].clear()
+        sandboxgym.restore(env, snap)
+        assert env.step("submit")[4]["tests_status"] == expected
 
 
 def test_submission_by_the_marker(make_env: Maker) -> None:
