@@ -31,6 +31,7 @@ from sandboxgym.sandbox.base import RootFS
 from sandboxgym.sandbox.namespace import OverlayBackend
 from sandboxgym.sandbox.rootfs import resolve
 from sandboxgym.sandbox.sandbox import make_sandbox
+from sandboxgym.sandbox.shell_process import ARGV
 
 AMOUNTS = (
     ("1 file", "echo 1 > /root/f"),
@@ -281,7 +282,7 @@ def memory(rootfs: RootFS, number: int) -> list[str]:
             with times.one():
                 box.start(tree)
         idle = memory_of(boxes)
-        shells = [box.spawn(["bash", "--norc", "-i"], env=box.env, terminal=True) for box in boxes]
+        shells = [box.spawn(ARGV, env=box.env, terminal=True) for box in boxes]
         time.sleep(2)
         busy = memory_of(boxes)
         for process in shells:
