@@ -77,6 +77,14 @@ def _only(channel: _socket.socket) -> _socket.socket:
     return channel
 
 
+def _opened(path: str) -> int:
+    """A program to become later; -1 where there is none, or none any more."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else -1
+    except OSError:
+        return -1
+
+
 def _failure(error: OSError) -> bytes:
     reason = f"error {error.errno or errno.EIO} {error.filename or ''}\0{error.strerror}"
     return reason.encode(errors="backslashreplace")
@@ -92,7 +100,7 @@ class Init:
         self.statuses: dict[int, int] = {}
         """Where the exit status of a started process goes, by its id."""
         self.pts = -1
-        self.program = os.open(spec["init"], os.O_RDONLY | os.O_CLOEXEC) if spec["init"] else -1
+        self.program = _opened(spec["init"])
         self.requests = {
             "become": self.become,
             "restorer": self.restorer,

@@ -7,6 +7,8 @@
 3. `freeze` ends the processes and keeps the layer they wrote: nothing is copied, whatever its size.
 4. Boxes are made by a small process beside this one (``zygote.py``), a little ahead of demand. Every process ends when
    its owner does.
+5. A live box's own process is a small program that is compiled once, where there is a C compiler; else it is a fork of
+   Python, which takes 1.4 MB more. ``SANDBOXGYM_INIT=python`` asks for that.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 from components import missing
 from sandbox.overlay_boxes import Maker, box, make, rootless, sh  # noqa: F401 - fixtures
 
+from sandboxgym.sandbox import box as box_module
 from sandboxgym.sandbox import supervisor, wire
 
 # fixtures of another module are arguments of the tests below
@@ -120,6 +121,11 @@ def test_the_small_one_takes_little_memory(make: Maker, compiled: Path) -> None:
     lines = Path(f"/proc/{box.box.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
     private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
     assert 0 < private < 300  # kB
+
+
+def test_one_that_is_gone_is_done_without(compiled: Path) -> None:
+    assert box_module._opened("/no/such/program") == box_module._opened("") == -1
+    os.close(box_module._opened(str(compiled)))
 
 
 def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
