@@ -33,7 +33,7 @@ def program() -> Path | None:
         return None
     source = importlib.resources.files("sandboxgym.sandbox").joinpath("init.c").read_bytes()
     key = hashlib.sha256(repr((source, _OPTIONS, platform.machine())).encode()).hexdigest()[:16]
-    path = cache_dir() / "init" / key
+    path = cache_dir() / "sandbox" / f"init-{key}"
     try:
         if not os.access(path, os.X_OK):
             _compile(source, path)
@@ -49,9 +49,14 @@ def _compile(source: bytes, path: Path) -> None:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder, "init")
-        command = [compiler, *_OPTIONS, "-x", "c", "-", "-o", str(made)]
+    descriptor, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    try:
+        command = [compiler, *_OPTIONS, "-x", "c", "-", "-o", made]
         subprocess.run(command, input=source, capture_output=True, check=True, timeout=_SECONDS)
-        with contextlib.suppress(FileExistsError):
-            os.link(made, path)  # complete, or not there
+        os.chmod(made, 0o700)
+        os.rename(made, path)  # complete, or not there
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(made)
+        raise
