@@ -33,6 +33,10 @@ from bpo_ref.packing import pack
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 
 
+MOST_PIECES = 8
+"""Of the keys and values of a row: more of them are slow to put together."""
+
+
 class ContextOverflow(RuntimeError):
     """A row has no position left for another token; `Session.room` tells so before it happens."""
 
@@ -95,9 +99,10 @@ class Generator:
 class Session:
     """Conversations that go on turn by turn, each with the keys and values of what the model has read of it.
 
-    Between turns every row owns its part of the cache; batches are put together for each turn. That copies the
-    cache twice a turn, where `DynamicCache` copies itself at every token, and in return rows of any length
-    come, go and fork at any time and padding never piles up. After an optimizer step, open a new session.
+    Between turns every row has its part of the cache, forks what they share with their parents; batches are put
+    together for each turn. That copies the cache once a turn, where `DynamicCache` copies itself at every token, and in
+    return rows of any length come, go and fork at any time and padding never piles up. After an optimizer step, open a
+    new session.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -117,11 +122,8 @@ class Session:
     def fork(self, row: int, *, length: int | None = None) -> int:
         """A new row that begins with the first `length` tokens of `row` (default: all), sharing the cache."""
         parent = self._rows[row]
-        ids = parent.ids[:length]
-        if parent.keys is None or parent.values is None:
-            return self.add(ids)
-        cached = slice(len(ids) - 1)  # the last token is always fed, for the logits after it
-        fork = _Row(ids, parent.keys[:, :, cached], parent.values[:, :, cached])
+        fork = _Row(parent.ids[:length])
+        fork.pieces = parent.first(len(fork.ids) - 1)  # the last token is always fed, for the logits after it
         self.reused += fork.cached
         return self._insert(fork)
 
@@ -191,12 +193,30 @@ class _Row:
     """A conversation, and the keys and values of its first tokens; the ids after those are still to be fed."""
 
     ids: list[int]
-    keys: Tensor | None = None  # [layers, heads, cached, head_dim], without padding
-    values: Tensor | None = None
+    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Keys and values [layers, heads, n, head_dim], one after another, without padding. They are never written to, so
+    that forks share them."""
 
     @property
     def cached(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        return sum(keys.shape[2] for keys, _ in self.pieces)
+
+    def first(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """What there is of so many tokens."""
+        found = []
+        for keys, values in self.pieces:
+            found.append((keys[:, :, :tokens], values[:, :, :tokens]))
+            tokens -= keys.shape[2]
+            if tokens <= 0:
+                break
+        return found
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Of the tokens that follow. The first piece, which forks have in common, stays as it is."""
+        self.pieces.append((keys, values))
+        if len(self.pieces) > MOST_PIECES:
+            keys, values = (torch.cat(part, dim=2) for part in zip(*self.pieces[1:]))
+            self.pieces[1:] = [(keys, values)]
 
 
 @dataclass
@@ -228,24 +248,24 @@ class _Batch:
     def __init__(self, generator: Generator, rows: Sequence[_Row], *, room: int) -> None:
         """`room`: tokens that will be fed, padding included."""
         self.rows = rows
-        width = max(row.cached for row in rows)
+        self.width = width = max(row.cached for row in rows)
         self.shape = generator.layers, len(rows), width + room
         self.parts: list[Tensor] = []  # keys and values, made where the first layer tells their shape
         if width:
-            keys, values = ([row.keys for row in rows], [row.values for row in rows])
-            self.parts = [self._joined(keys, width), self._joined(values, width)]
+            self.parts = [self._joined([[piece[part] for piece in row.pieces] for row in rows]) for part in (0, 1)]
         device = generator.model.device
         padding = torch.tensor([[width - row.cached] for row in rows], device=device)
         self.mask = torch.arange(width, device=device) >= padding  # [B, used]
         self.cache = Cache(layers=[_Layer(self, number, width) for number in range(generator.layers)])
 
-    def _joined(self, parts: Sequence[Tensor | None], width: int) -> Tensor:
-        batch = self.made_for(next(part for part in parts if part is not None))
-        for i, part in enumerate(parts):
-            start = width - (0 if part is None else part.shape[2])
-            batch[:, i, :, :start] = 0  # hidden by the mask, but 0 times what was there may be no number
-            if part is not None:
-                batch[:, i, :, start:width] = part
+    def _joined(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        batch = self.made_for(next(piece for pieces in rows for piece in pieces))
+        for i, pieces in enumerate(rows):
+            end = self.width
+            for piece in reversed(pieces):
+                batch[:, i, :, end - piece.shape[2] : end] = piece
+                end -= piece.shape[2]
+            batch[:, i, :, :end] = 0  # hidden by the mask, but 0 times what was there may be no number
         return batch
 
     def made_for(self, like: Tensor) -> Tensor:
@@ -254,15 +274,11 @@ class _Batch:
         return like.new_empty(layers, rows, like.shape[1], room, like.shape[3])
 
     def split(self) -> None:
-        """Hand every row its part, without the columns that are padding."""
+        """Hand every row what it was fed, without the columns that are padding."""
         for i, row in enumerate(self.rows):
-            columns = self.mask[i].nonzero()[:, 0]
-            first, last = int(columns[0]), int(columns[-1])
-            if last - first + 1 == len(columns):  # no padding in between: a plain copy is twice as fast
-                keys, values = (part[:, i, :, first : last + 1].clone() for part in self.parts)
-            else:
-                keys, values = (part[:, i].index_select(2, columns) for part in self.parts)
-            row.keys, row.values = keys, values
+            columns = self.width + self.mask[i, self.width :].nonzero()[:, 0]
+            keys, values = (part[:, i].index_select(2, columns) for part in self.parts)
+            row.add(keys, values)
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]

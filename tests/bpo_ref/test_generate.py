@@ -17,7 +17,16 @@ from transformers import (
 )
 
 from bpo_ref.chat import ChatFormat
-from bpo_ref.generate import ContextOverflow, Generator, Session, StaleSession, forward, score, token_logps
+from bpo_ref.generate import (
+    MOST_PIECES,
+    ContextOverflow,
+    Generator,
+    Session,
+    StaleSession,
+    forward,
+    score,
+    token_logps,
+)
 from bpo_ref.models import ActorCritic
 from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
 
@@ -349,6 +358,22 @@ def test_rows_read_ahead_are_forked_without_reading_again() -> None:
     recorder.sampled.update({row: [] for row in forks})
     recorder.turn([*range(4), *forks], streams(8))
     assert session.prefilled == sum(lengths) - 4 + 8  # the last token of each
+    recorder.check()
+
+
+def test_forks_share_memory_and_long_conversations_stay_in_few_pieces() -> None:
+    recorder = Recorder(generator_of(llama(), max_new_tokens=3), contexts_of(4))
+    session = recorder.session
+    for turn in range(MOST_PIECES + 3):
+        recorder.turn([0, 1, 2, 3], streams(4, seed=turn))
+        for row in range(4):
+            session.extend(row, [turn])
+    assert all(1 < len(session._rows[row].pieces) <= MOST_PIECES for row in range(4))
+    late, early = session.fork(0, length=len(session.context(0)) - 4), session.fork(0, length=len(contexts_of(4)[0]))
+    recorder.sampled.update({late: [], early: []})
+    recorder.turn([0, 2, late, early], streams(4, seed=99))
+    first = [session._rows[row].pieces[0][0].data_ptr() for row in (0, late, early)]
+    assert len(set(first)) == 1
     recorder.check()
 
 
