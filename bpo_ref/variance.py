@@ -18,10 +18,14 @@ every tree. Reported for each method, with 90 % bootstrap intervals over the tas
 
 Gradients are sums over tokens divided by the number of tasks (``aggregation=constant``), whose expectation does not
 depend on the method, and are kept as a random projection (count sketch) that preserves inner products on average.
+
+What was measured of a method is kept in OUT-samples/, so that the same command goes on after an interruption, and a
+method can be added to a study. Delete the folder to measure anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
@@ -38,12 +42,13 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
+from bpo_ref import packing
 from bpo_ref.baselines import Memory
 from bpo_ref.batch import collate, micro_batches, rows_of
 from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
-from bpo_ref.generate import Generator, token_logps
+from bpo_ref.generate import Generator, forward
 from bpo_ref.models import eos_ids, load_policy
 from bpo_ref.policy import ChatPolicy
 from bpo_ref.run import gives_key
@@ -88,7 +93,13 @@ class Study:
     threads: int = 1
     """CPU threads (0: PyTorch's choice)."""
     out: str = "runs/variance"
-    """Writes OUT.md, OUT.png and OUT.json."""
+    """Writes OUT.md, OUT.png and OUT.json, and keeps what was measured in OUT-samples/."""
+
+    @property
+    def measured_by(self) -> dict[str, Any]:
+        """The settings that gradients depend on, but for the method."""
+        later = ("methods", "bootstrap", "minibatch", "out", "reference")
+        return {name: value for name, value in asdict(self).items() if name not in later}
 
 
 @dataclass
@@ -123,6 +134,8 @@ class Laboratory:
         base = self.base
         self.model, tokenizer = load_policy(study.checkpoint, dtype=base.dtype)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        if base.pack == "tree":
+            packing.enable(self.model)
         self.prompt = make_prompt(
             base.prompt, base.env_id, system=base.system, list_actions=base.list_actions, history=base.history
         )
@@ -151,6 +164,29 @@ class Laboratory:
         values = {name: float(v) if float in (hints[name], *_options(hints[name])) else v for name, v in values.items()}
         fixed: dict[str, Any] = {"prompts": self.study.tasks, "aggregation": "constant", "kl": 0.0, "value_decay": 1.0}
         return resolved(replace(self.base, **{"algo": algo, **fixed, **values}), keyed=self.keyed)
+
+    def measured(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:
+        """`measure`, or what an earlier run of the same study kept of it."""
+        study = self.study
+        weights = [(path.name, path.stat().st_size) for path in sorted(Path(study.checkpoint).glob("*.safetensors"))]
+        settings = [study.measured_by, asdict(self.settings(method)), repeats, key, weights]
+        name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        path = Path(f"{study.out}-samples", f"{name}.npz")
+        if path.exists():
+            with np.load(path) as kept:
+                return Samples(method, kept["gradients"], kept["spent"], float(kept["moving"]), float(kept["seconds"]))
+        samples = self.measure(method, repeats=repeats, key=key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.npz")
+        np.savez_compressed(
+            partial,
+            gradients=samples.gradients.astype(np.float32),
+            spent=samples.spent,
+            moving=samples.moving,
+            seconds=samples.seconds,
+        )
+        partial.replace(path)
+        return samples
 
     def measure(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:
         """Sample a method's gradients; ``key`` keeps the samples of two measurements apart."""
@@ -193,9 +229,12 @@ class Laboratory:
     def _gradient(self, tree: RolloutTree, args: Args) -> np.ndarray:
         """Of the loss of one tree, projected [sketch]."""
         self.model.zero_grad(set_to_none=True)
-        for rows in micro_batches(rows_of([tree]), replace(args, pack="flat")):
+        packed, temperature = args.pack == "tree", args.temperature
+        for rows in micro_batches(rows_of([tree]), args):
             batch = collate(rows, self.model.device)
-            logps, _ = token_logps(self.model, batch.ids, batch.lengths, where=batch.mask, temperature=args.temperature)
+            logps, *_ = forward(
+                self.model, batch.ids, batch.lengths, where=batch.mask, temperature=temperature, packed=packed
+            )
             losses, _ = policy_loss(logps, batch, args)
             aggregate(losses, batch, rows, 1.0, args).backward()  # type: ignore[no-untyped-call]
         flat = torch.cat([parameter.grad.float().flatten() for parameter in self.model.parameters()])
@@ -354,8 +393,8 @@ def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
     laboratory = Laboratory(study)
     # the reference is taken in repeats, too: their spread is its own noise
     parts = 4
-    reference = laboratory.measure(f"rloo-turn:roots={max(2, study.reference // parts)}", repeats=parts, key=2)
-    samples = [laboratory.measure(method) for method in progress(study.methods, desc="methods")]
+    reference = laboratory.measured(f"rloo-turn:roots={max(2, study.reference // parts)}", repeats=parts, key=2)
+    samples = [laboratory.measured(method) for method in progress(study.methods, desc="methods")]
     laboratory.envs.close()
     lines = compare(samples, reference, bootstrap=study.bootstrap, minibatch=study.minibatch, seed=study.seed)
     out = Path(study.out)

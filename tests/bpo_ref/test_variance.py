@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import yaml
 from test_train import TINY
 
 from bpo_ref.train import Args, Trainer
-from bpo_ref.variance import Samples, Study, compare, run
+from bpo_ref.variance import Laboratory, Samples, Study, compare, run
 
 TRUE = np.zeros((12, 40))
 TRUE[:, :5] = 1.0  # E g of every task: squared norm 5
@@ -60,7 +61,7 @@ def test_intervals_hold_the_value() -> None:
 
 
 @pytest.mark.slow
-def test_a_study_of_a_small_policy(tmp_path: Path) -> None:
+def test_a_study_of_a_small_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path / "start"), "algo": "sft"}))
     trainer.run()
     config = tmp_path / "config.yaml"
@@ -85,9 +86,18 @@ def test_a_study_of_a_small_policy(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "variance.json").read_text())) == 5
     assert (tmp_path / "variance.png").stat().st_size > 1000
 
+    def measure(self: Laboratory, method: str, **_: object) -> Samples:
+        raise AssertionError(f"{method} is measured again")
+
+    monkeypatch.setattr(Laboratory, "measure", measure)  # what was measured is kept
+    again = run(replace(study, methods=study.methods[:3], bootstrap=100))
+    assert [line.cost["tokens"].value for line in again] == [
+        lines[name].cost["tokens"].value for name in study.methods[:3]
+    ]
+    with pytest.raises(AssertionError, match="is measured again"):
+        run(replace(study, seed=1))
+
 
 def test_an_unknown_setting_of_a_method_is_named(tmp_path: Path) -> None:
-    from bpo_ref.variance import Laboratory
-
     with pytest.raises(ValueError, match="rloo:colour=red: there is no setting colour"):
         Laboratory.settings(object.__new__(Laboratory), "rloo:colour=red")
