@@ -1,0 +1,48 @@
+"""Trains by several lists of arguments, one after another, as bpo_ref/train.py does by one: a launcher's start takes
+longer than two updates. A random model's answers are all wrong, so the reward here is drawn by their first tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bpo_ref.train import Trainer, parse_args
+from bpo_ref.zero3 import Sharded
+from sandboxgym.tree import RolloutTree
+
+
+class Rewarded(Trainer):
+    def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
+        trees = super()._rollouts(seed)
+        for edge in (edge for tree in trees for edge in tree.edges()):
+            edge.reward += edge.action.data.ids[0] % 2
+        return trees
+
+
+def kind_of(trainer: Trainer) -> str:
+    learnt = [parameter for parameter in trainer.network.parameters() if parameter.requires_grad]
+    if isinstance(trainer.model, Sharded):
+        return "zero3"
+    if learnt and all(isinstance(parameter, DTensor) for parameter in learnt):
+        return "fsdp2"
+    return "ddp" if isinstance(trainer.model, DistributedDataParallel) else "one process"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, help="JSON: lists of arguments, by the names of folders for the runs")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for name, arguments in json.loads(options.config.read_text()).items():
+        trainer = Rewarded(parse_args([*arguments, "--out", str(options.out / name)]))
+        kind = kind_of(trainer)
+        trainer.run()
+        if trainer.accelerator.is_main_process:
+            told = trainer.tokenizer.decode(trainer.chat.start("x"))
+            (options.out / name / "told.json").write_text(json.dumps({"kind": kind, "start": told}))
+        trainer.accelerator.free_memory()
