@@ -35,9 +35,12 @@ STUDIES: dict[str, Variants] = {
     # "Main results": the paper's rows, then the same budget with state baselines, then trees that use them
     "main": {
         name: f"--algo {name}"
-        for name in ("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-tree", "rloo-turn", "rloo-key", "rloo-value")
-    }
-    | {"bpo": "--algo bpo", "bpo-forest": "--algo bpo-forest", "bpo-split": "--algo bpo-split"},
+        for name in (
+            *("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-tree"),
+            *("rloo-turn", "rloo-key", "rloo-value", "rloo-pooled"),
+            *("bpo", "bpo-forest", "bpo-split"),
+        )
+    },
     # K at 13 returns a task; M is an average where it is not whole
     "k-sweep": {
         f"bpo-paper-K{k}": f"--algo bpo-paper --width {k} --points {m}"

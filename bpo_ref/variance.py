@@ -58,8 +58,9 @@ from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, RolloutTree, rollout
 
 METHODS = (
-    "rloo:roots=8", "rloo-turn:roots=8", "rloo-key:roots=8", "rloo-value:roots=8", "bpo-paper", "bpo-sibling",
-    "bpo-tree", "bpo-forest", "bpo-split", "bpo-split:roulette=0.5", "bpo-split:step_weight_power=0.75",
+    "rloo:roots=8", "rloo-turn:roots=8", "rloo-key:roots=8", "rloo-value:roots=8", "rloo-pooled:roots=8",
+    "bpo-paper", "bpo-sibling", "bpo-tree", "bpo-forest", "bpo-split", "bpo-split:roulette=0.5",
+    "bpo-split:step_weight_power=0.75", "bpo-split:baseline=pooled,roulette=0.5",
 )  # fmt: skip
 BUDGETS = ("returns", "env_steps", "tokens")
 
