@@ -111,7 +111,9 @@ class Budget:
     share: float = 1.0
     """Share of the least counts of loops, which are reached whatever the time, that a slow environment must reach."""
     total: float = math.inf
-    """Seconds that a run of all checks aims at: of the processor, or half of those on the wall, whichever are more."""
+    """Seconds of processor that a run of all checks aims at."""
+    waits: bool = False
+    """Half of the seconds on the wall count for that too: others do what the environment is asked for."""
 
     @classmethod
     def named(cls, name: str) -> Budget:
@@ -138,12 +140,12 @@ class Budget:
             steps = max(SHORTEST, steps // 2)
         while steps == SHORTEST and share > LEAST and steps * seconds > self.seconds / 4 / share:
             share /= 2
-        traces, total = self.traces, self.total
-        if seconds >= SLOW:
+        traces, total, waits = self.traces, self.total, seconds >= SLOW
+        if waits:
             traces, total = min(traces, 4), min(total, PATIENCE)
         if steps == SHORTEST:
             traces = min(traces, 2)
-        return replace(self, steps=steps, traces=traces, share=share, total=total)
+        return replace(self, steps=steps, traces=traces, share=share, total=total, waits=waits)
 
     def sharing(self, spent: float, checks: int) -> Budget:
         """The budget for the next check, ``spent`` seconds after the start, with so many checks to go.

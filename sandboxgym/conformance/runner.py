@@ -208,7 +208,9 @@ def run(
     for check in chosen:
         if listener is not None:
             listener(check, None)
-        spent = max(time.process_time() - busy, (time.perf_counter() - start) / 2)  # waiting counts half
+        spent = time.process_time() - busy
+        if budget.waits:
+            spent = max(spent, (time.perf_counter() - start) / 2)
         now = budget.sharing(spent, len(chosen) - len(results))
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
