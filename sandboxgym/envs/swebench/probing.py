@@ -7,6 +7,7 @@ python -m sandboxgym.conformance sandboxgym/SWEBench-v0 --hook actions=sandboxgy
 from __future__ import annotations
 
 import re
+import zlib
 from typing import Any
 
 import gymnasium as gym
@@ -39,13 +40,15 @@ _COMMANDS = (
     'python3 -c "print(sum(range(10)))"',
 )
 PATIENCE = 7
-"""Commands after which it submits: the runs of a slow environment, of 8 steps each, shall see the end of an episode."""
+"""Commands after which it submits on a quarter of the tasks: the runs of a slow environment, of 8 steps each, shall see
+the end of an episode. On the others it goes on, for the checks that need long ones."""
 _OUTPUT = re.compile(r"<output>\n?(.*?)\n?</output>", re.DOTALL)
 
 
 def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
-    """A command that an agent might run, which equal states answer equally; at times, and after some, it submits."""
-    if info.get("steps", 0) >= PATIENCE or rng.random() < 0.04:
+    """A command that an agent might run, which equal states answer equally; at times it submits."""
+    hasty = zlib.crc32(info.get("task_id", "").encode()) % 4 == 2
+    if rng.random() < 0.002 or (hasty and info.get("steps", 0) >= PATIENCE):
         return "submit"
     return _COMMANDS[int(rng.integers(len(_COMMANDS)))]
 
