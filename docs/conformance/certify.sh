@@ -18,9 +18,8 @@ hooks=(--hook actions=sandboxgym.envs.swebench.probing:actions --hook shell=sand
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --html docs/conformance/swebench-overlay.html
 # Any image with bash, git and a Python with pytest. A step through the daemon takes ten times as long as one without, so
 # these are the checks that another backend can change; the others see the same code as above.
-only=(api restore.trace_equality restore.after_reset restore.after_done restore.after_close snapshot.noninterference freshness
-    fork.trace_equality fork.source_untouched isolation.environment probes durable.round_trip durable.released
-    resources.killed_owner concurrency.partial_fork)
+only=(api restore.trace_equality restore.after_done restore.after_close freshness.render fork.trace_equality
+    isolation.environment probes durable.round_trip durable.released resources.killed_owner concurrency.partial_fork)
 certify swebench-docker sandboxgym/SWEBench-v0 --make-kwargs backend=docker --make-kwargs "image=${IMAGE:-small:base}" \
     "${hooks[@]}" "${only[@]/#/--only=}"
 certify cartpole-deepcopy $copied --make-kwargs id=CartPole-v1
