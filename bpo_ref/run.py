@@ -381,7 +381,8 @@ class Run:
         groups = [{"params": learnt, "scale": 1.0}]
         if args.critic:
             groups.append({"params": list(model.value_head.parameters()), "scale": args.value_lr / args.lr})
-        return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, weight_decay=args.weight_decay)
+        decay, eps = args.weight_decay, args.adam_eps
+        return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, eps=eps, weight_decay=decay)
 
     def _load_demonstrations(self) -> list[dict[str, Any]]:
         """Expert episodes, collected once and kept in ``out``: they warm the policy up and give its vocabulary."""

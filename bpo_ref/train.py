@@ -186,6 +186,8 @@ class Args:
     """Updates of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Of AdamW."""
+    adam_eps: float = 1e-8
+    """Of AdamW: weights whose gradients are far smaller hardly move; without it all do by ``lr``, if only by noise."""
     weight_decay: float = 0.0
     """Of AdamW."""
     max_grad_norm: float = 1.0
