@@ -61,6 +61,8 @@ __sg_end() {
 }
 
 # The whole state in one file, a NUL after each section; the two files take turns, so that a complete one always exists.
+# Files are written over (<>) and not emptied first (>|), which can take a file system a millisecond and more: what comes
+# after the end is of earlier times.
 __sg_dump() {
   __sg_slot=$((1 - __sg_slot))
   {
@@ -76,8 +78,8 @@ __sg_dump() {
     builtin printf '%s\0' "$__sg_traps" "$__sg_flags" "$__sg_status" "$__sg_last"
     if (($#)); then builtin printf '%q ' "$@"; fi; builtin printf '\0'
     HISTTIMEFORMAT=$'\036' builtin history; builtin printf '\0'
-    builtin dirs -l -p; builtin printf '\0'
-  } >|@DIR@/state.$__sg_slot
+    builtin dirs -l -p; builtin printf '\0end\0'
+  } 1<>@DIR@/state.$__sg_slot
   builtin printf '%s state %s\n' "$__sg_nonce" "$__sg_slot" >@DIR@/status
   __sg_nonce=
   # A prompt comes without __sg_tail after an interrupt.
@@ -103,7 +105,7 @@ builtin trap __sg_abort RTMAX
 __sg_late='if [[ ${__sg_nonce-} ]]; then
   __sg_end || :
   if [[ ${__sg_kept-} ]]; then \builtin eval "$__sg_kept"; __sg_kept=; fi
-  \builtin trap -p >|@DIR@/traps || :
+  { \builtin trap -p; \builtin printf "\0"; } 1<>@DIR@/traps || :
   __sg_traps=; IFS= \builtin read -r -d "" __sg_traps <@DIR@/traps || :
   \builtin trap - DEBUG RETURN
   __sg_dump "$@" || :

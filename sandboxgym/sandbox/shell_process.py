@@ -248,11 +248,12 @@ class BashProcess:
         self._backend.discard(self._folder)
 
     def _write(self, name: str, content: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(name, flags, 0o644, dir_fd=self._place), "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(f"{name} is no file any more")
             file.write(content)
+            file.truncate()  # not emptied first, which can take a file system a millisecond and more
 
     def _read(self, name: str) -> bytes:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -98,12 +98,14 @@ class ShellState:
         """From what shell.bash printed.
 
         Args:
-            dump: the content of a state file.
+            dump: the content of a state file; what follows the end is ignored.
             limits: the soft limits that the shell started with (`parse_limits`).
         """
         parts = dump.split(b"\0")
-        if len(parts) != len(SECTIONS) + 1 or parts[-1]:
-            raise SnapshotCorrupt(f"expected a shell's state in {len(SECTIONS)} sections, found {len(parts) - 1}")
+        if parts[len(SECTIONS) : len(SECTIONS) + 1] != [b"end"]:
+            raise SnapshotCorrupt(
+                f"expected a shell's state in {len(SECTIONS)} sections and its end, found {parts[-2:]}"
+            )
         raw = dict(zip(SECTIONS, parts))
         return cls(
             cwd=raw["cwd"].removesuffix(b"\n"),

@@ -256,16 +256,39 @@ def test_what_is_no_state_is_refused(plain: object) -> None:
         ShellState.from_plain(plain)
 
 
-@pytest.mark.parametrize("dump", [b"", b"/\0", b"\0" * 13, b"\0" * 15, b"\0no declaration\n" + b"\0" * 13])
+ALL = len(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [b"", b"/\0", b"\0" * ALL, b"\0" * (ALL - 1) + b"end\0", b"\0" * (ALL + 1) + b"end\0", b"\0no declaration\n" * ALL],
+)
 def test_an_incomplete_dump_is_refused(dump: bytes) -> None:
-    with pytest.raises((SnapshotCorrupt, ValueError)):
+    with pytest.raises(SnapshotCorrupt, match=f"a shell's state in {ALL} sections and its end"):
         ShellState.parse(dump, limits={})
+
+
+def test_a_state_is_not_mixed_with_a_longer_one_before_it(pair: Pair) -> None:
+    """The files of a shell are written over: what is behind the end is of an earlier time."""
+    shell = pair.shell()
+    try:
+        long = f"f() {{ echo {'word ' * 2000}; }}; A=$(seq 2000); trap 'echo {'x' * 5000}' USR1"
+        for command in (long, "true"):
+            shell.execute(command, timeout=20)
+        for command in ("unset -f f; unset A; trap - USR1", "B=2"):  # the files of the state take turns
+            shell.execute(command, timeout=20)
+        state = shell.state()
+    finally:
+        shell.close()
+    assert state is not None
+    assert state.traps == b"" and state.functions == b"" and b"A" not in state.variables
+    assert pair.output(state, 'echo "$B$A"; declare -F f; trap -p USR1') == "2\n"
 
 
 def test_values_with_line_ends_as_older_versions_of_bash_print_them() -> None:
     variables = b'declare -x a="one\n\\"two\\" )"\ndeclare -a b=([0]="x\ndeclare -- y=1" [1]=")")\ndeclare -- c=""\n'
     sections = {**dict.fromkeys(SECTIONS, b""), "cwd": b"/\n", "variables": variables, "status": b"0"}
-    state = ShellState.parse(b"\0".join([*sections.values(), b""]), limits={})
+    state = ShellState.parse(b"\0".join([*sections.values(), b"end", b""]), limits={})
     assert state.variables == {
         b"a": Variable("x", b'"one\n\\"two\\" )"'),
         b"b": Variable("a", b'([0]="x\ndeclare -- y=1" [1]=")")'),
