@@ -175,7 +175,8 @@ class Laboratory:
         path = Path(f"{study.out}-samples", f"{name}.npz")
         if path.exists():
             with np.load(path) as kept:
-                return Samples(method, kept["gradients"], kept["spent"], float(kept["moving"]), float(kept["seconds"]))
+                gradients = kept["gradients"].astype(np.float64)  # as they were measured
+                return Samples(method, gradients, kept["spent"], float(kept["moving"]), float(kept["seconds"]))
         samples = self.measure(method, repeats=repeats, key=key)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npz")
