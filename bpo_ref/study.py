@@ -62,6 +62,8 @@ STUDIES: dict[str, Variants] = {
         "bpo-split": "--algo bpo-split",
         "bpo-split-roulette": "--algo bpo-split --roulette 0.5",
         "bpo-split-p75": "--algo bpo-split --step-weight-power 0.75",
+        "rloo-pooled": "--algo rloo-pooled --roots 8",
+        "bpo-split-pooled": "--algo bpo-split --baseline pooled --roulette 0.5",
     },
 }
 

@@ -210,9 +210,13 @@ class Runtime:
             ready = self._ready.setdefault(flavour, deque())
             if not ready and all(kind != flavour for kind, _, _ in self._asked):
                 self._ask(flavour)
+            if not ready:
+                self._tell("hurry")
             while not ready:
                 self._receive(flavour)
             box = ready.popleft()
+            if not ready and self._asked:  # many are wanted, one after the other
+                self._tell("hurry")
         try:
             box.answer()
         except (OSError, EOFError) as error:

@@ -288,7 +288,9 @@ def open_pidfd(pid: int | None) -> int | None:
 
 @functools.cache
 def _source() -> bytes:
-    return importlib.resources.files("sandboxgym.sandbox").joinpath("shell.bash").read_bytes()
+    """shell.bash without its comments: every new bash reads them letter by letter."""
+    source = importlib.resources.files("sandboxgym.sandbox").joinpath("shell.bash").read_bytes()
+    return b"\n".join(line for line in source.split(b"\n") if not line.lstrip().startswith(b"#"))
 
 
 def _init(directory: str, state: ShellState | None) -> bytes:

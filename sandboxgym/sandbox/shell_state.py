@@ -47,6 +47,8 @@ _VALUE = rb"""%b|\((?:[^"'$)]|%b)*\)|[^"'$(\n]*""" % (_STRING, _STRING)
 _DECLARATION = re.compile(rb"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)(?:=(%b))?\n" % _VALUE, re.DOTALL)
 _FUNCTION_ATTRIBUTES = re.compile(rb"^declare -f([a-z]+) (\S+)$", re.MULTILINE)
 _LIMIT = re.compile(rb"-(\w)\) +(\S+)$", re.MULTILINE)
+_SHOPT = re.compile(rb"^shopt (-[su]) (\S+)$", re.MULTILINE)
+_SET = re.compile(rb"^set ([-+]o \S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
@@ -146,7 +148,7 @@ class ShellState:
                 b"shopt -s extglob",  # for patterns in functions; below, any builtin may be a function
                 self.functions,
                 self.function_attributes.replace(b"declare ", b"builtin declare "),
-                self.shopts.replace(b"shopt -", b"builtin shopt -"),
+                *_shopts(self.shopts),
                 b"builtin umask " + self.umask,
                 *(b"builtin ulimit -S -%s %s" % (letter.encode(), value) for letter, value in self.limits.items()),
                 b"builtin set -- " + self.positional,
@@ -154,7 +156,7 @@ class ShellState:
                 b"__sg_now=%d __sg_arg=$__sg_last" % self.status,
                 # Below, any word may be an alias too.
                 self.aliases,
-                self.options.replace(b"set ", b"\\builtin set "),
+                b"\\builtin set " + b" ".join(_SET.findall(self.options)),
                 b'\\builtin eval "$__sg_traps"',
                 b"if [[ $__sg_flags == *v* ]]; then \\builtin set -v; fi",
                 b"if [[ $__sg_flags == *x* ]]; then \\builtin set -x; fi",
@@ -230,6 +232,13 @@ def _parse_variables(text: bytes) -> dict[bytes, Variable]:
 def _without_own(functions: bytes) -> bytes:
     # declare -f prints a definition from its name, at the start of a line, to the next line that is a single "}".
     return re.sub(rb"^__sg_\w+ \(\) *\n\{.*?^\}[^\n]*\n", b"", functions, flags=re.MULTILINE | re.DOTALL)
+
+
+def _shopts(printed: bytes) -> list[bytes]:
+    """What ``shopt -p`` printed, as one command that switches options on and one that switches off."""
+    settings = _SHOPT.findall(printed)
+    named = {flag: [name for used, name in settings if used == flag] for flag in (b"-s", b"-u")}
+    return [b"builtin shopt %s %s" % (flag, b" ".join(names)) for flag, names in named.items() if names]
 
 
 def _declaration(name: bytes, variable: Variable) -> bytes:

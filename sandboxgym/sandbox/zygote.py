@@ -3,7 +3,9 @@
 It is started by `command`, which imports this module without the package around it: standard library only, and little
 of that, for each box's init is a fork of it. The owner asks over a socket (`wire`, payloads by ``marshal``):
 
-- ``("embryo", flags)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``box.py``;
+- ``("embryo", spec)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``box.py``. It is
+  made a moment later, for the box that was just started needs the kernel's locks itself, or at once after:
+- ``("hurry",)``;
 - ``("features",)`` with a socket: the mount namespace for every CRIU is sent through it; see ``join.py``, as for:
 - ``("capture", spec)`` with a socket and that namespace: a CRIU in a box's namespaces, talked to through the socket;
 - ``("pages", spec)`` with two pipes and that namespace: a CRIU that brings a restored box its memory; what is asked to
@@ -34,6 +36,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+LATER = 0.02
+"""Seconds after which an embryo is made that nobody waits for."""
 TICK = 0.25
 """Seconds between two looks at the disk while a box is watched."""
 PAUSE = 0.1
@@ -87,6 +91,9 @@ class Zygote:
         self.owner = owner
         self.settings = settings
         """For `box.Embryo`; and ``pid`` of the owner, ``store``, its directory."""
+        self.embryos: list[dict[str, Any]] = []
+        """That are to be made, and from when on:"""
+        self.quiet = 0.0
         self.boxes: dict[int, list[str]] = {}
         """Control groups by the id of the init."""
         self.watched: dict[int, tuple[str, int, int]] = {}
@@ -117,6 +124,8 @@ class Zygote:
         poll.register(alive, select.POLLIN)
         while True:
             pause = PAUSE if self.to_remove else TICK if self.watched else None
+            if self.embryos:
+                pause = max(0.0, self.quiet - time.monotonic())
             ready = {fd for fd, _ in poll.poll(pause and pause * 1e3)}
             if alive in ready:
                 raise EOFError("the owner ended")
@@ -126,6 +135,8 @@ class Zygote:
             if self.owner.fileno() in ready:
                 payload, descriptors = wire.receive(self.owner)
                 self.answer(marshal.loads(payload), descriptors)
+            if self.embryos and time.monotonic() >= self.quiet:
+                self.embryo(self.embryos.pop(0))
             if self.watched:
                 self.look_at_disk()
             self.work()
@@ -134,7 +145,10 @@ class Zygote:
         """Do what a request says."""
         what, *rest = request
         if what == "embryo":
-            self.embryo(rest[0])
+            self.embryos.append(rest[0])
+            self.quiet = time.monotonic() + LATER
+        elif what == "hurry":
+            self.quiet = 0.0
         elif what == "watch":
             pid, directory, nbytes = rest
             if pid in self.boxes and pid not in self.watched:  # not collected, so the id is still its own
