@@ -33,12 +33,12 @@ train: setup
 
 # Fast tests: under 5 minutes, no data, no network.
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # All tests. SANDBOXGYM_PARITY_DATA names the recordings, SANDBOXGYM_REQUIRE what must not be skipped.
 # A test that hangs fails after half an hour and says where it was.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --timeout 1800
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 1800
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup

@@ -37,6 +37,11 @@ class Finished:
 
     folder: Path
 
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.results["args"]["seed"])
+
     @cached_property
     def scores(self) -> list[dict[str, Any]]:
         """Evaluations from the start of reinforcement learning on."""
@@ -65,13 +70,7 @@ class Finished:
 
     def spent_until(self, success: float, unit: str) -> float:
         """Updates, tokens or seconds until an evaluation reached this success, linear between them; NaN: never."""
-        points = [(record[unit], record["success"]) for record in self.scores]
-        if points[0][1] >= success:
-            return float(points[0][0])
-        for (x0, y0), (x1, y1) in pairwise(points):
-            if y1 >= success:
-                return float(x0 + (x1 - x0) * (success - y0) / (y1 - y0))
-        return float("nan")
+        return spent_until([(record[unit], record["success"]) for record in self.scores], success)
 
     @property
     def norm_variance(self) -> float:
@@ -90,6 +89,16 @@ class Finished:
         start, end = (self.scores[i].get("outcomes", []) for i in (0, -1))
         chosen = [after for before, after in zip(start, end) if bool(before) == solved_at_start]
         return float(np.mean(chosen)) if chosen else float("nan")
+
+
+def spent_until(points: Sequence[Sequence[float]], success: float) -> float:
+    """Where a curve of (spent, success) reaches a success, linear between the points; NaN: never."""
+    if points[0][1] >= success:
+        return float(points[0][0])
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 >= success:
+            return float(x0 + (x1 - x0) * (success - y0) / (y1 - y0))
+    return float("nan")
 
 
 def grouped(runs: Sequence[Path]) -> dict[str, list[Finished]]:
@@ -144,6 +153,38 @@ def efficiency(runs: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
+def beside(runs: Sequence[Path], baseline: str = "grpo") -> str:
+    """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
+
+    The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
+    the baseline spent.
+    """
+    groups = grouped(runs)
+    if baseline not in groups:
+        return ""
+    others = {run.seed: run for run in groups[baseline]}
+    final = float(np.mean([run.final for run in groups[baseline]]))
+    spent = float(np.mean([run.scores[-1]["tokens"] for run in groups[baseline]]))
+    lines = [f"| variant | seeds | end, to {baseline}'s | AUC, to {baseline}'s | tokens to {baseline}'s final |"]
+    lines.append("|---|---|---|---|---|")
+    for label, group in groups.items():
+        pairs = [(run, others[run.seed]) for run in group if run.seed in others]
+        if label == baseline or not pairs:
+            continue
+        ends, areas = (
+            np.array([getattr(run, name) - getattr(other, name) for run, other in pairs]) for name in ("final", "area")
+        )
+        curve = [[np.mean([run.scores[i][x] for run in group]) for x in ("tokens", "success")] for i in _shared(group)]
+        reached = spent_until(curve, final) / spent
+        part = "never" if np.isnan(reached) else f"{reached:.2f}"
+        lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {part} |")
+    return "\n".join(lines)
+
+
+def _shared(group: Sequence[Finished]) -> range:
+    return range(min(len(run.scores) for run in group))
+
+
 def overhead(runs: Sequence[Path]) -> str:
     """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it."""
     lines = ["| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % |", "|---|---|---|---|---|"]
@@ -159,7 +200,7 @@ def overhead(runs: Sequence[Path]) -> str:
 
 def write(runs: Sequence[Path], out: Path) -> str:
     """Write OUT-table.md and OUT.png; returns the tables."""
-    text = f"{summary(runs)}\n\n{efficiency(runs)}\n"
+    text = "\n\n".join(filter(None, (summary(runs), efficiency(runs), beside(runs)))) + "\n"
     out.with_name(out.name + "-table.md").write_text(text)
     learning_curve(runs, out.with_name(out.name + ".png"))
     return text
@@ -167,6 +208,10 @@ def write(runs: Sequence[Path], out: Path) -> str:
 
 def _mean_sd(values: np.ndarray) -> str:
     return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
+
+
+def _mean_error(values: np.ndarray) -> str:
+    return f"{values.mean():+.3f}" + (f" ± {values.std(ddof=1) / len(values) ** 0.5:.3f}" if len(values) > 1 else "")
 
 
 def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:

@@ -190,7 +190,11 @@ def estimates(case: str, batches: int) -> dict[str, np.ndarray]:
     return gradients(mdp, batches_of(mdp, schedule, batches=batches), correct | planted)
 
 
-EVERY = [(case, name) for case, made in CASES.items() for name in (made.names if callable(made) else made[3])]
+EVERY = [
+    pytest.param(case, name, marks=pytest.mark.xdist_group(f"estimates of {case}"))  # sampled once, by one worker
+    for case, made in CASES.items()
+    for name in (made.names if callable(made) else made[3])
+]
 
 
 @pytest.mark.parametrize(("case", "name"), EVERY)

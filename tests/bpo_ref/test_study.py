@@ -13,7 +13,7 @@ import pytest
 import yaml
 from test_train import ENVIRONMENT, TINY
 
-from bpo_ref.compare import Finished, efficiency, overhead, summary
+from bpo_ref.compare import Finished, beside, efficiency, overhead, summary
 from bpo_ref.study import STUDIES, commands, main
 from bpo_ref.train import parse_args, resolved
 
@@ -65,10 +65,11 @@ def fake_run(folder: Path, algo: str, success: list[float], *, norm: float) -> P
          "time/snapshot": 0.001, "rollout/snapshots": 3.0, "time/rollout": 0.8}
         for i in range(120)
     ]  # fmt: skip
+    args = {"algo": algo, "prompts": 8, "seed": int(folder.name[-1])}
     counters = {"returns": 70, "env_steps": 800, "tokens": 1000 * (len(success) - 1), "seconds": 9.0}
     (folder / "scores.jsonl").write_text("".join(json.dumps(record) + "\n" for record in scores))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in updates))
-    (folder / "results.json").write_text(json.dumps({"args": {"algo": algo, "prompts": 8}, "counters": counters}))
+    (folder / "results.json").write_text(json.dumps({"args": args, "counters": counters}))
     return folder
 
 
@@ -92,6 +93,10 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     paper = efficiency(runs).splitlines()
     assert "to 0.810" in paper[0]  # "ours" is not named bpo-…: 90 % of .9
     assert "(0.25)" in paper[3] and "| 0.75 | 1.000 | 0.500 |" in paper[3]
+    pairs = beside([*runs, fake_run(tmp_path / "ours-seed1", "bpo", [0.2, 0.5, 0.9], norm=0.5)]).splitlines()
+    # ours ends .3 and .1 above grpo; its mean curve 0.2, 0.65, 0.9 reaches 0.7 after 1,200 of the 2,000 tokens
+    assert pairs[2] == "| ours | 2 | +0.200 ± 0.100 | +0.175 ± 0.175 | 0.60 |" and len(pairs) == 3
+    assert beside(runs, "ppo") == ""
     assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 |" in overhead(runs)
 
 

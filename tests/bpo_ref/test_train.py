@@ -116,6 +116,7 @@ def test_the_same_seed_gives_the_same_run(finished: Path, tmp_path: Path) -> Non
     assert_same_weights(tmp_path, finished)
 
 
+@pytest.mark.slow
 def test_sampling_while_environments_step_plays_the_same_episodes(finished: Path, tmp_path: Path) -> None:
     """Twice the same, bit by bit; and but for rounding the run in which one waits for the other."""
     for name in ("one", "two"):

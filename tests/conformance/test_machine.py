@@ -126,6 +126,7 @@ def test_the_same_seed_finds_the_same(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_stale_observation_and_an_exception_are_failures():
     found = result(Stale)
     assert found.verdict is Verdict.FAIL and found.message.startswith("restore returned something else")

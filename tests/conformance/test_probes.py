@@ -227,6 +227,7 @@ def test_what_is_declared_and_lost_fails_by_name():
     assert "shell(env0, " in result.counterexample
 
 
+@pytest.mark.slow
 def test_leaks_between_siblings_fail_by_name(tmp_path):
     Shared.common = str(tmp_path)
     try:
