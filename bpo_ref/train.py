@@ -72,6 +72,7 @@ ScheduleName = Literal[
 ]
 Credit = Literal["paper", "sibling", "tree", "group", "gae", "mc"]
 Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
+KEYED = ("key", "value", "pooled")  # baselines
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class Args:
     @property
     def keyed(self) -> bool:
         """Whether the environment's ``progress_key`` is used."""
-        return self.baseline in ("key", "value", "pooled") or self.schedule == "split"
+        return self.baseline in KEYED or self.schedule == "split"
 
 
 DEFAULTS: dict[str, Any] = dict(  # of what a preset does not name: independent rollouts, plain RLOO
@@ -377,7 +378,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
         f"{args.baseline} goes with credit=tree, found credit={args.credit}",
     )  # fmt: skip
     refuse(
-        args.keyed and not keyed, "baseline" if args.baseline in ("key", "value", "pooled") else "schedule",
+        args.keyed and not keyed, "baseline" if args.baseline in KEYED else "schedule",
         f"needs info['progress_key'], which {args.env_id} does not give",
     )  # fmt: skip
     refuse(
