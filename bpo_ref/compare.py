@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -221,13 +222,20 @@ def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:
     return (form.format(np.mean(found)) if found else "never") + (f" ({missing} never)" if found and missing else "")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
-    arguments = parser.parse_args()
-    print(write(arguments.runs, arguments.out))
+    arguments = parser.parse_args(argv)
+    finished = [run for run in arguments.runs if (run / "results.json").exists()]
+    if not finished:
+        parser.error(
+            f"expected folders of finished runs (with results.json), found {', '.join(map(str, arguments.runs))}"
+        )
+    if left_out := [str(run) for run in arguments.runs if run not in finished]:
+        print(f"left out, for they have not finished: {', '.join(left_out)}", file=sys.stderr)
+    print(write(finished, arguments.out))
 
 
 if __name__ == "__main__":

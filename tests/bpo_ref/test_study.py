@@ -13,6 +13,7 @@ import pytest
 import yaml
 from test_train import ENVIRONMENT, TINY
 
+from bpo_ref import compare
 from bpo_ref.compare import Finished, beside, efficiency, overhead, summary
 from bpo_ref.study import STUDIES, commands, main
 from bpo_ref.train import parse_args, resolved
@@ -98,6 +99,17 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     assert pairs[2] == "| ours | 2 | +0.200 ± 0.100 | +0.175 ± 0.175 | 0.60 |" and len(pairs) == 3
     assert beside(runs, "ppo") == ""
     assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 |" in overhead(runs)
+
+
+def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fake_run(tmp_path / "grpo-seed0", "grpo", [0.2, 0.4], norm=1.0)
+    (tmp_path / "grpo-seed1").mkdir()
+    compare.main([str(run), str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
+    printed = capsys.readouterr()
+    assert "| grpo | 1 |" in printed.out and "grpo-seed1" in printed.err
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
+    assert "expected folders of finished runs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
