@@ -69,9 +69,26 @@ STUDIES: dict[str, Variants] = {
 
 
 def commands(
-    variants: Variants, out: Path, *, config: str, seeds: Sequence[int], launch: str, extra: Sequence[str]
+    variants: Variants,
+    out: Path,
+    *,
+    config: str,
+    seeds: Sequence[int],
+    launch: str,
+    extra: Sequence[str],
+    starts: int | None = None,
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """The supervised starts, and the runs from them; those that have finished are left out."""
+    """The supervised starts, and the runs from them; those that have finished are left out.
+
+    Args:
+        variants: what is run.
+        out: folder of the runs.
+        config: file of settings.
+        seeds: of every variant.
+        launch: what starts a run.
+        extra: words that go to every run.
+        starts: how many there are; seed s begins at the one of seed s modulo this. Default: each at its own.
+    """
 
     def command(folder: Path, *words: str) -> list[list[str]]:
         if (folder / "results.json").exists():
@@ -79,14 +96,23 @@ def commands(
         resume = ["--resume", "True"] if (folder / "checkpoint").exists() else []
         return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *resume]]
 
-    starts, runs = [], []
+    def start_of(seed: int) -> int:
+        return seed if starts is None else seed % starts
+
+    def folder(seed: int) -> Path:
+        return out / f"start-seed{seed}"
+
+    before = [
+        line
+        for seed in sorted(set(map(start_of, seeds)))
+        for line in command(folder(seed), "--algo", "sft", "--seed", str(seed))
+    ]
+    runs = []
     for seed in seeds:
-        start = out / f"start-seed{seed}"
-        starts += command(start, "--algo", "sft", "--seed", str(seed))
+        begun = ["--init-from", str(folder(start_of(seed)) / "checkpoint"), "--sft-steps", "0", "--seed", str(seed)]
         for label, words in variants.items():
-            begun = ["--init-from", str(start / "checkpoint"), "--sft-steps", "0", "--seed", str(seed)]
             runs += command(out / f"{label}-seed{seed}", *words.split(), *begun)
-    return starts, runs
+    return before, runs
 
 
 def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
@@ -114,12 +140,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("study", choices=sorted(STUDIES))
     parser.add_argument("--config", required=True, help="YAML file of the settings that all runs share")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--starts", type=int, help="supervised starts that the seeds share in turn (default: one each)")
     parser.add_argument("--only", nargs="+", help="labels of the variants to run (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--launch", default=sys.executable, help="what starts a run, such as accelerate launch")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; writes OUT-table.md and OUT.png")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
+    if arguments.starts is not None and arguments.starts < 1:
+        parser.error(f"--starts: expected at least 1, found {arguments.starts}")
     variants = STUDIES[arguments.study]
     if arguments.only:
         if unknown := set(arguments.only) - set(variants):
@@ -132,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seeds=arguments.seeds,
         launch=arguments.launch,
         extra=extra,
+        starts=arguments.starts,
     )
     if arguments.dry_run:
         print("\n".join(shlex.join(command) for command in [*starts, *runs]))

@@ -50,6 +50,12 @@ def test_finished_runs_are_not_repeated_and_interrupted_ones_go_on(tmp_path: Pat
     assert runs[0][-2:] == ["--resume", "True"] and "--resume" not in runs[1]
     assert runs[0][:2] == ["python", "-u"] and runs[0][runs[0].index("--lr") + 1] == "0.1"
     assert f"--init-from {tmp_path}/start-seed1/checkpoint --sft-steps 0 --seed 1" in shlex.join(runs[2])
+    starts, runs = commands(
+        {"rloo": "--algo rloo"}, tmp_path, config="c.yaml", seeds=range(3, 8), launch="python", extra=[], starts=2
+    )
+    assert [command[command.index("--seed") + 1] for command in starts] == ["1"]  # 0 has finished
+    begun = [command[command.index("--init-from") + 1][-len("seedN/checkpoint") :] for command in runs]
+    assert begun == [f"seed{seed % 2}/checkpoint" for seed in range(3, 8)]
 
 
 def fake_run(folder: Path, algo: str, success: list[float], *, norm: float) -> Path:
