@@ -11,12 +11,9 @@ the browser has gone there too, which it otherwise does before its next action.
 from __future__ import annotations
 
 import argparse
-import datetime
 import operator
 import os
-import platform
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +24,7 @@ from typing import Any, get_args
 import gymnasium as gym
 from gymnasium.error import DependencyNotInstalled
 
+from sandboxgym.bench import page
 from sandboxgym.bench.alfworld import Times
 from sandboxgym.bench.webshop import Play, play, random_plays, recorded
 from sandboxgym.conformance.processes import descendants
@@ -326,9 +324,8 @@ def measure(setting: Setting, load: float) -> Table:
             raise SystemExit(f"expected an episode of more than {DEEP} steps, found none: ask for more --plays")
         goal, actions = deep[0]
         lines = [
-            f"{os.cpu_count()} cores ({platform.machine()}), {described(env)}, Python {platform.python_version()}, "
-            f"{datetime.date.today()}; load {load:.1f} at the start. Catalogue {Path(setting.catalogue).name}, seed "
-            f"{setting.seed}. Compare within this page only.",
+            f"{page.machine(described(env))}; load {load:.1f} at the start. Catalogue {Path(setting.catalogue).name}, "
+            f"seed {setting.seed}. Compare within this page only.",
             "",
             f"From nothing to the first page, the browser's start included: {opening.mean:.1f} s.",
             "",
@@ -367,17 +364,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", metavar="FILE", help="write the page there")
     arguments = vars(parser.parse_args(argv))
-    given = re.sub(r" ?--write \S+", "", " ".join(sys.argv[1:] if argv is None else argv))
     target = arguments.pop("write")
     try:
         measured = measure(Setting(**arguments), os.getloadavg()[0])
     except DependencyNotInstalled as error:
         raise SystemExit(f"the browser cannot be had here: {error}") from error
-    head = ["# WebShop in a real browser", "", "```bash", f"sandboxgym bench browser {given}".strip(), "```", ""]
-    page = "\n".join([*head, *measured]).rstrip() + "\n"
-    print(page, end="")
-    if target:
-        Path(target).write_text(page, encoding="utf-8")
+    page.publish([*page.head("WebShop in a real browser", "browser", argv), *measured], target)
 
 
 if __name__ == "__main__":

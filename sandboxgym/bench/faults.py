@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import platform
 import random
 import resource
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from sandboxgym.bench import page
 from sandboxgym.bench.traces import Folder, Traces
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxFull, SandboxUnavailable
@@ -337,17 +335,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             work(backend, rootfs)
         print(json.dumps(lose_the_daemon(rootfs) if fault == "daemon" else suffer(fault, backend, rootfs)))
         return
-    given = ["--image", arguments.image] if arguments.image else []
-    given += [] if arguments.backends == list(NAMES) else ["--backends", *arguments.backends]
     lines = [
-        "# Sandboxes: faults",
-        "",
-        "```bash",
-        " ".join(["sandboxgym bench faults", *given, f"--kills {arguments.kills}"]),
-        "```",
-        "",
-        f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release().split('-')[0]}, Python "
-        f"{platform.python_version()}, {datetime.date.today()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
+        *page.head("Sandboxes: faults", "faults", argv),
+        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
         "",
         "Each fault happens to real sandboxes in a process of its own. The last column counts what belonged to it: the",
         "most while it ran, and what was left after it ended, or, where it was killed, after the next one started.",
@@ -355,10 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *tables(arguments.backends, arguments.image, arguments.kills),
     ]
-    text = "\n".join(lines).rstrip() + "\n"
-    sys.stdout.write(text)
-    if arguments.write:
-        Path(arguments.write).write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ they are, and with processes in the background, where they are copied. The worst
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
 import secrets
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from sandboxgym.bench import page
 from sandboxgym.conformance import holder
 from sandboxgym.conformance.checks.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
 from sandboxgym.conformance.recording import Scene
@@ -210,17 +207,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--backends", nargs="+", default=list(NAMES), choices=NAMES, help="default: all")
     parser.add_argument("--write", metavar="FILE", help="write the page there")
     arguments = parser.parse_args(argv)
-    given = [*(["--image", arguments.image] if arguments.image else [])]
-    given += [] if arguments.backends == list(NAMES) else ["--backends", *arguments.backends]
     lines = [
-        "# Sandboxes: what a snapshot keeps",
-        "",
-        "```bash",
-        " ".join(["sandboxgym bench fidelity", *given]),
-        "```",
-        "",
-        f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, {datetime.date.today()}; "
-        f"{'root' if os.geteuid() == 0 else 'an ordinary user'}.",
+        *page.head("Sandboxes: what a snapshot keeps", "fidelity", argv),
+        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
         "",
         "Each cell is the worst of what the probes of its row showed: after a restore, in forks, in a sibling, in",
         "another sandbox; with the files frozen (only an idle shell runs), and copied (something runs beside it).",
@@ -233,10 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *matrix(arguments.backends, arguments.image),
     ]
-    text = "\n".join(lines).rstrip() + "\n"
-    sys.stdout.write(text)
-    if arguments.write:
-        Path(arguments.write).write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,14 @@ answered its next command; a fork and a restore count until they have answered t
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
+from sandboxgym.bench import page
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
 from sandboxgym.sandbox import criu
 from sandboxgym.sandbox.namespace import OverlayBackend
@@ -47,7 +43,6 @@ TREE, LARGE = "a tree of 7 processes", "a process of 200 MB"
 CAPTURED, LIVE, FORK, LARGE_FORK = 40.0, 80.0, 60.0, 80.0
 """The aims: milliseconds at the median until the tree is written down, until it goes on, for a fork of it, and for one
 of the large process with its memory brought bit by bit."""
-END = "### What the numbers say"
 
 
 @dataclass
@@ -270,22 +265,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert program is not None
     if not criu.brings_pages(program):
         raise SystemExit(f"memory cannot be brought bit by bit here: {criu.NO_PAGES}")
-    given = re.sub(r" ?--write \S+", "", " ".join(sys.argv[1:] if argv is None else argv))
     few = max(3, arguments.repeats // 3)
-    machine = (
-        f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release().split('-')[0]}, "
-        f"CRIU {criu.version(program)}, Python {platform.python_version()}, {datetime.date.today()}; "
-        f"load {os.getloadavg()[0]:.1f} at the start. Compare within this page only."
-    )
+    where = f"{page.machine(f'CRIU {criu.version(program)}')}; load {os.getloadavg()[0]:.1f} at the start."
     table, rows = works(arguments.repeats)
     lines = [
-        "# Full snapshots: sandboxes forked with what runs in them",
-        "",
-        "```bash",
-        f"sandboxgym bench full {given}".strip(),
-        "```",
-        "",
-        machine,
+        *page.head("Full snapshots: sandboxes forked with what runs in them", "full", argv),
+        f"{where} Compare within this page only.",
         "",
         *table,
         "",
@@ -301,12 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *against_docker(arguments.image, few),
     ]
-    text = "\n".join(lines) + "\n"
-    print(text, end="")
-    if arguments.write:
-        page = Path(arguments.write)
-        kept = page.read_text().partition(END)[2] if page.exists() else ""
-        page.write_text(text + (f"\n{END}{kept}" if kept else ""))
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.util
 import os
-import platform
-import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandboxgym.bench import page
 from sandboxgym.sandbox.base import RootFS
 from sandboxgym.sandbox.namespace import OverlayBackend
 from sandboxgym.sandbox.rootfs import resolve
@@ -356,29 +353,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     image = arguments.image
     reason = why_no_docker(image)
     rootfs = resolve("host" if reason else f"docker:{image}")
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    given = re.sub(r" ?--write \S+", "", given)
     lines = [
-        "# Sandboxes: snapshots, commands, memory",
-        "",
-        "```bash",
-        f"sandboxgym bench sandbox {given}".strip(),
-        "```",
-        "",
-        f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release().split('-')[0]}, Python "
-        f"{platform.python_version()}, {datetime.date.today()}; {'root' if os.geteuid() == 0 else 'rootless'}; load "
-        f"{os.getloadavg()[0]:.1f} at the start. Compare within this page only."
-        + (f" Without Docker: {reason}." if reason else ""),
+        *page.head("Sandboxes: snapshots, commands, memory", "sandbox", argv),
+        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'rootless'}; load {os.getloadavg()[0]:.1f} at the start. "
+        "Compare within this page only." + (f" Without Docker: {reason}." if reason else ""),
         "",
         *snapshot_tables(rootfs, None if reason else image, arguments.repeats),
         *commands(rootfs, None if reason else image, 5 * arguments.repeats),
         *nested(rootfs, arguments.nested),
         *memory(rootfs, arguments.boxes),
     ]
-    text = "\n".join(lines).rstrip() + "\n"
-    print(text, end="")
-    if arguments.write:
-        Path(arguments.write).write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":
