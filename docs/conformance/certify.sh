@@ -16,7 +16,7 @@ certify webshop sandboxgym/WebShop-v0 --html docs/conformance/webshop.html
 # Where steps are slow, these checks: those that another backend can change. The others see the same code as above.
 only=(api restore.trace_equality restore.after_done restore.after_close freshness.render fork.trace_equality
     isolation.environment durable.round_trip durable.released resources.killed_owner concurrency.partial_fork)
-# A step in the browser takes a hundred times as long as one without; it shows the pages of the same engine.
+# A step in the browser takes 65 ms; it shows the pages of the engine that the text environment plays.
 certify webshop-browser sandboxgym/WebShopBrowser-v0 "${only[@]/#/--only=}"
 hooks=(--hook actions=sandboxgym.envs.swebench.probing:actions --hook shell=sandboxgym.envs.swebench.probing:shell)
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --budget full \
