@@ -303,13 +303,19 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
                     scene.fail(f"a snapshot of {name} was restored")
             if control.repeatable:
                 scene.expect(twin, walk, point, "after a snapshot that does not fit was refused")
-    for name, other in _reconfigured(subject, min(30, budget.steps)):
+    for name, other in _reconfigured(subject, min(30, budget.steps), numbers=1 if budget.waits else 3):
         raised[name] = _from_elsewhere(subject, other, name, budget)
     return raised
 
 
-def _reconfigured(subject: Subject, steps: int) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one other argument, if it plays; its control runs have so many steps."""
+def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tuple[str, Subject]]:
+    """The environment made with one other argument, if it plays.
+
+    Args:
+        subject: as it is made else.
+        steps: of its control runs.
+        numbers: how many others are tried for one.
+    """
     make: Any = subject.make_env
     given: dict[str, Any] = {}
     while isinstance(make, functools.partial):
@@ -325,7 +331,7 @@ def _reconfigured(subject: Subject, steps: int) -> Iterator[tuple[str, Subject]]
         value = given.get(parameter.name, parameter.default)
         if parameter.name in ("render_mode", "self") or type(value) not in (bool, int, float):
             continue
-        others: list[Any] = [not value] if type(value) is bool else [value // 2, value + 1, 2 * value + 3]
+        others: list[Any] = [not value] if type(value) is bool else [value + 1, value // 2, 2 * value + 3][:numbers]
         for changed in others:
             other = Subject(
                 functools.partial(subject.make_env, **{parameter.name: changed}),
