@@ -228,13 +228,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
     arguments = parser.parse_args(argv)
-    finished = [run for run in arguments.runs if (run / "results.json").exists()]
+    finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).updates]
     if not finished:
-        parser.error(
-            f"expected folders of finished runs (with results.json), found {', '.join(map(str, arguments.runs))}"
-        )
+        given = ", ".join(map(str, arguments.runs))
+        parser.error(f"expected folders of finished runs, with results.json and updates, found {given}")
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
-        print(f"left out, for they have not finished: {', '.join(left_out)}", file=sys.stderr)
+        print(f"left out, for they have not finished or hold no updates: {', '.join(left_out)}", file=sys.stderr)
     print(write(finished, arguments.out))
 
 

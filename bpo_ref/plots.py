@@ -38,12 +38,16 @@ def label_of(run: Path) -> str:
 
 
 def learning_curve(runs: Sequence[Path], path: Path) -> None:
-    """Success against updates and against generated tokens; runs of one label as mean and spread over seeds."""
+    """Success against updates and against generated tokens; runs of one label as mean ± standard deviation."""
     by_algo: dict[str, list[list[dict[str, Any]]]] = {}
     for run in runs:
         by_algo.setdefault(label_of(run), []).append(read_scores(run))
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for colour, (algo, curves) in enumerate(sorted(by_algo.items())):
+    figure, axes = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True)
+
+    def final(named: tuple[str, list[list[dict[str, Any]]]]) -> float:
+        return -float(np.mean([curve[-1]["success"] for curve in named[1]]))
+
+    for colour, (algo, curves) in enumerate(sorted(by_algo.items(), key=final)):
         length = min(map(len, curves))
         success = np.array([[record["success"] for record in curve[:length]] for curve in curves])
         for axis, x in zip(axes, ("update", "tokens")):
@@ -59,9 +63,9 @@ def learning_curve(runs: Sequence[Path], path: Path) -> None:
     axes[1].set_xlabel("generated tokens")
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes:
-        axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
-    axes[0].legend(loc="upper left", frameon=False)
+    axes[0].set_ylim(0, min(1.0, 1.1 * axes[0].get_ylim()[1]))
+    axes[1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)  # the best at the top
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -110,9 +110,12 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
 def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = fake_run(tmp_path / "grpo-seed0", "grpo", [0.2, 0.4], norm=1.0)
     (tmp_path / "grpo-seed1").mkdir()
-    compare.main([str(run), str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
+    start = fake_run(tmp_path / "start-seed0", "sft", [0.2], norm=1.0)
+    (start / "metrics.jsonl").write_text("")
+    compare.main([str(run), str(tmp_path / "grpo-seed1"), str(start), "--out", str(tmp_path / "table")])
     printed = capsys.readouterr()
-    assert "| grpo | 1 |" in printed.out and "grpo-seed1" in printed.err
+    assert "| grpo | 1 |" in printed.out and "start" not in printed.out.replace("start | end", "")
+    assert "grpo-seed1" in printed.err and "start-seed0" in printed.err
     with pytest.raises(SystemExit):
         compare.main([str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
     assert "expected folders of finished runs" in capsys.readouterr().err
