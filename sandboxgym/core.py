@@ -76,6 +76,8 @@ class SnapshotSpec:
     """A saved snapshot restores in another process."""
     cross_host: bool = True
     """A saved snapshot restores on another machine."""
+    loses: tuple[str, ...] = ()
+    """What these do not hold, though snapshots of this ``kind`` usually do: the suite's probes (``file.xattr``)."""
 
 
 @runtime_checkable

@@ -50,6 +50,8 @@ _reapers: dict[str, Reaper | str] = {  # of this package: a process that has not
     "browser": "sandboxgym.envs.webshop.chromium:reap",
 }
 _claimed: dict[Path, int] = {}
+_reaped_by: set[int] = set()
+"""Process ids that have made their first claim: this one's, and in a fork of it its parent's too."""
 _CLAIM = ".claim-"
 """Begins the name of a run directory that is not complete yet; who makes it follows, for nothing else says so yet."""
 
@@ -134,9 +136,14 @@ def claim(kind: str) -> Path:
 
     Returns:
         Its path; it is removed by `give_back`, when the process exits, or by the next `reap`.
+
+    The first claim of a process reaps what others left, whatever their kind.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind):
         raise ValueError(f"expected a kind such as 'namespace' or 'docker', found {kind!r}")
+    if os.getpid() not in _reaped_by:
+        _reaped_by.add(os.getpid())
+        reap()
     root, owner = runtime_dir(), Owner.me()
     staging = Path(tempfile.mkdtemp(prefix=f"{_CLAIM}{_name(owner)}-", dir=root))
     try:

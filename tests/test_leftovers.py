@@ -66,6 +66,28 @@ def test_a_directory_that_its_owner_could_not_complete(
     assert not path.exists()
 
 
+_MAKING = """
+import os, sys
+from sandboxgym import leftovers
+print(leftovers.claim(sys.argv[1]), flush=True)
+if sys.argv[2:]:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_first_claim_of_a_process_clears_what_others_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
+
+    def run(*words: str) -> Path:
+        command = [sys.executable, "-c", _MAKING, *words]
+        return Path(subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip())
+
+    left = run("browser", "and die")
+    assert left.is_dir() and left.parent == tmp_path
+    run("copy")
+    assert not left.exists()
+
+
 def test_what_another_machine_has_not_completed_waits_for_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counts}. Budget {report['budget']}, seed {report['seed']}, {report['started'][:10]}, "
         f"{report['seconds']:.0f} s; " + ", ".join(f"{name} {v}" for name, v in report["versions"].items()) + ".",
         "",
-        "Declared: " + ", ".join(f"{name} = {_plain(value)}" for name, value in report["capabilities"].items()) + ".",
+        "Declared: " + "; ".join(f"{name} = {_plain(value)}" for name, value in report["capabilities"].items()) + ".",
         "",
         "| check | verdict | |",
         "|---|---|---|",
@@ -80,6 +80,8 @@ def _numbers(evidence: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "nothing"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

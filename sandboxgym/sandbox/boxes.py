@@ -371,6 +371,14 @@ class Runtime:
             path.rename(gone)
             self.remove([str(gone)])
 
+    def forget(self) -> None:
+        """Close the ways to a zygote that was killed, and to the embryos that went with it."""
+        self.channel.close()
+        for box in itertools.chain(*self._ready.values()):
+            box.channel.close()
+            os.close(box.pidfd)
+        self._ready.clear()
+
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until what was to be removed is gone."""
         read, write = os.pipe()
@@ -431,7 +439,7 @@ def runtime() -> Runtime:
     global _runtime
     with _runtime_lock:
         if _runtime is not None and (_runtime.pid != os.getpid() or not _runtime.live):
-            _runtime.channel.close()
+            _runtime.forget()
             _runtime = None
         if _runtime is None:
             if not kernel.supported():

@@ -125,6 +125,8 @@ class Shell:
         self._state, self._dump = state, b""
         self._slot: int | None = None  # of the last complete dump of this bash
         self._settled = False  # that dump is of the present
+        self._startled = False  # signals were sent to it that it may not have noticed yet
+        self._question = ""
 
     @classmethod
     def restored(
@@ -304,6 +306,7 @@ class Shell:
         self._number += 1
         self._bash = BashProcess(self._backend, env=self._env, cwd=self._cwd, state=self._state)
         self._slot, self._settled, self._dump = None, False, b""
+        self._startled = False
         return self._bash
 
     def _settle(self) -> None:
@@ -359,10 +362,30 @@ class Shell:
             for _ in range(_GAP):
                 if self._bash.gone or not self._take(self._bash.step(0.0)):
                     break
+            if self._startled:
+                self._calm(self._bash)
             if not self._bash.gone:
                 return self._bash
             self._replace()
         raise SandboxError(f"each of the last {_ATTEMPTS} shells in the sandbox ended before it could be used")
+
+    def _calm(self, bash: BashProcess) -> None:
+        """Have the bash answer a line that does nothing, again and again if need be.
+
+        A Ctrl-C that it notices at its prompt makes it throw away a line, and that must not be the next command.
+        """
+        self._question = os.urandom(8).hex()
+        deadline, pause = time.monotonic() + SETTLING, 0.1
+        while self._question and not bash.gone and time.monotonic() < deadline:
+            bash.ask(self._question)
+            until = time.monotonic() + pause
+            while self._question and not bash.gone and time.monotonic() < until:
+                self._take(bash.step(until))
+            pause *= 2
+        self._startled = False
+        if self._question:
+            bash.process.kill()
+            bash.gone = True
 
     def _begin(self, command: str) -> None:
         bash = self._idle()
@@ -398,7 +421,9 @@ class Shell:
             return b""
         command = self._command
         for nonce, kind, value in heard.reports:
-            if kind == "state" and value in (0, 1):
+            if kind == "answer" and nonce == self._question:
+                self._question = ""
+            elif kind == "state" and value in (0, 1):
                 self._slot, self._settled = value, command is None or nonce == command.nonce
             elif command is not None and nonce == command.nonce:
                 if kind == "end":
@@ -444,6 +469,7 @@ class Shell:
         """End the command; the bash too, if it does not let go. Nothing of the command is run after this."""
         command, bash = self._running(), self._bash
         assert bash is not None
+        self._startled = True
         bash.forget_typed()
         bash.abort()
         bash.interrupt()

@@ -1,7 +1,7 @@
 """One bash on a terminal, and the two channels to it: the terminal for output, a pipe beside it for reports.
 
 shell.bash, which is sourced first, defines what the reports are: ``end`` with an exit code, ``syntax``, and ``state``
-with the number of the file that holds the whole state.
+with the number of the file that holds the whole state; `BashProcess.ask` adds ``answer``.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class BashProcess:
         self._status = os.open("status", os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self._place)
         os.fchmod(self._status, 0o666)
         go = shlex.quote(f"{backend.control_inside}/{name}/go")
+        self._reports = shlex.quote(f"{backend.control_inside}/{name}/status").encode()
         self._line = f'. {go};{{ \\builtin eval "$__sg_tail";}} >/dev/null 2>&1\n'.encode()
 
     def _attach(self, process: Process) -> None:
@@ -168,6 +169,10 @@ class BashProcess:
             with contextlib.suppress(termios.error):  # the bash is gone, which reading will tell
                 termios.tcsetattr(self._terminal.child_fd, termios.TCSANOW, self._modes)
         self._typed = self._line
+
+    def ask(self, nonce: str) -> None:
+        """Have a bash at its prompt report ``answer``, and change nothing."""
+        self._typed += b"{ \\builtin printf '%s answer 0\\n' >%s;} 2>/dev/null\n" % (nonce.encode(), self._reports)
 
     def type(self, data: bytes) -> None:
         """Type to whatever reads the terminal; it goes on its way in `step`."""

@@ -101,7 +101,7 @@ def test_learning_curve_of_two_algorithms_and_two_seeds(tmp_path: Path) -> None:
     learning_curve(runs, tmp_path / "curve.png")
     with Image.open(tmp_path / "curve.png") as image:
         assert image.format == "PNG"
-        assert image.size == (1200, 480)
+        assert image.size == (1380, 480)
         assert len(image.convert("RGB").getcolors(10**6)) > 10
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -225,6 +226,13 @@ def test_what_is_declared_and_lost_fails_by_name():
         assert probe in lost
     assert "file.content" not in lost and "shell.exported" not in lost
     assert "shell(env0, " in result.counterexample
+
+
+def test_what_is_said_to_be_lost_may_be_lost():
+    lost = probed(Careless).message.partition("declared and lost: ")[2].partition(";")[0].split(", ")
+    result = probed(Careless, declared=dataclasses.replace(Careless.snapshot_spec, loses=tuple(lost)))
+    assert result.verdict is Verdict.PASS, result.message
+    assert set(lost) <= set(result.evidence["lost and not declared"])
 
 
 @pytest.mark.slow

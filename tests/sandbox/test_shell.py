@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sandbox.sandboxes import Maker, any_box, box, kind, make  # noqa: F401 - fixtures
 
+from sandboxgym.sandbox import shell as shell_module
 from sandboxgym.sandbox.base import Limits, SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
 
@@ -420,6 +421,16 @@ def test_ending_what_waits(box: Sandbox) -> None:
     assert box.execute("echo $x").output == "1\n"
     with pytest.raises(SandboxError, match="no command"):
         box.interrupt()
+
+
+def test_a_late_interrupt_does_not_drop_the_next_command(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is sent again and again until the command ends; bash may notice the last one at its prompt."""
+    monkeypatch.setattr(shell_module, "GRACE", 0.0)
+    monkeypatch.setattr(shell_module, "_BETWEEN", 0.0005)
+    for number in range(25):
+        assert box.interact(f"x={number}; echo set; cat", timeout=60, until="set").running
+        box.interrupt()
+        assert box.execute("echo $x", timeout=20).output == f"{number}\n"
 
 
 def test_output_is_bounded(make: Maker) -> None:

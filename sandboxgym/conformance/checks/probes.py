@@ -181,7 +181,7 @@ def _evidence(rows: list[Row]) -> dict[str, Any]:
 
 
 def _declared(subject: Subject, probe: Probe) -> bool:
-    if probe.need is None:
+    if probe.need is None or probe.name in subject.capabilities.loses:
         return False
     return True if probe.need == "state" else bool(getattr(subject.capabilities, probe.need))
 

@@ -49,6 +49,8 @@ Tests for it exist already and need not be changed. Find the code that matters, 
 edit the source, run the script again, think of edge cases. Then submit.""",
 }
 """What a task is introduced with, by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
+_LOSES = {"docker": ("file.mtime", "file.shm", "file.xattr")}
+"""What snapshots of a backend lack, by the names of the conformance suite's probes; else nothing is known."""
 _BACKENDS = ("auto", "overlay", "overlay-rootless", "docker", "copy")
 _PYTEST = re.compile(r"^=*\s*(?:.*, )?\d+ (passed|failed|errors?)\b.* in [\d.]+s", re.MULTILINE)
 _UNITTEST = re.compile(r"^Ran \d+ tests? in [\d.]+s\n\n(OK|FAILED)", re.MULTILINE)
@@ -216,7 +218,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             backend = "overlay"
             self._declare("written", kind="full", processes=True, cross_process=False)
         if backend in ("docker", "copy"):
-            self._declare("written")
+            self._declare("written", loses=_LOSES.get(backend, ()))
         self.tasks = open_tasks(dataset, instances=instances)
         self.tools = tools
         self.strict = strict
@@ -400,7 +402,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         if self._box is None:
             self._box = self._settings.box(task)
             if self._settings.snapshot == "filesystem":  # else with what processes have in memory
-                self._declare(self._box.sandbox.backend.capabilities.snapshot_cost)
+                capabilities = self._box.sandbox.backend.capabilities
+                self._declare(capabilities.snapshot_cost, loses=_LOSES.get(capabilities.name, ()))
         return self._box
 
     def _declare(self, cost: Literal["constant", "written"], **more: Any) -> None:
