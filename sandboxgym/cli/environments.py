@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import gymnasium as gym
@@ -55,7 +55,6 @@ SENTENCES: dict[str, dict[Any, str]] = {
         False: "a saved snapshot is bound to its machine",
     },
 }
-assert SENTENCES.keys() == {field.name for field in fields(SnapshotSpec)}
 
 
 def add_kwargs(parser: argparse.ArgumentParser) -> None:
@@ -233,13 +232,21 @@ def _print_info(about: dict[str, Any], screen: Screen) -> None:
     if about["snapshots"] is None:
         screen.line("  none: it has no snapshot_spec")
     for name, value in (about["snapshots"] or {}).items():
-        screen.text(f"{name:<14}{value!s:<10} {SENTENCES[name][value]}", indent="  ", hanging=" " * 27)
+        said, meaning = _declared(name, value)
+        screen.text(f"{name:<14}{said:<10} {meaning}", indent="  ", hanging=" " * 27)
     for dataset in about["data"]:
         head(f"Data: {dataset['name']}")
         screen.text(dataset["about"], indent="  ")
         screen.text(f"looked for in {dataset['directory']}", indent="  ", hanging="    ")
         found = ", ".join(dataset["found"])
         screen.text(f"found: {found}" if found else f"not there: {dataset['command']}", indent="  ", hanging="    ")
+
+
+def _declared(name: str, value: Any) -> tuple[str, str]:
+    """A field of a `SnapshotSpec`: its value, and what that means."""
+    if name == "loses":
+        return ("nothing", "of what such snapshots usually hold") if not value else (", ".join(value), "are not held")
+    return str(value), SENTENCES[name][value]
 
 
 def _arguments(kind: type[Any]) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def page(report: Mapping[str, Any]) -> str:
         sections += [_probes(result, f" ({label})" if beside else "") for result in each["results"]]
     sections += [
         "<h2>Declared</h2>",
-        _table(("claim", "value"), report["capabilities"].items()),
+        _table(("claim", "value"), ((name, sidebyside.plain(v)) for name, v in report["capabilities"].items())),
         "<h2>What was not tested</h2>",
         _table(("check", "why"), ((entry["id"], entry["reason"]) for entry in report["not_tested"]))
         if report["not_tested"]

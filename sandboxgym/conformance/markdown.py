@@ -9,6 +9,7 @@ from typing import Any
 
 from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.runner import Report
+from sandboxgym.conformance.sidebyside import plain
 from sandboxgym.format import write_atomic
 
 
@@ -27,7 +28,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counts}. Budget {report['budget']}, seed {report['seed']}, {report['started'][:10]}, "
         f"{report['seconds']:.0f} s; " + ", ".join(f"{name} {v}" for name, v in report["versions"].items()) + ".",
         "",
-        "Declared: " + "; ".join(f"{name} = {_plain(value)}" for name, value in report["capabilities"].items()) + ".",
+        "Declared: " + "; ".join(f"{name} = {plain(value)}" for name, value in report["capabilities"].items()) + ".",
         "",
         "| check | verdict | |",
         "|---|---|---|",
@@ -42,7 +43,7 @@ def text(report: Mapping[str, Any]) -> str:
         if isinstance(matrix, list) and matrix and all(isinstance(row, Mapping) for row in matrix):
             names = list(matrix[0])
             lines += ["", f"## {result['id']}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-            lines += [f"| {' | '.join(_line(_plain(row.get(name))) for name in names)} |" for row in matrix]
+            lines += [f"| {' | '.join(_line(plain(row.get(name))) for name in names)} |" for row in matrix]
         if result["counterexample"]:
             script = ["```python { .no-run }", result["counterexample"], "```"]
             lines += ["", f"## {result['id']}: counterexample", "", *script]
@@ -70,19 +71,11 @@ def _side_by_side(report: Mapping[str, Any]) -> list[str]:
 
 def _numbers(evidence: Mapping[str, Any]) -> str:
     short = [
-        f"{name.replace('_', ' ')} {_plain(value)}"
+        f"{name.replace('_', ' ')} {plain(value)}"
         for name, value in evidence.items()
         if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 40)
     ]
     return ", ".join(short[:6])
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value)) or "nothing"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _line(value: str) -> str:

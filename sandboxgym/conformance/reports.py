@@ -71,7 +71,7 @@ def terminal(report: Report, *, colour: bool = False, width: int | None = None) 
 
     levels = {check.id: check.level for check in all_checks()}
     lines = [paint(f"Conformance of {report.name}", "1")]
-    spec = ", ".join(f"{name} {value}" for name, value in report.capabilities.items())
+    spec = ", ".join(f"{name} {sidebyside.plain(value)}" for name, value in report.capabilities.items())
     lines.append(paint(f"budget {report.budget}, seed {report.seed}; declared: {spec or 'nothing'}", "90"))
     for level in Level:
         results = [result for result in report.results if levels.get(result.id) == level]

@@ -60,3 +60,12 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[Row]:
 
 def _all(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [report, *report.get("beside", ())]
+
+
+def plain(value: Any) -> str:
+    """A value of a report in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain, value)) or "nothing"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

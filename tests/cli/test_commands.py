@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from sandboxgym import cli, data
-from sandboxgym.cli import doctor, passing, probes
+from sandboxgym.cli import doctor, environments, passing, probes
+from sandboxgym.core import SnapshotSpec
 
 ROOT = Path(__file__).parents[2]
 STATUSES = {"ok", "limited", "missing"}
@@ -81,6 +83,14 @@ def test_info_describes_arguments_snapshots_and_data(run, tmp_path):
     _, out, _ = run("info", "ALFWorld-v0")
     assert "found: games" in out and "a saved snapshot restores in another process" in out
     assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("losses", [(), ("file.xattr", "file.shm")])
+def test_every_field_of_a_declaration_is_explained(losses):
+    declared = SnapshotSpec(loses=losses)
+    said = [environments._declared(name, value) for name, value in asdict(declared).items()]
+    assert all(value and meaning for value, meaning in said)
+    assert said[-1][0] == (", ".join(losses) or "nothing")
 
 
 def test_benchmarks_and_conformance_get_the_rest_of_the_line(run, monkeypatch):

@@ -48,13 +48,17 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def interrupt(self, text: str) -> None:
-        """Ctrl-C until the text appears: one that comes just before readline waits is only seen with the next."""
-        for _ in range(10):
-            self.type("\x03")
+        """Ctrl-C until the text appears.
+
+        One that comes just before readline waits is only seen with the next. One that takes away what readline was
+        told it could read leaves it waiting for a key, deaf to further ones: so a key comes in between.
+        """
+        for key in ("\x03", "\x03", " ") * 10:
+            self.type(key)
             with contextlib.suppress(AssertionError):
-                self.expect(text, seconds=15.0)
+                self.expect(text, seconds=3.0)
                 return
-        raise AssertionError(f"no {text!r} after 10 interrupts")
+        raise AssertionError(f"no {text!r} after 20 interrupts")
 
     def interrupt_to_the_end(self) -> int:
         """Ctrl-C until the program has ended; its status."""

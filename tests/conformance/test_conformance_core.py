@@ -371,6 +371,25 @@ def test_slow_environments_get_shorter_control_runs():
     assert [len(list(hurried.spending(400, at_least=least))) for least in (1, 2, 4)] == [1, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ({"kind": "disk"}, "expected snapshot_spec.kind among"),
+        ({"cost": "cheap"}, "expected snapshot_spec.cost among"),
+        ({"rng": 1}, "expected snapshot_spec.rng to be a bool, found 1"),
+        ({"loses": "file.xattr"}, "expected snapshot_spec.loses to be a tuple"),
+        ({"loses": ("file.xatr",)}, "snapshot_spec.loses names file.xatr; expected names of probes"),
+        ({"cross_process": False}, "cross_host without cross_process"),
+    ],
+)
+def test_a_malformed_declaration_is_refused_by_name(claims, message):
+    class Declares(toy_envs.Corridor):
+        snapshot_spec = dataclasses.replace(toy_envs.Corridor.snapshot_spec, **claims)
+
+    report = run(subject(Declares), only=["api.spec"], budget=SMALL)
+    assert report.results[0].verdict is Verdict.FAIL and message in report.results[0].message
+
+
 def test_names_of_files_that_are_no_text_can_be_reported(monkeypatch, tmp_path):
     def finds(*_):
         return {"\udcff": ["file \udcff"]}

@@ -10,6 +10,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.recording import Scene, opened, outcome_difference
+from sandboxgym.conformance.shell_probes import PROBES
 from sandboxgym.conformance.subject import Subject, as_spec, declaration, layers, methods, put, take
 from sandboxgym.core import Kind, SnapshotSpec
 from sandboxgym.errors import ResetNeeded, SnapshotError, SnapshotNotSupported
@@ -64,7 +65,12 @@ def spec(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str
         raise Failed(f"expected snapshot_spec.kind among {', '.join(get_args(Kind))}, found {before.kind!r}")
     if before.cost not in _COSTS:
         raise Failed(f"expected snapshot_spec.cost among {', '.join(_COSTS)}, found {before.cost!r}")
-    flags = [name for name in SnapshotSpec.__dataclass_fields__ if name not in ("kind", "cost")]
+    if not isinstance(before.loses, tuple) or not all(isinstance(name, str) for name in before.loses):
+        raise Failed(f"expected snapshot_spec.loses to be a tuple of the probes' names, found {before.loses!r}")
+    unknown = sorted(set(before.loses) - {probe.name for probe in PROBES})
+    if unknown:
+        raise Failed(f"snapshot_spec.loses names {', '.join(unknown)}; expected names of probes, such as file.xattr")
+    flags = [name for name in SnapshotSpec.__dataclass_fields__ if name not in ("kind", "cost", "loses")]
     for name in flags:
         if not isinstance(getattr(before, name), (bool, np.bool_)):
             raise Failed(f"expected snapshot_spec.{name} to be a bool, found {getattr(before, name)!r}")
