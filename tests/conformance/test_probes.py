@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+OURS = f"probed-sandbox-{os.getpid()}-"  # other workers make their own
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Sandbox(gym.Env[str, str]):
         self.root: Path | None = None
 
     def folder(self) -> Path:
-        path = Path(tempfile.mkdtemp(prefix="probed-sandbox-"))
+        path = Path(tempfile.mkdtemp(prefix=OURS))
         self.folders.append(path)
         return path
 
@@ -189,7 +190,7 @@ def correct() -> Any:
 
 def left_behind() -> set[str]:
     shm = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    return {name for name in {*os.listdir(tempfile.gettempdir()), *shm} if MARK in name or "probed-sandbox" in name}
+    return {name for name in {*os.listdir(tempfile.gettempdir()), *shm} if MARK in name or name.startswith(OURS)}
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +199,7 @@ def _leaves_nothing():
     yield
     left = left_behind() - before
     until = time.monotonic() + 30
-    while left and time.monotonic() < until:  # other workers probe in the same folders, and clear up
+    while left and time.monotonic() < until:  # other workers leave such marks for a moment
         time.sleep(0.1)
         left &= left_behind()
     assert not left
