@@ -21,6 +21,11 @@ certify webshop-browser sandboxgym/WebShopBrowser-v0 "${only[@]/#/--only=}"
 hooks=(--hook actions=sandboxgym.envs.swebench.probing:actions --hook shell=sandboxgym.envs.swebench.probing:shell)
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --budget full \
     --html docs/conformance/swebench-overlay.html
+# The same in a namespace of an ordinary user, and by plain copies: what another backend can change.
+certify swebench-rootless sandboxgym/SWEBench-v0 --make-kwargs backend=overlay-rootless "${hooks[@]}" \
+    "${only[@]/#/--only=}" --only=probes
+certify swebench-copy sandboxgym/SWEBench-v0 --make-kwargs backend=copy --make-kwargs allow_unsafe=true "${hooks[@]}" \
+    "${only[@]/#/--only=}" --only=probes
 # Any image with bash, git and a Python with pytest. A step through the daemon takes ten times as long as one without.
 certify swebench-docker sandboxgym/SWEBench-v0 --make-kwargs backend=docker --make-kwargs "image=${IMAGE:-small:base}" \
     "${hooks[@]}" "${only[@]/#/--only=}" --only=probes

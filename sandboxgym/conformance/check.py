@@ -179,7 +179,7 @@ class Budget:
 
 SHORTEST = 8
 """Steps of a control run below which the checks see too little."""
-SLOW = 0.02
+SLOW = 0.01
 """Seconds of a call from which on an environment is one of processes or containers, not of memory."""
 PATIENCE = 300.0
 """What `Budget.total` is for these at most; half of the time on the wall counts, so that it is ten minutes."""

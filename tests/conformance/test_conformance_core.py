@@ -412,7 +412,7 @@ def test_a_run_shares_its_time_among_its_checks():
     assert quick.sharing(quick.total - 15.0, 30).seconds == 1.5
     assert quick.sharing(quick.total + 100.0, 30).seconds == quick.seconds / 4
     slow = full.paced(0.1)  # an environment of containers, whose checks would take hours
-    assert full.paced(0.01).total == full.total and slow.total < 1000.0
+    assert full.paced(0.005).total == full.total and slow.total < 1000.0
     assert slow.sharing(slow.total, 30).seconds == slow.seconds / 4
 
 
