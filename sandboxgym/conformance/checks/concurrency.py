@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -191,6 +192,7 @@ def _broken_fork(
         alive: list[Any] = []
         close = kind.close
 
+        @functools.wraps(original)  # its signature may be asked for
         def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self is not base:
                 if not any(self is each for each in alive):
@@ -204,6 +206,8 @@ def _broken_fork(
             closed.append(id(self))
             return close(self, *args, **kwargs)
 
+        for child in branch(env, 1, None):  # what the source keeps of its own state, say a snapshot until its next step
+            child.close()
         before = processes.held(path)
         had, had_close = name in vars(kind), "close" in vars(kind)
         setattr(kind, name, failing)
