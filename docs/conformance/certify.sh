@@ -49,6 +49,7 @@ PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
     echo 'Written by `docs/conformance/certify.sh`. "Deep copies" are environments of Gymnasium snapshotted by'
     echo '`copy.deepcopy`, the obvious way, for comparison: in-process it is faithful for these, and it declares nothing more.'
     echo '"Replays" are such environments, and TextWorld as the original plays it, by the seed and the actions so far.'
+    echo 'The copy backend isolates nothing and says so: siblings see each other'"'"'s processes and `/dev/shm`, its one failure.'
     echo '"Emulator states" is Atari by `clone_state` and `restore_state` (`conformance/ale_states.py`).'
     echo
     echo "| environment | result | |"
