@@ -201,12 +201,11 @@ def main() -> None:
     import tyro
 
     from bpo_ref.chat import ChatFormat
-    from bpo_ref.models import eos_ids, load_policy
+    from bpo_ref.models import eos_ids, load_policy, settle_cpu
     from bpo_ref.policy import ChatPolicy
 
     args = tyro.cli(Args, config=(tyro.conf.FlagConversionOff,))
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    settle_cpu(args.threads)
     model, tokenizer = load_policy(args.checkpoint, dtype=args.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     prompt = make_prompt(

@@ -42,6 +42,7 @@ from bpo_ref.models import (
     load_adapter,
     load_policy,
     policy_of,
+    settle_cpu,
 )
 from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from bpo_ref.runlog import RunLog, described_failures, write_report
@@ -80,8 +81,8 @@ class Run:
         self.zero3 = zero3.wanted()
         with patch_environment(accelerate_use_deepspeed="false"):  # `zero3` makes the engine
             self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
-        if args.threads and self.accelerator.device.type == "cpu":
-            torch.set_num_threads(args.threads)
+        if self.accelerator.device.type == "cpu":
+            settle_cpu(args.threads)
         self.envs, self.eval_envs = (
             Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
             for kwargs in (args.env_kwargs, args.eval_kwargs)

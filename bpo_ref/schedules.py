@@ -160,7 +160,7 @@ class Split(Forks):
     def __init__(self, args: Args, seed: Sequence[int], values: ValueTable) -> None:
         super().__init__(args, seed)
         self._values = values
-        self._survival = args.roulette if values.trusts(args.roulette_below) else 1.0
+        self._survival = (args.roulette or 1.0) if values.trusts(args.roulette_below) else 1.0
         self._met: set[tuple[int, Any]] = set()  # paths that have met the roulette
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:

@@ -38,7 +38,7 @@ STUDIES: dict[str, Variants] = {
         for name in (
             *("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-tree"),
             *("rloo-turn", "rloo-key", "rloo-value", "rloo-pooled"),
-            *("bpo", "bpo-forest", "bpo-split"),
+            *("bpo-key", "bpo-forest", "bpo-split", "bpo"),
         )
     },
     # K at 13 returns a task; M is an average where it is not whole
@@ -63,7 +63,7 @@ STUDIES: dict[str, Variants] = {
         "bpo-split-roulette": "--algo bpo-split --roulette 0.5",
         "bpo-split-p75": "--algo bpo-split --step-weight-power 0.75",
         "rloo-pooled": "--algo rloo-pooled --roots 8",
-        "bpo-split-pooled": "--algo bpo-split --baseline pooled --roulette 0.5",
+        "bpo": "--algo bpo",  # with both: the pooled baseline and roulette
     },
 }
 

@@ -80,8 +80,8 @@ class Args:
     """Settings of a run. Those that are None are set by ``algo`` (see ``PRESETS``)."""
 
     algo: Algo = "bpo"
-    """The algorithm: a preset of the settings under *Tree and credit*; each can be overridden. ``bpo`` is ``bpo-key``
-    where the environment gives a ``progress_key``, else ``bpo-forest``."""
+    """The algorithm: a preset of the settings under *Tree and credit*; each can be overridden. ``bpo`` is ``bpo-split``
+    with the pooled baseline and roulette where the environment gives a ``progress_key``, else ``bpo-forest``."""
     out: str = "runs/alfworld"
     """Folder for logs, checkpoints, samples, plots and results."""
     seed: int = 0
@@ -234,7 +234,7 @@ class Args:
     """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
     step_weight_power: float | None = None
     """p: a step behind f forks of width K counts K^(-p f). 1 is unbiased, 0 counts all steps of a tree alike."""
-    roulette: float = 1.0
+    roulette: float | None = None
     """q of ``split``: a path whose V̂ falls to ``roulette_below`` goes on with this probability and then counts 1/q."""
     roulette_below: float = 0.02
     """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
@@ -308,7 +308,7 @@ class Args:
 
 DEFAULTS: dict[str, Any] = dict(  # of what a preset does not name: independent rollouts, plain RLOO
     width=4, points=2.0, schedule="none", forks="backbone", root_branch="never", credit="tree", baseline="none",
-    fork_baseline=None, step_weight_power=1.0, advantage_norm="none",
+    fork_baseline=None, step_weight_power=1.0, roulette=1.0, advantage_norm="none",
 )  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "sft": {},
@@ -329,7 +329,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "bpo-split": dict(roots=4, width=2, points=3.0, schedule="split", forks="all", baseline="value"),
 }
-PRESETS["bpo"] = PRESETS["bpo-key"]  # until more seeds decide: docs/results/alfworld-tiny.md
+PRESETS["bpo"] = PRESETS["bpo-split"] | dict(baseline="pooled", roulette=0.5)
 
 
 def resolved(args: Args, *, keyed: bool = True) -> Args:
@@ -346,6 +346,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     given = {name: value for name, value in asdict(args).items() if value is not None}
     settings = preset | given
     preset["fork_baseline"] = preset["fork_baseline"] or ("siblings" if settings["baseline"] == "none" else "parent")
+    preset["roulette"] = preset["roulette"] if settings["schedule"] == "split" else 1.0
     args = replace(args, **{name: value for name, value in preset.items() if name not in given})
     width, points = args.width or 0, args.points or 0.0
     forks = args.schedule not in ("none", "mc")
@@ -385,8 +386,9 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
         roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
         "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
     )  # fmt: skip
-    refuse(args.roulette != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
-    refuse(not 0 < args.roulette <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
+    survival = args.roulette or 0.0
+    refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
+    refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
     for name in ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"):
         refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
     at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads")

@@ -49,7 +49,7 @@ from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, forward
-from bpo_ref.models import eos_ids, load_policy
+from bpo_ref.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.policy import ChatPolicy
 from bpo_ref.run import gives_key
 from bpo_ref.schedules import make_schedule
@@ -129,8 +129,7 @@ class Laboratory:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        if study.threads:
-            torch.set_num_threads(study.threads)
+        settle_cpu(study.threads)
         self.base = Args(**read_config(Args, Path(study.config)))
         base = self.base
         self.model, tokenizer = load_policy(study.checkpoint, dtype=base.dtype)

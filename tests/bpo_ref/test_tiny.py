@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,25 @@ def test_byte_level_pieces_are_learnt_saved_and_the_same_again(tmp_path: Path) -
     assert all(loaded(text)["input_ids"] == tokenizer(text)["input_ids"] for text in COMMANDS)
     with pytest.raises(ValueError, match="every byte"):
         tiny_bpe_tokenizer(COMMANDS, 200)
+
+
+_FAULTS = """
+import resource, torch
+from bpo_ref.models import settle_cpu
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64, 2**20).exp().sum()  # 256 MB, twice
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print([faults() for _ in range(2)][-1])
+settle_cpu(1)
+print([faults() for _ in range(6)][-1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_memory_of_a_step_is_kept_for_the_next() -> None:
+    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
+    left_alone, settled = map(int, done.stdout.split())
+    assert settled * 20 < left_alone

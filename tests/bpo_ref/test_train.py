@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_returns_that_are_left_out_are_counted_but_not_trained_on(tmp_path: Path
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "algo": "bpo-paper", "width": 4, "sft_steps": 0}))
     trees = trainer._rollouts((0, 0))
     train.assign_credit(trees, trainer.args, trainer.memory)
-    train.leave_out(trees, train.replace(trainer.args, subsample_returns=3), (0, 1))
+    train.leave_out(trees, replace(trainer.args, subsample_returns=3), (0, 1))
     assert all(len(tree.paths) == 7 for tree in trees)
     assert len(train.rows_of(trees)) == 3 * len(trees)
     trainer.close()
@@ -514,6 +515,15 @@ def test_every_field_of_a_preset_is_a_setting_and_is_filled_in(algo: Any) -> Non
 
 def test_a_given_setting_wins_over_the_preset() -> None:
     assert resolved(Args(algo="bpo", baseline="turn")).baseline == "turn"
+    assert resolved(Args(algo="bpo", roulette=0.25)).roulette == 0.25
+
+
+def test_bpo_is_splitting_with_the_pooled_baseline_and_roulette_or_a_forest() -> None:
+    split = resolved(Args(algo="bpo"))
+    assert split == replace(resolved(Args(algo="bpo-split", baseline="pooled", roulette=0.5)), algo="bpo")
+    assert resolved(Args(algo="bpo"), keyed=False) == replace(resolved(Args(algo="bpo-forest")), algo="bpo")
+    # roulette needs V̂ where it is played: another schedule goes without
+    assert resolved(Args(algo="bpo", schedule="random")).roulette == 1.0
 
 
 @pytest.mark.parametrize(
