@@ -11,6 +11,8 @@ defines them:
   It mixes in the scale of the estimator (docs/theory.md);
 - non-degenerate share: tasks with an advantage beyond 0.1;
 - success on easy and hard tasks of the panel: those that the start solved, and those that it did not.
+
+With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success, but in these two.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from bpo_ref.plots import label_of, learning_curve, read_scores
+from bpo_ref.plots import Metric, label_of, learning_curve, read_scores
 
 WINDOW = 50  # mini-batches of the running variance
 
@@ -37,6 +39,7 @@ class Finished:
     """A run's logs."""
 
     folder: Path
+    metric: Metric = "success"
 
     @property
     def seed(self) -> int:
@@ -62,16 +65,16 @@ class Finished:
     @property
     def final(self) -> float:
         """Success at the end."""
-        return float(self.scores[-1]["success"])
+        return float(self.scores[-1][self.metric])
 
     @property
     def area(self) -> float:
         """Mean success over the evaluations after the start."""
-        return float(np.mean([record["success"] for record in self.scores[1:]]))
+        return float(np.mean([record[self.metric] for record in self.scores[1:]]))
 
     def spent_until(self, success: float, unit: str) -> float:
         """Updates, tokens or seconds until an evaluation reached this success, linear between them; NaN: never."""
-        return spent_until([(record[unit], record["success"]) for record in self.scores], success)
+        return spent_until([(record[unit], record[self.metric]) for record in self.scores], success)
 
     @property
     def norm_variance(self) -> float:
@@ -102,23 +105,23 @@ def spent_until(points: Sequence[Sequence[float]], success: float) -> float:
     return float("nan")
 
 
-def grouped(runs: Sequence[Path]) -> dict[str, list[Finished]]:
+def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[Finished]]:
     """Runs by label."""
     groups: dict[str, list[Finished]] = {}
     for run in runs:
-        groups.setdefault(label_of(run), []).append(Finished(run))
+        groups.setdefault(label_of(run), []).append(Finished(run, metric))
     return groups
 
 
-def summary(runs: Sequence[Path]) -> str:
+def summary(runs: Sequence[Path], metric: Metric = "success") -> str:
     """One line a variant: ± is the standard deviation over seeds, budget columns are means a run."""
     lines = [
         "| variant | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for label, group in grouped(runs).items():
+    for label, group in grouped(runs, metric).items():
         ends, areas = np.array([run.final for run in group]), np.array([run.area for run in group])
-        start = np.mean([run.scores[0]["success"] for run in group])
+        start = np.mean([run.scores[0][metric] for run in group])
         counters = [run.results["counters"] for run in group]
         budget = {name: np.mean([spent[name] for spent in counters]) for name in counters[0]}
         each = " ".join(f"{end:.3f}" for end in ends)
@@ -130,9 +133,9 @@ def summary(runs: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def efficiency(runs: Sequence[Path]) -> str:
+def efficiency(runs: Sequence[Path], metric: Metric = "success") -> str:
     """The paper's metrics, one line a variant. The baselines are the variants that are not named bpo-…."""
-    groups = grouped(runs)
+    groups = grouped(runs, metric)
     finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
     baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
@@ -154,13 +157,13 @@ def efficiency(runs: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def beside(runs: Sequence[Path], baseline: str = "grpo") -> str:
+def beside(runs: Sequence[Path], metric: Metric = "success", baseline: str = "grpo") -> str:
     """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
 
     The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
     the baseline spent.
     """
-    groups = grouped(runs)
+    groups = grouped(runs, metric)
     if baseline not in groups:
         return ""
     others = {run.seed: run for run in groups[baseline]}
@@ -175,7 +178,7 @@ def beside(runs: Sequence[Path], baseline: str = "grpo") -> str:
         ends, areas = (
             np.array([getattr(run, name) - getattr(other, name) for run, other in pairs]) for name in ("final", "area")
         )
-        curve = [[np.mean([run.scores[i][x] for run in group]) for x in ("tokens", "success")] for i in _shared(group)]
+        curve = [[np.mean([run.scores[i][x] for run in group]) for x in ("tokens", metric)] for i in _shared(group)]
         reached = spent_until(curve, final) / spent
         part = "never" if np.isnan(reached) else f"{reached:.2f}"
         lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {part} |")
@@ -199,11 +202,11 @@ def overhead(runs: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def write(runs: Sequence[Path], out: Path) -> str:
+def write(runs: Sequence[Path], out: Path, metric: Metric = "success") -> str:
     """Write OUT-table.md and OUT.png; returns the tables."""
-    text = "\n\n".join(filter(None, (summary(runs), efficiency(runs), beside(runs)))) + "\n"
+    text = "\n\n".join(filter(None, (make(runs, metric) for make in (summary, efficiency, beside)))) + "\n"
     out.with_name(out.name + "-table.md").write_text(text)
-    learning_curve(runs, out.with_name(out.name + ".png"))
+    learning_curve(runs, out.with_name(out.name + ".png"), metric)
     return text
 
 
@@ -227,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
     arguments = parser.parse_args(argv)
     finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).updates]
     if not finished:
@@ -234,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"expected folders of finished runs, with results.json and updates, found {given}")
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
         print(f"left out, for they have not finished or hold no updates: {', '.join(left_out)}", file=sys.stderr)
-    print(write(finished, arguments.out))
+    print(write(finished, arguments.out, arguments.metric))
 
 
 if __name__ == "__main__":

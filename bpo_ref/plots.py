@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
@@ -17,6 +17,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import EngFormatter
+
+Metric = Literal["success", "reward"]
+"""Of an evaluation: share of successes, or mean total reward of an episode."""
 
 
 def read_scores(run: Path) -> list[dict[str, Any]]:
@@ -37,29 +40,29 @@ def label_of(run: Path) -> str:
     return algorithms[0] if algorithms else "sft"
 
 
-def learning_curve(runs: Sequence[Path], path: Path) -> None:
-    """Success against updates and against generated tokens; runs of one label as mean ± standard deviation."""
+def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
+    """A metric against updates and against generated tokens; runs of one label as mean ± standard deviation."""
     by_algo: dict[str, list[list[dict[str, Any]]]] = {}
     for run in runs:
         by_algo.setdefault(label_of(run), []).append(read_scores(run))
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True)
 
     def final(named: tuple[str, list[list[dict[str, Any]]]]) -> float:
-        return -float(np.mean([curve[-1]["success"] for curve in named[1]]))
+        return -float(np.mean([curve[-1][metric] for curve in named[1]]))
 
     for colour, (algo, curves) in enumerate(sorted(by_algo.items(), key=final)):
         length = min(map(len, curves))
-        success = np.array([[record["success"] for record in curve[:length]] for curve in curves])
+        heights = np.array([[record[metric] for record in curve[:length]] for curve in curves])
         for axis, x in zip(axes, ("update", "tokens")):
             at = np.mean([[record[x] for record in curve[:length]] for curve in curves], axis=0)
             label = f"{algo} ({len(curves)} seeds)" if len(curves) > 1 else algo
-            axis.plot(at, success.mean(axis=0), marker="o", markersize=3, color=f"C{colour}", label=label)
+            axis.plot(at, heights.mean(axis=0), marker="o", markersize=3, color=f"C{colour}", label=label)
             if len(curves) > 1:
-                spread = success.std(axis=0, ddof=1)
-                low, high = success.mean(axis=0) - spread, success.mean(axis=0) + spread
+                spread = heights.std(axis=0, ddof=1)
+                low, high = heights.mean(axis=0) - spread, heights.mean(axis=0) + spread
                 axis.fill_between(at, low, high, color=f"C{colour}", alpha=0.15, linewidth=0)
     axes[0].set_xlabel("update")
-    axes[0].set_ylabel("success on the held-out panel")
+    axes[0].set_ylabel(f"{metric} on the held-out panel")
     axes[1].set_xlabel("generated tokens")
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes:

@@ -18,8 +18,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 from bpo_ref.compare import overhead, write
+from bpo_ref.plots import Metric
 
 TRAIN = Path(__file__).with_name("train.py")
 
@@ -145,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--launch", default=sys.executable, help="what starts a run, such as accelerate launch")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; writes OUT-table.md and OUT.png")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what variants are compared by")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
     if arguments.starts is not None and arguments.starts < 1:
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage in (starts, runs):
         run_all(stage, arguments.out / "log.txt", arguments.jobs)
     folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
-    print(write(folders, arguments.out))
+    print(write(folders, arguments.out, arguments.metric))
     if arguments.study == "overhead":
         print("\n" + overhead(folders))
 

@@ -63,7 +63,7 @@ def fake_run(folder: Path, algo: str, success: list[float], *, norm: float) -> P
     folder.mkdir(parents=True)
     scores = [
         {"step": 10 * i, "name": f"{algo}@{10 * i}" if i else "start", "tokens": 1000 * i, "seconds": 5.0 * i,
-         "success": value, "outcomes": [1, 0, 1, int(value > 0.5)]}
+         "success": value, "reward": value / 2, "outcomes": [1, 0, 1, int(value > 0.5)]}
         for i, value in enumerate(success)
     ]  # fmt: skip
     rng = np.random.default_rng(0)
@@ -103,7 +103,10 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     pairs = beside([*runs, fake_run(tmp_path / "ours-seed1", "bpo", [0.2, 0.5, 0.9], norm=0.5)]).splitlines()
     # ours ends .3 and .1 above grpo; its mean curve 0.2, 0.65, 0.9 reaches 0.7 after 1,200 of the 2,000 tokens
     assert pairs[2] == "| ours | 2 | +0.200 ± 0.100 | +0.175 ± 0.175 | 0.60 |" and len(pairs) == 3
-    assert beside(runs, "ppo") == ""
+    assert beside(runs, baseline="ppo") == ""
+    # a reward of half the success, where it is not all or nothing
+    assert summary(runs, "reward").splitlines()[2].startswith("| grpo | 2 | 0.100 | 0.350 ± 0.071 (0.300 0.400) |")
+    assert beside([*runs], "reward").splitlines()[2].startswith("| ours | 1 | +0.150 |")
     assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 |" in overhead(runs)
 
 
