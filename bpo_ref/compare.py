@@ -84,6 +84,13 @@ class Finished:
         return float(np.mean([np.var(norms[i : i + window]) for i in range(len(norms) - window + 1)]))
 
     @property
+    def shared_steps(self) -> float:
+        """Environment steps that forks did not have to take, for they began at a snapshot."""
+        returns = np.diff([line["total/returns"] for line in self.updates], prepend=0.0)
+        turns = np.array([line["rollout/turns"] for line in self.updates])
+        return float(returns @ turns - self.updates[-1]["total/env_steps"])
+
+    @property
     def nondegenerate(self) -> float:
         """Share of tasks that anything can be learnt from."""
         return float(1.0 - np.mean([line["rollout/degenerate_tasks"] for line in self.updates]))
@@ -190,15 +197,30 @@ def _shared(group: Sequence[Finished]) -> range:
 
 
 def overhead(runs: Sequence[Path]) -> str:
-    """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it."""
-    lines = ["| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % |", "|---|---|---|---|---|"]
+    """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it.
+
+    Then the share of all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the
+    forks would have added instead.
+    """
+    lines = [
+        "| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % | with restores, % "
+        "| steps shared a task | replayed instead, % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for label, group in grouped(runs).items():
         updates = [line for run in group for line in run.updates]
         tasks = group[0].results["args"]["prompts"]
         snap = 1e3 * float(np.mean([line["time/snapshot"] for line in updates]))
         count = float(np.mean([line["rollout/snapshots"] for line in updates]))
-        rollout = 1e3 * float(np.mean([line["time/rollout"] for line in updates])) / tasks
-        lines.append(f"| {label} | {snap:.3f} | {count:.1f} | {rollout:.1f} | {100 * snap * count / rollout:.2f} |")
+        seconds = sum(line["time/rollout"] for line in updates)
+        rollout = 1e3 * seconds / len(updates) / tasks
+        waited = sum(line["time/snapshots"] for line in updates) / seconds
+        shared = sum(run.shared_steps for run in group)
+        step = sum(line["time/env"] for line in updates) / sum(run.updates[-1]["total/env_steps"] for run in group)
+        lines.append(
+            f"| {label} | {snap:.3f} | {count:.1f} | {rollout:.1f} | {100 * snap * count / rollout:.2f} "
+            f"| {100 * waited:.2f} | {shared / len(updates) / tasks:.1f} | {100 * shared * step / seconds:.2f} |"
+        )
     return "\n".join(lines)
 
 

@@ -55,7 +55,7 @@ STUDIES: dict[str, Variants] = {
         "grpo": "--algo grpo",
         "bpo-paper": "--algo bpo-paper",  # snapshots at every step: the choice comes after the end
         "bpo-tree": "--algo bpo-tree",  # at the branch points only
-        "bpo-split": "--algo bpo-split",
+        "bpo": "--algo bpo",  # at the splits, as the path goes
     },
     # which part of bpo-split gains what
     "split": {

@@ -69,7 +69,8 @@ def fake_run(folder: Path, algo: str, success: list[float], *, norm: float) -> P
     rng = np.random.default_rng(0)
     updates = [
         {"step": i, "update/grad_norm": norm * float(1 + rng.normal()), "rollout/degenerate_tasks": 0.25,
-         "time/snapshot": 0.001, "rollout/snapshots": 3.0, "time/rollout": 0.8}
+         "time/snapshot": 0.001, "rollout/snapshots": 3.0, "time/rollout": 0.8, "time/snapshots": 0.04,
+         "total/returns": 8 * (i + 1), "rollout/turns": 10.0, "total/env_steps": 60 * (i + 1), "time/env": 0.12}
         for i in range(120)
     ]  # fmt: skip
     args = {"algo": algo, "prompts": 8, "seed": int(folder.name[-1])}
@@ -107,7 +108,8 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     # a reward of half the success, where it is not all or nothing
     assert summary(runs, "reward").splitlines()[2].startswith("| grpo | 2 | 0.100 | 0.350 ± 0.071 (0.300 0.400) |")
     assert beside([*runs], "reward").splitlines()[2].startswith("| ours | 1 | +0.150 |")
-    assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 |" in overhead(runs)
+    # of 80 steps of a batch's returns 20 are shared, 2.5 a task; at 2 ms a step
+    assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 | 5.00 | 2.5 | 5.00 |" in overhead(runs)
 
 
 def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,13 +134,12 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     values: dict[str, Any] = {**TINY, "eval_kwargs": [], "updates": 2}
     config.write_text(yaml.safe_dump({name: v for name, v in values.items() if name != "width"}))
     out = tmp_path / "runs"
-    words = ["overhead", "--config", str(config), "--seeds", "0", "--only", "grpo", "bpo-split", "--out", str(out)]
+    words = ["overhead", "--config", str(config), "--seeds", "0", "--only", "grpo", "bpo", "--out", str(out)]
     main([*words, "--", "--match", "tokens", "--budget", "1500"])
     printed = capsys.readouterr().out
     assert "| grpo | 1 |" in printed and "c_snap" in printed
     spent = [
-        json.loads((out / f"{x}-seed0" / "results.json").read_text())["counters"]["tokens"]
-        for x in ("grpo", "bpo-split")
+        json.loads((out / f"{x}-seed0" / "results.json").read_text())["counters"]["tokens"] for x in ("grpo", "bpo")
     ]
     assert all(1500 <= tokens < 4000 for tokens in spent)
     assert (tmp_path / "runs.png").exists() and (tmp_path / "runs-table.md").exists()
