@@ -168,14 +168,12 @@ def beside(runs: Sequence[Path], metric: Metric = "success", baseline: str = "gr
     """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
 
     The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
-    the baseline spent.
+    the baseline spent, with its 90 % interval over resampled seeds (the same ones of both).
     """
     groups = grouped(runs, metric)
     if baseline not in groups:
         return ""
     others = {run.seed: run for run in groups[baseline]}
-    final = float(np.mean([run.final for run in groups[baseline]]))
-    spent = float(np.mean([run.scores[-1]["tokens"] for run in groups[baseline]]))
     lines = [f"| variant | seeds | end, to {baseline}'s | AUC, to {baseline}'s | tokens to {baseline}'s final |"]
     lines.append("|---|---|---|---|---|")
     for label, group in groups.items():
@@ -185,15 +183,29 @@ def beside(runs: Sequence[Path], metric: Metric = "success", baseline: str = "gr
         ends, areas = (
             np.array([getattr(run, name) - getattr(other, name) for run, other in pairs]) for name in ("final", "area")
         )
-        curve = [[np.mean([run.scores[i][x] for run in group]) for x in ("tokens", metric)] for i in _shared(group)]
-        reached = spent_until(curve, final) / spent
-        part = "never" if np.isnan(reached) else f"{reached:.2f}"
-        lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {part} |")
+        lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {_reached(pairs)} |")
     return "\n".join(lines)
 
 
-def _shared(group: Sequence[Finished]) -> range:
-    return range(min(len(run.scores) for run in group))
+def _reached(pairs: Sequence[tuple[Finished, Finished]]) -> str:
+    """Where the first runs' mean curve reaches the second's mean end, as a part of what these spent."""
+    shared = range(min(len(run.scores) for run, _ in pairs))
+    curves = np.array([[[run.scores[i][x] for x in ("tokens", run.metric)] for i in shared] for run, _ in pairs])
+    others = np.array([[other.scores[-1]["tokens"], other.final] for _, other in pairs])
+
+    def part(chosen: np.ndarray) -> float:
+        spent, final = map(float, others[chosen].mean(axis=0))
+        return spent_until(curves[chosen].mean(axis=0), final) / spent
+
+    every = np.arange(len(pairs))
+    parts = [part(chosen) for chosen in np.random.default_rng(0).choice(every, (2000, len(pairs)))]
+    low, high = np.quantile(np.nan_to_num(parts, nan=np.inf), [0.05, 0.95], method="lower")
+    interval = f" [{_part(low)}, {_part(high)}]" if len(pairs) > 1 else ""
+    return _part(part(every)) + interval
+
+
+def _part(value: float) -> str:
+    return f"{value:.2f}" if np.isfinite(value) else "never"
 
 
 def overhead(runs: Sequence[Path]) -> str:
