@@ -375,7 +375,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(8, 0.4 * len(lines) + 1.2))
+    figure, axis = plt.subplots(figsize=(10, 0.4 * len(lines) + 1.4))
     for y, line in enumerate(reversed(lines)):
         cost = line.cost["tokens"]
         colour = "C0" if line.aims else "C3"
@@ -383,7 +383,10 @@ def plot(lines: Sequence[Line], path: Path) -> None:
         axis.plot(cost.value, y, "o", color=colour)
     axis.axvline(1.0, color="0.7", linewidth=1)
     axis.set_yticks(range(len(lines)), [line.name for line in reversed(lines)])
-    axis.set_xlabel("cost of equal precision in tokens (red: does not aim at the gradient; at its own scale)")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_xlabel("cost of equal precision in tokens\n(red: does not aim at the gradient; at its own scale)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
