@@ -236,9 +236,10 @@ def overhead(runs: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def write(runs: Sequence[Path], out: Path, metric: Metric = "success") -> str:
-    """Write OUT-table.md and OUT.png; returns the tables."""
-    text = "\n\n".join(filter(None, (make(runs, metric) for make in (summary, efficiency, beside)))) + "\n"
+def write(runs: Sequence[Path], out: Path, metric: Metric = "success", *, costs: bool = False) -> str:
+    """Write OUT-table.md, with `overhead` if ``costs``, and OUT.png; returns the tables."""
+    tables = [make(runs, metric) for make in (summary, efficiency, beside)] + [overhead(runs)] * costs
+    text = "\n\n".join(filter(None, tables)) + "\n"
     out.with_name(out.name + "-table.md").write_text(text)
     learning_curve(runs, out.with_name(out.name + ".png"), metric)
     return text
@@ -265,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
     parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
+    parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
     arguments = parser.parse_args(argv)
     finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).updates]
     if not finished:
@@ -272,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"expected folders of finished runs, with results.json and updates, found {given}")
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
         print(f"left out, for they have not finished or hold no updates: {', '.join(left_out)}", file=sys.stderr)
-    print(write(finished, arguments.out, arguments.metric))
+    print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead))
 
 
 if __name__ == "__main__":

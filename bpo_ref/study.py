@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
-from bpo_ref.compare import overhead, write
+from bpo_ref.compare import write
 from bpo_ref.plots import Metric
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -174,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage in (starts, runs):
         run_all(stage, arguments.out / "log.txt", arguments.jobs)
     folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
-    print(write(folders, arguments.out, arguments.metric))
-    if arguments.study == "overhead":
-        print("\n" + overhead(folders))
+    print(write(folders, arguments.out, arguments.metric, costs=arguments.study == "overhead"))
 
 
 if __name__ == "__main__":
