@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, ClassVar, Self, get_args
@@ -87,8 +88,8 @@ class WebShopBrowserEnv(WebShopEnv):
     pointer is (it is moved to the corner before every picture), and the browser's cache.
 
     ## Arguments
-    - ``catalogue``, ``goals``, ``split``, ``price_seed``, ``nouns``, ``pos``, ``search_backend``, ``show_attributes``:
-      as in `WebShopEnv`.
+    - ``catalogue``, ``goals``, ``split``, ``tasks``, ``price_seed``, ``nouns``, ``pos``, ``search_backend``,
+      ``show_attributes``: as in `WebShopEnv`.
     - ``observation_mode``: ``"text"``, ``"html"``, ``"axtree"`` or ``"screenshot"``.
     - ``viewport``: width and height in pixels.
     - ``executable``: of the browser.
@@ -107,6 +108,7 @@ class WebShopBrowserEnv(WebShopEnv):
         *,
         goals: Kind = "synthetic",
         split: Split | None = None,
+        tasks: Sequence[int | str] | None = None,
         observation_mode: BrowserMode = "text",
         price_seed: int = 0,
         nouns: str | os.PathLike[str] | None = None,
@@ -126,6 +128,7 @@ class WebShopBrowserEnv(WebShopEnv):
             catalogue,
             goals=goals,
             split=split,
+            tasks=tasks,
             price_seed=price_seed,
             nouns=nouns,
             pos=pos,

@@ -105,6 +105,7 @@ class WebShopEnv(SnapshotEnv[str, str]):
     - ``goals``: ``"synthetic"`` or ``"human"``.
     - ``split``: ``None`` (all goals), the original's ``"test"`` (goals 0-499), ``"eval"`` (500-1499), ``"train"`` (the
       rest), or ``"product-test"``, ``"product-eval"``, ``"product-train"``, of which no two share a product.
+    - ``tasks``: only these goals of the split, by position or id; they keep their order.
     - ``observation_mode``: ``"text"``, ``"text_rich"``, ``"html"`` or ``"url"``.
     - ``compat``: ``"default"`` or ``"upstream"``, see above.
     - ``price_seed``: of the prices of products that show a range, and of the price caps in goals.
@@ -128,6 +129,7 @@ class WebShopEnv(SnapshotEnv[str, str]):
         *,
         goals: Kind = "synthetic",
         split: Split | None = None,
+        tasks: Sequence[int | str] | None = None,
         observation_mode: ObservationMode = "text",
         compat: Compat = "default",
         price_seed: int = 0,
@@ -151,7 +153,11 @@ class WebShopEnv(SnapshotEnv[str, str]):
             show_attributes=show_attributes,
         )
         self.goals_here: Sequence[int] = split_of(self.shop.goals, split)
-        """Indices of the split's goals in the list of all."""
+        """Indices of the goals that can be asked for in the list of all, ascending."""
+        if tasks is not None:
+            self.goals_here = sorted({self._goal({"task": task}) for task in tasks})
+            if not self.goals_here:
+                raise ValueError("tasks: expected at least one, found none")
         self.observation_mode = observation_mode
         self.render_mode = render_mode
         self.observation_space = Unicode()

@@ -113,6 +113,8 @@ class Expert:
             show them, after a blank (``click[ B0TCQ3ZDOE]``): what a small model can learn to copy.
         listed: search for the whole instruction, and take the products in the shop's order: every action is one of the
             ``admissible_commands`` then.
+        careless: probability of an episode with a slip, one of two that are always the same in a task: it forgets to
+            choose options, or takes the neighbour of the first that it should choose.
     """
 
     def __init__(
@@ -124,12 +126,14 @@ class Expert:
         reads: bool = True,
         copies: bool = False,
         listed: bool = False,
+        careless: float = 0.0,
     ) -> None:
         self._rng = rng or random.Random(0)
         self._noise = noise
         self._candidates = candidates
         self._reads = reads
         self._copies, self._listed = copies, listed
+        self._careless = careless
         self.noisy = False
 
     def reset(self, observation: str) -> None:
@@ -148,6 +152,8 @@ class Expert:
         self._chosen: set[str] = set()
         self._searches = self._steps = 0
         self._decided: str | None = None
+        careless = self._careless > 0 and self._rng.random() < self._careless
+        self._mistake = self._rng.choice((_none, _neighbour)) if careless else None
 
     def act(self, observation: str) -> str:
         """The next action, given the page."""
@@ -221,6 +227,8 @@ class Expert:
         item.covered |= self._wanted(title)
         item.dear = _price(pieces[price]) > self._order.cap
         item.options, item.asked = self._fitting(choices)
+        if self._mistake is not None:
+            item.options = self._mistake(item.options, choices)
         for option in item.options:
             item.covered |= self._wanted(option)
         if self._decided is None and item.worth(self._order) < _ENOUGH:
@@ -290,6 +298,19 @@ class Expert:
         names = [name for name in ("Back to Search", "< Prev", "Next >", "Description", "Reviews") if name in pieces]
         names += [asin for asin, _, _ in _rows(pieces)]
         return f"click[{self._rng.choice(names).lower()}]" if names else "search[gift]"
+
+
+def _none(options: Sequence[str], choices: Sequence[str]) -> list[str]:
+    return []
+
+
+def _neighbour(options: Sequence[str], choices: Sequence[str]) -> list[str]:
+    """The first of the options is the one listed after it, or before it."""
+    for _, values in _grouped(choices):
+        if options and options[0] in values and len(values) > 1:
+            at = values.index(options[0])
+            return [values[at + 1 if at + 1 < len(values) else at - 1], *options[1:]]
+    return list(options)
 
 
 def _pieces(observation: str) -> list[str]:

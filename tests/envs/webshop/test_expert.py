@@ -107,3 +107,13 @@ def test_orders():
     assert order.cap == 70 and order.pairs == () and {"bronze", "sneaker", "11"} <= order.words
     plain = read_order("Find me long lasting perfume with scent: rose, and size: 3 fl oz | 88 ml")
     assert plain.cap == float("inf") and plain.pairs == (("scent", "rose"), ("size", "3 fl oz | 88 ml"))
+
+
+def test_a_careless_shopper_errs_in_two_ways():
+    env = gym.make("sandboxgym/WebShop-v0", split="train", tasks=[2])
+    right = play(env, 0, Expert(candidates=1, reads=False))
+    wrong = [play(env, 0, Expert(random.Random(k), candidates=1, reads=False, careless=1.0)) for k in range(12)]
+    assert right[1] == 1.0 and {reward for _, reward, _ in wrong} == {5 / 7, 6 / 7}
+    assert len({tuple(actions) for actions, _, _ in wrong}) == 2 and sum(refused for _, _, refused in wrong) == 0
+    half = [play(env, 0, Expert(random.Random(k), candidates=1, reads=False, careless=0.5))[1] for k in range(40)]
+    assert 10 < half.count(1.0) < 30
