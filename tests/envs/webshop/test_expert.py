@@ -111,9 +111,12 @@ def test_orders():
 
 def test_a_careless_shopper_errs_in_two_ways():
     env = gym.make("sandboxgym/WebShop-v0", split="train", tasks=[2])
-    right = play(env, 0, Expert(candidates=1, reads=False))
-    wrong = [play(env, 0, Expert(random.Random(k), candidates=1, reads=False, careless=1.0)) for k in range(12)]
-    assert right[1] == 1.0 and {reward for _, reward, _ in wrong} == {5 / 7, 6 / 7}
-    assert len({tuple(actions) for actions, _, _ in wrong}) == 2 and sum(refused for _, _, refused in wrong) == 0
-    half = [play(env, 0, Expert(random.Random(k), candidates=1, reads=False, careless=0.5))[1] for k in range(40)]
-    assert 10 < half.count(1.0) < 30
+
+    def shops(seed, careless):
+        return play(env, 0, Expert(random.Random(seed), candidates=1, reads=False, listed=True, careless=careless))
+
+    assert shops(0, 0.0)[1] == 1.0
+    wrong = [shops(seed, 1.0) for seed in range(12)]
+    assert {reward for _, reward, _ in wrong} == {5 / 7, 6 / 7} and len({tuple(each[0]) for each in wrong}) == 2
+    assert sum(refused for _, _, refused in wrong) == 0
+    assert 10 < [shops(seed, 0.5)[1] for seed in range(40)].count(1.0) < 30

@@ -141,6 +141,20 @@ def test_tasks_are_chosen_by_position_id_or_index_of_the_goal(many_goals: Path) 
             env.reset(options=strange)
 
 
+def test_some_goals_of_a_split(many_goals: Path) -> None:
+    env = make(many_goals, split="eval", tasks=[9, "synthetic/507", 7, 2])
+    assert env.unwrapped.num_tasks == 3
+    ids = [env.reset(options={"task": task})[1]["task_id"] for task in range(3)]
+    assert ids == ["synthetic/502", "synthetic/507", "synthetic/509"]
+    assert {env.reset(seed=seed)[1]["task_id"] for seed in range(30)} == set(ids)
+    with pytest.raises(TaskNotFound, match="expected a task from 0 to 2"):
+        env.reset(options={"task": 3})
+    with pytest.raises(TaskNotFound, match="expected a task from 0 to 999, found 1000"):
+        make(many_goals, split="eval", tasks=[1000])
+    with pytest.raises(ValueError, match="expected at least one"):
+        make(many_goals, tasks=[])
+
+
 def test_goals_are_drawn_from_the_split_by_seed(many_goals: Path) -> None:
     env, other = make(many_goals, split="test"), make(many_goals, split="test")
     drawn = [env.reset(seed=5)[1]["task_id"]] + [env.reset()[1]["task_id"] for _ in range(30)]
