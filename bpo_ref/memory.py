@@ -10,6 +10,7 @@ Not counted: the CUDA context, buffers of NCCL, fragmentation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,6 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
         layout: ``ddp`` holds everything on every GPU, ``fsdp2`` and ``zero3`` a part of it.
         gpus: how many.
     """
-    assert args.roots is not None and args.width is not None and args.points is not None
     low = 2 if args.dtype == "bfloat16" else 4
     parts = gpus if layout != "ddp" else 1
     weights = shape.parameters
@@ -106,9 +106,7 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
         whole = low * min(weights, LIVE) + (low + 4) * min(weights, BUCKET)
     blocks = shape.layers if not args.gradient_checkpointing else 1
     tokens = args.micro_tokens
-    forks = args.schedule not in ("none", "mc")
-    siblings = args.points * (args.width - 1) if forks else 0
-    rows = -(-args.prompts // gpus) * max(args.roots, round(siblings))
+    rows = min(args.max_live, -(-args.prompts // gpus) * most_rows(args))
     return {
         "weights": ((low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0) + 4 * trained) // parts,
         "gradients": 4 * trained // parts,
@@ -120,6 +118,17 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
         "rollout: gathered": low * weights if layout != "ddp" else 0,
         "rollout: keys and values": rows * args.context * 2 * shape.layers * shape.kv_heads * shape.head_dim * low,
     }
+
+
+def most_rows(args: Args) -> int:
+    """Paths of a task that are sampled at the same time, at most: root paths, then their forks, then forks of these."""
+    assert args.roots is not None and args.width is not None and args.points is not None
+    if args.schedule in ("none", "mc"):
+        values = args.roots * (args.mc_turns or args.max_turns) * args.mc_rollouts
+        return values if args.schedule == "mc" else args.roots
+    points, paths = math.ceil(args.points), 1 if args.forks == "backbone" else args.roots
+    waves = range(1, points + 1 if args.forks == "all" else 2)
+    return max(args.roots, *(paths * math.comb(points, n) * (args.width - 1) ** n for n in waves))
 
 
 def peak(parts: dict[str, int]) -> int:

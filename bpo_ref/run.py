@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 MAY_CHANGE = {  # on resuming
-    "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "updates", "budget", "eval_every",
-    "save_every", "micro_tokens", "pack", "gradient_checkpointing",
+    "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates", "budget",
+    "eval_every", "save_every", "micro_tokens", "pack", "gradient_checkpointing",
 }  # fmt: skip
 
 

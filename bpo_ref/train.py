@@ -105,6 +105,8 @@ class Args:
     env_retries: int = 2
     """Environments that a path may lose before it is dropped, with its forks. Those that take their place begin at its
     last snapshot. 0: the first that fails ends the run."""
+    max_live: int = 1024
+    """Most paths that a process samples at the same time: bounds memory, changes nothing else."""
     max_turns: int = 24
     """Step limit of an episode (the original ALFWorld's is 50, the paper's 40)."""
 
@@ -391,7 +393,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
     for name in ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"):
         refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
-    at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads")
+    at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads", "max_live")
     for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
         refuse(getattr(args, name) < 1, name, f"expected at least 1, found {getattr(args, name)}")
     for name in ("gamma", "temperature", "eval_temperature"):
@@ -884,6 +886,7 @@ class Trainer(Run):
             tasks=tasks,
             seed=seed,
             indices=indices,
+            max_live=args.max_live,
             overlap=args.env_overlap,
             clock=clock,
             retries=args.env_retries,

@@ -195,6 +195,15 @@ def test_sharding_divides_what_is_held_and_not_what_is_computed_with() -> None:
     assert eight["rollout: gathered"] == 2 * shape.parameters
 
 
+@pytest.mark.parametrize(
+    ("algo", "rows"),
+    [("rloo", 7), ("vineppo", 8 * 24 * 4), ("bpo-paper", 6), ("bpo-tree", 6), ("bpo-forest", 8), ("bpo-split", 12)],
+)
+def test_paths_at_the_same_time(algo: Any, rows: int) -> None:
+    """bpo-split: 4 root paths fork three times, 12 paths; those off the first two splits fork twice and once more, 12."""
+    assert memory_module.most_rows(resolved(Args(algo=algo))) == rows
+
+
 def test_the_documented_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     memory_module.main([])
     printed = capsys.readouterr().out
