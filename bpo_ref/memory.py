@@ -128,7 +128,7 @@ def most_rows(args: Args) -> int:
         return values if args.schedule == "mc" else args.roots
     points, paths = math.ceil(args.points), 1 if args.forks == "backbone" else args.roots
     waves = range(1, points + 1 if args.forks == "all" else 2)
-    return max(args.roots, *(paths * math.comb(points, n) * (args.width - 1) ** n for n in waves))
+    return max(args.roots, *(int(paths * math.comb(points, n) * (args.width - 1) ** n) for n in waves))
 
 
 def peak(parts: dict[str, int]) -> int:

@@ -200,7 +200,7 @@ def test_sharding_divides_what_is_held_and_not_what_is_computed_with() -> None:
     [("rloo", 7), ("vineppo", 8 * 24 * 4), ("bpo-paper", 6), ("bpo-tree", 6), ("bpo-forest", 8), ("bpo-split", 12)],
 )
 def test_paths_at_the_same_time(algo: Any, rows: int) -> None:
-    """bpo-split: 4 root paths fork three times, 12 paths; those off the first two splits fork twice and once more, 12."""
+    """bpo-split: 4 root paths fork three times, 12 paths; these can fork on twice, once and not at all, 12 more."""
     assert memory_module.most_rows(resolved(Args(algo=algo))) == rows
 
 
