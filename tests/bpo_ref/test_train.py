@@ -95,7 +95,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_its_results(finished: Path) -> None:
     results = results_of(finished)
     assert list(results["scores"]) == ["untrained", "sft", "bpo@2", "bpo@4", "bpo@5"]
-    assert 5 * 2 * 4 <= results["counters"]["returns"] <= 5 * 2 * 7
+    assert 5 * 4 * 4 <= results["counters"]["returns"] <= 5 * 4 * 32  # 4 root paths a task, three splits of all
     assert (finished / "learning_curve.png").stat().st_size > 1000
     assert "after bpo" in (finished / "results.md").read_text()
     assert "> " in (finished / "samples.txt").read_text()
@@ -213,9 +213,9 @@ def test_the_oracles_probes_leave_the_rollout_as_it_would_have_been(tmp_path: Pa
     assert backbones[0] == backbones[1]
 
 
-def test_bpo_has_the_key_baseline_with_a_progress_key_and_is_a_forest_without(tmp_path: Path) -> None:
+def test_bpo_splits_with_a_progress_key_and_is_a_forest_without(tmp_path: Path) -> None:
     keyed = Trainer(Args(**{**TINY, "out": str(tmp_path / "keyed")}))
-    assert (keyed.args.schedule, keyed.args.baseline) == ("entropy-online", "key")
+    assert (keyed.args.schedule, keyed.args.baseline) == ("split", "pooled")
     free = {**TINY, "out": str(tmp_path / "free"), "env_id": wordgame.FREE_TEXT_ID, "tiny_vocabulary": 300}
     other = Trainer(Args(**free))
     assert (other.args.schedule, other.args.baseline) == ("explained", "turn")
