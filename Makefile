@@ -36,15 +36,15 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # All tests. SANDBOXGYM_PARITY_DATA names the recordings, SANDBOXGYM_REQUIRE what must not be skipped.
-# A test that hangs fails after half an hour and says where it was.
+# A test that hangs fails after ten minutes and says where it was.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 1800
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup
 	@$(BIN)/python -c "import json, sys; n = len(json.load(open('.pytest_cache/v/cache/lastfailed'))); \
 		sys.exit(None if 0 < n <= 3 else f'{n} tests failed')"
-	$(BIN)/python -m pytest -n 0 --timeout 1800 --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -n 0 --timeout 600 --last-failed --last-failed-no-failures none
 
 lint: setup
 	$(BIN)/ruff check .

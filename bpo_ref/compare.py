@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,6 +30,8 @@ from typing import Any, get_args
 import numpy as np
 
 from bpo_ref.plots import Metric, label_of, learning_curve, read_scores
+
+Groups = Mapping[str, Sequence["Finished"]]  # runs by label
 
 WINDOW = 50  # mini-batches of the running variance
 
@@ -61,6 +63,11 @@ class Finished:
     def results(self) -> dict[str, Any]:
         """Settings and totals."""
         return dict(json.loads((self.folder / "results.json").read_text()))
+
+    @property
+    def start(self) -> float:
+        """Success before the first update."""
+        return float(self.scores[0][self.metric])
 
     @property
     def final(self) -> float:
@@ -120,15 +127,15 @@ def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[
     return groups
 
 
-def summary(runs: Sequence[Path], metric: Metric = "success") -> str:
+def summary(groups: Groups) -> str:
     """One line a variant: ± is the standard deviation over seeds, budget columns are means a run."""
     lines = [
         "| variant | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for label, group in grouped(runs, metric).items():
+    for label, group in groups.items():
         ends, areas = np.array([run.final for run in group]), np.array([run.area for run in group])
-        start = np.mean([run.scores[0][metric] for run in group])
+        start = np.mean([run.start for run in group])
         counters = [run.results["counters"] for run in group]
         budget = {name: np.mean([spent[name] for spent in counters]) for name in counters[0]}
         each = " ".join(f"{end:.3f}" for end in ends)
@@ -140,9 +147,8 @@ def summary(runs: Sequence[Path], metric: Metric = "success") -> str:
     return "\n".join(lines)
 
 
-def efficiency(runs: Sequence[Path], metric: Metric = "success") -> str:
+def efficiency(groups: Groups) -> str:
     """The paper's metrics, one line a variant. The baselines are the variants that are not named bpo-…."""
-    groups = grouped(runs, metric)
     finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
     baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
@@ -164,13 +170,12 @@ def efficiency(runs: Sequence[Path], metric: Metric = "success") -> str:
     return "\n".join(lines)
 
 
-def beside(runs: Sequence[Path], metric: Metric = "success", baseline: str = "grpo") -> str:
+def beside(groups: Groups, baseline: str = "grpo") -> str:
     """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
 
     The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
     the baseline spent, with its 90 % interval over resampled seeds (the same ones of both).
     """
-    groups = grouped(runs, metric)
     if baseline not in groups:
         return ""
     others = {run.seed: run for run in groups[baseline]}
@@ -208,7 +213,7 @@ def _part(value: float) -> str:
     return f"{value:.2f}" if np.isfinite(value) else "never"
 
 
-def overhead(runs: Sequence[Path]) -> str:
+def overhead(groups: Groups) -> str:
     """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it.
 
     Then the share of all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the
@@ -219,7 +224,7 @@ def overhead(runs: Sequence[Path]) -> str:
         "| steps shared a task | replayed instead, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for label, group in grouped(runs).items():
+    for label, group in groups.items():
         updates = [line for run in group for line in run.updates]
         tasks = group[0].results["args"]["prompts"]
         snap = 1e3 * float(np.mean([line["time/snapshot"] for line in updates]))
@@ -238,7 +243,8 @@ def overhead(runs: Sequence[Path]) -> str:
 
 def write(runs: Sequence[Path], out: Path, metric: Metric = "success", *, costs: bool = False) -> str:
     """Write OUT-table.md, with `overhead` if ``costs``, and OUT.png; returns the tables."""
-    tables = [make(runs, metric) for make in (summary, efficiency, beside)] + [overhead(runs)] * costs
+    groups = grouped(runs, metric)
+    tables = [summary(groups), efficiency(groups), beside(groups), overhead(groups) if costs else ""]
     text = "\n\n".join(filter(None, tables)) + "\n"
     out.with_name(out.name + "-table.md").write_text(text)
     learning_curve(runs, out.with_name(out.name + ".png"), metric)

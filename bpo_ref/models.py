@@ -24,14 +24,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def settle_cpu(threads: int) -> None:
-    """Before computing on a CPU: how many threads, and memory that is kept for the next step.
+    """Where PyTorch computes on the CPU: how many threads, and memory that is kept for the next step.
 
-    Left alone, glibc hands every large block back when it is freed, and the next step's pages have to be faulted in one
-    by one again: with logits of 80 MB, a third of the time. Other C libraries are left as they are.
+    Left alone, glibc hands every large block back when it is freed, and the pages of the next step's have to be faulted
+    in one by one again. Other C libraries are left as they are.
 
     Args:
         threads: of PyTorch; 0: its choice.
     """
+    if torch.cuda.is_available():
+        return
     if threads:
         torch.set_num_threads(threads)
     if sys.platform == "linux" and (tune := getattr(ctypes.CDLL(None), "mallopt", None)):

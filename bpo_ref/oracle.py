@@ -43,13 +43,13 @@ def value_scores(
     indices: Sequence[int] | None = None,
     width: int = 4,
     rollouts: int = 16,
-    retries: int = 0,
+    **options: Any,
 ) -> dict[tuple[int, int], float]:
     """(task index, depth) -> variance, over ``width`` fresh actions, of the mean of ``rollouts`` returns after each.
 
-    The first path of every task is that of a `rollout` with the same seed and indices.
+    The first path of every task is that of a `rollout` with the same seed and indices; it takes the other ``options``.
     """
-    trees = rollout(envs, policy, _Probes(width, rollouts), tasks=tasks, seed=seed, indices=indices, retries=retries)
+    trees = rollout(envs, policy, _Probes(width, rollouts), tasks=tasks, seed=seed, indices=indices, **options)
     scores = {}
     for tree in trees:
         for edge in tree.paths[0].edges:

@@ -200,6 +200,10 @@ def collect_demonstrations(
     base: Any = env.unwrapped
     if not hasattr(base, "expert"):
         raise ConfigError(f"sft_steps: {base} has no expert to learn from: give sft_data, or a pretrained model")
+    try:
+        base.expert(**(expert_kwargs or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"expert_kwargs: {error}") from error
     order = list(range(getattr(base, "num_tasks", 1)))
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []

@@ -81,8 +81,7 @@ class Run:
         self.zero3 = zero3.wanted()
         with patch_environment(accelerate_use_deepspeed="false"):  # `zero3` makes the engine
             self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
-        if self.accelerator.device.type == "cpu":
-            settle_cpu(args.threads)
+        settle_cpu(args.threads)
         self.envs, self.eval_envs = (
             Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
             for kwargs in (args.env_kwargs, args.eval_kwargs)
@@ -90,7 +89,7 @@ class Run:
         for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
             try:
                 envs.give(envs.take())
-            except (OSError, ValueError, TypeError, gym.error.Error) as error:
+            except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.args = args = resolve(gives_key(self.envs))
         self._check_processes()

@@ -871,27 +871,16 @@ class Trainer(Run):
         self.envs.give(env)
         indices = range(self.accelerator.process_index, args.prompts, self.accelerator.num_processes)
         tasks, scores = [drawn[i] for i in indices], None
+        shared: dict[str, Any] = dict(
+            tasks=tasks, seed=seed, indices=indices, max_live=args.max_live, retries=args.env_retries
+        )
         if args.schedule == "value-oracle":
-            probing = self._player(args.temperature)
-            retries, width = args.env_retries, args.width or 2
-            scores = value_scores(self.envs, probing, tasks, seed=seed, indices=indices, width=width, retries=retries)
+            scores = value_scores(self.envs, self._player(args.temperature), width=args.width or 2, **shared)
         schedule = make_schedule(args, seed, self.memory, scores)
         policy = self._player(args.temperature)
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
-        trees = rollout(
-            self.envs,
-            policy,
-            schedule,
-            tasks=tasks,
-            seed=seed,
-            indices=indices,
-            max_live=args.max_live,
-            overlap=args.env_overlap,
-            clock=clock,
-            retries=args.env_retries,
-            failures=failures,
-        )
+        trees = rollout(self.envs, policy, schedule, overlap=args.env_overlap, clock=clock, failures=failures, **shared)
         self._check_rolled_out(len(trees), failures)
         self.rollout_costs = rollout_costs(policy, clock, failures, time.perf_counter() - began, self._sum)
         for edge in (edge for tree in trees for edge in tree.edges()):

@@ -14,7 +14,7 @@ import yaml
 from test_train import ENVIRONMENT, TINY
 
 from bpo_ref import compare
-from bpo_ref.compare import Finished, beside, efficiency, overhead, summary
+from bpo_ref.compare import Finished, beside, efficiency, grouped, overhead, summary
 from bpo_ref.study import STUDIES, commands, main
 from bpo_ref.train import parse_args, resolved
 
@@ -96,21 +96,24 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     assert ours.norm_variance == pytest.approx(first.norm_variance / 4)
     assert ours.nondegenerate == 0.75
     assert (ours.success_where(True), ours.success_where(False)) == (1.0, 0.5)
-    lines = summary(runs).splitlines()
+    groups = grouped(runs)
+    lines = summary(groups).splitlines()
     assert lines[2].startswith("| grpo | 2 | 0.200 | 0.700 ± 0.141 (0.600 0.800) | 0.600 ± 0.141 | 70 |")
-    paper = efficiency(runs).splitlines()
+    paper = efficiency(groups).splitlines()
     assert "to 0.810" in paper[0]  # "ours" is not named bpo-…: 90 % of .9
     assert "(0.25)" in paper[3] and "| 0.75 | 1.000 | 0.500 |" in paper[3]
-    pairs = beside([*runs, fake_run(tmp_path / "ours-seed1", "bpo", [0.2, 0.5, 0.9], norm=0.5)]).splitlines()
+    more = [*runs, fake_run(tmp_path / "ours-seed1", "bpo", [0.2, 0.5, 0.9], norm=0.5)]
+    pairs = beside(grouped(more)).splitlines()
     # ours ends .3 and .1 above grpo; its mean curve 0.2, 0.65, 0.9 reaches 0.7 after 1,200 of the 2,000 tokens
     # (of seed 0 alone 0.2, 0.8 reaches 0.6 after 667; seed 1 alone 0.8 after 1,750)
     assert pairs[2] == "| ours | 2 | +0.200 ± 0.100 | +0.175 ± 0.175 | 0.60 [0.33, 0.88] |" and len(pairs) == 3
-    assert beside(runs, baseline="ppo") == ""
+    assert beside(groups, "ppo") == ""
     # a reward of half the success, where it is not all or nothing
-    assert summary(runs, "reward").splitlines()[2].startswith("| grpo | 2 | 0.100 | 0.350 ± 0.071 (0.300 0.400) |")
-    assert beside([*runs], "reward").splitlines()[2].startswith("| ours | 1 | +0.150 |")
+    rewards = grouped(runs, "reward")
+    assert summary(rewards).splitlines()[2].startswith("| grpo | 2 | 0.100 | 0.350 ± 0.071 (0.300 0.400) |")
+    assert beside(rewards).splitlines()[2].startswith("| ours | 1 | +0.150 |")
     # of 80 steps of a batch's returns 20 are shared, 2.5 a task; at 2 ms a step
-    assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 | 5.00 | 2.5 | 5.00 |" in overhead(runs)
+    assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 | 5.00 | 2.5 | 5.00 |" in overhead(groups)
 
 
 def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

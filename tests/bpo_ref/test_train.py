@@ -469,6 +469,15 @@ def test_runs_of_one_and_two_processes_play_the_same_episodes(tmp_path: Path) ->
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
+def test_a_task_or_an_argument_of_the_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
+    shop = {**TINY, "env_id": "sandboxgym/WebShop-v0", "out": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"env_kwargs: cannot make .*expected a task from 0 to \d+, found 99999"):
+        Trainer(Args(**{**shop, "env_kwargs": ("tasks=[99999]",)}))
+    for wrong, message in (("careful=1", "unexpected keyword argument"), ("careless=2", "careless: expected a prob")):
+        with pytest.raises(ConfigError, match=f"expert_kwargs: .*{message}"):
+            Trainer(Args(**{**shop, "expert_kwargs": (wrong,)}))
+
+
 def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "_check_processes", lambda self: monkeypatch.setenv("WORLD_SIZE", "2"))
     trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path)})))

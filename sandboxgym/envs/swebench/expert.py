@@ -108,6 +108,9 @@ class Expert:
         direct: read, edit by line numbers (in bash) and submit: no looking around before, no tests after.
         careless: probability of an episode with a slip: one of the task's `slips`, or, where it has a demonstration, to
             submit at once.
+
+    Raises:
+        ValueError: ``careless`` is no probability.
     """
 
     noisy = False
@@ -123,6 +126,8 @@ class Expert:
         direct: bool = False,
         careless: float = 0.0,
     ) -> None:
+        if not 0 <= careless <= 1:
+            raise ValueError(f"careless: expected a probability, found {careless!r}")
         self._playing = playing
         self._tools = tools
         self._rng = rng or random.Random(0)

@@ -155,6 +155,8 @@ class WebShopEnv(SnapshotEnv[str, str]):
         self.goals_here: Sequence[int] = split_of(self.shop.goals, split)
         """Indices of the goals that can be asked for in the list of all, ascending."""
         if tasks is not None:
+            if isinstance(tasks, str) or not isinstance(tasks, Sequence):
+                raise ValueError(f"tasks: expected a list of positions and ids, found {tasks!r}")
             self.goals_here = sorted({self._goal({"task": task}) for task in tasks})
             if not self.goals_here:
                 raise ValueError("tasks: expected at least one, found none")

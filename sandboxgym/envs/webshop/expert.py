@@ -115,6 +115,9 @@ class Expert:
             ``admissible_commands`` then.
         careless: probability of an episode with a slip, one of two that are always the same in a task: it forgets to
             choose options, or takes the neighbour of the first that it should choose.
+
+    Raises:
+        ValueError: ``careless`` is no probability.
     """
 
     def __init__(
@@ -128,6 +131,8 @@ class Expert:
         listed: bool = False,
         careless: float = 0.0,
     ) -> None:
+        if not 0 <= careless <= 1:
+            raise ValueError(f"careless: expected a probability, found {careless!r}")
         self._rng = rng or random.Random(0)
         self._noise = noise
         self._candidates = candidates

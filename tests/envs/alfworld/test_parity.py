@@ -90,6 +90,7 @@ def test_same_as_the_original(recording: str, reborn: bool, parity_data: Path, a
         assert sorted(played[-1][1]) == episode["final_facts"]
 
 
+@pytest.mark.timeout(1800)  # every game: minutes
 def test_every_walkthrough_wins(alfworld_games: Path) -> None:
     paths = sorted(path for path in alfworld_games.glob("*/*/*/game.tw-pddl") if path.parts[-4] != "old_grammar")
     assert len(paths) == OFFICIAL_GAMES

@@ -120,3 +120,5 @@ def test_a_careless_shopper_errs_in_two_ways():
     assert {reward for _, reward, _ in wrong} == {5 / 7, 6 / 7} and len({tuple(each[0]) for each in wrong}) == 2
     assert sum(refused for _, _, refused in wrong) == 0
     assert 10 < [shops(seed, 0.5)[1] for seed in range(40)].count(1.0) < 30
+    with pytest.raises(ValueError, match="careless: expected a probability, found 2"):
+        Expert(careless=2)

@@ -151,8 +151,9 @@ def test_some_goals_of_a_split(many_goals: Path) -> None:
         env.reset(options={"task": 3})
     with pytest.raises(TaskNotFound, match="expected a task from 0 to 999, found 1000"):
         make(many_goals, split="eval", tasks=[1000])
-    with pytest.raises(ValueError, match="expected at least one"):
-        make(many_goals, tasks=[])
+    for wrong, message in (([], "expected at least one"), ("synthetic/5", "expected a list"), (3, "expected a list")):
+        with pytest.raises(ValueError, match=message):
+            make(many_goals, tasks=wrong)
 
 
 def test_goals_are_drawn_from_the_split_by_seed(many_goals: Path) -> None:
