@@ -201,7 +201,7 @@ def collect_demonstrations(
     if not hasattr(base, "expert"):
         raise ConfigError(f"sft_steps: {base} has no expert to learn from: give sft_data, or a pretrained model")
     try:
-        base.expert(**(expert_kwargs or {}))
+        base.expert(rng=random.Random(seed), noise=noise, **(expert_kwargs or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"expert_kwargs: {error}") from error
     order = list(range(getattr(base, "num_tasks", 1)))
