@@ -45,25 +45,36 @@ def value_scores(
     rollouts: int = 16,
     **options: Any,
 ) -> dict[tuple[int, int], float]:
-    """(task index, depth) -> variance, over ``width`` fresh actions, of the mean of ``rollouts`` returns after each.
+    """(task index, depth) -> variance of the value over actions: by ``width`` fresh ones, ``rollouts`` after each.
 
+    An estimate without bias, so it may be negative: the variance of the means less what the rollouts' own noise adds.
     The first path of every task is that of a `rollout` with the same seed and indices; it takes the other ``options``.
     """
     trees = rollout(envs, policy, _Probes(width, rollouts), tasks=tasks, seed=seed, indices=indices, **options)
     scores = {}
     for tree in trees:
         for edge in tree.paths[0].edges:
-            values = [probe.reward + _mean(probe.child) for probe in edge.parent.children if probe.path != (0, 0)]
-            scores[tree.index, edge.parent.depth] = float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
+            probes = (probe for probe in edge.parent.children if probe.path != (0, 0))
+            returns = [[probe.reward + after for after in _returns(probe.child)] for probe in probes]
+            scores[tree.index, edge.parent.depth] = _variance_between(returns)
     return scores
 
 
-def _mean(node: Node) -> float:
-    """Mean return of the paths through a node, which fork there or not at all."""
+def _returns(node: Node) -> list[float]:
+    """Returns after a node, of the paths through it, which fork there or not at all."""
     totals = []
     for edge in node.children:
         total, at = edge.reward, edge.child
         while at.children:
             total, at = total + at.children[0].reward, at.children[0].child
         totals.append(total)
-    return sum(totals) / len(totals) if totals else 0.0
+    return totals or [0.0]
+
+
+def _variance_between(groups: Sequence[Sequence[float]]) -> float:
+    """Of the groups' true means, by analysis of variance; 0 where there are fewer than two groups."""
+    if len(groups) < 2:
+        return 0.0
+    noise = [np.var(group, ddof=1) / len(group) for group in groups if len(group) > 1]
+    between = np.var([np.mean(group) for group in groups], ddof=1)
+    return float(between - (np.sum(noise) / len(groups) if noise else 0.0))

@@ -62,7 +62,7 @@ def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success")
                 low, high = heights.mean(axis=0) - spread, heights.mean(axis=0) + spread
                 axis.fill_between(at, low, high, color=f"C{colour}", alpha=0.15, linewidth=0)
     axes[0].set_xlabel("update")
-    axes[0].set_ylabel(f"{metric} on the held-out panel")
+    axes[0].set_ylabel(f"{metric} on the evaluation panel")
     axes[1].set_xlabel("generated tokens")
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes:

@@ -243,7 +243,7 @@ class Args:
     value_decay: float = 0.9
     """Share of the running means (``value``, ``split``) that is kept at every update."""
     mc_rollouts: int = 4
-    """VinePPO: rollouts from a restored state for its value; not trained on, but counted."""
+    """Rollouts from a restored state for its value; not trained on. VinePPO's are counted, the oracle's are not."""
     mc_turns: int = 0
     """VinePPO: turns of a path to value, drawn from ``max_turns`` before it begins; 0: all."""
     lam: float = 0.95
@@ -875,7 +875,8 @@ class Trainer(Run):
             tasks=tasks, seed=seed, indices=indices, max_live=args.max_live, retries=args.env_retries
         )
         if args.schedule == "value-oracle":
-            scores = value_scores(self.envs, self._player(args.temperature), width=args.width or 2, **shared)
+            width, player = args.width or 2, self._player(args.temperature)
+            scores = value_scores(self.envs, player, width=width, rollouts=args.mc_rollouts, **shared)
         schedule = make_schedule(args, seed, self.memory, scores)
         policy = self._player(args.temperature)
         failures: list[Failure] = []

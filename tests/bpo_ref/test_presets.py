@@ -416,6 +416,19 @@ def test_the_oracle_finds_the_step_that_decides(step: int) -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("rollouts", [2, 4])
+def test_the_oracle_is_not_drawn_to_where_chance_is_largest(rollouts: int) -> None:
+    """Step 2 decides, others decide nothing: their scores are 0 in the mean, however few the rollouts."""
+    mdp = deciding_mdp(2)
+    envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
+    scores = value_scores(envs, policy, [0] * 200, seed=(5,), width=4, rollouts=rollouts)
+    for depth, expected in enumerate((0.0, 0.0, 0.25, 0.0)):
+        found = np.array([scores[index, depth] for index in range(200)])
+        assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5 + 1e-9, depth
+    assert np.std([scores[index, 0] for index in range(200)]) > 0.01
+    envs.close()
+
+
 # The formula of the variance.
 
 
