@@ -875,8 +875,7 @@ class Trainer(Run):
             tasks=tasks, seed=seed, indices=indices, max_live=args.max_live, retries=args.env_retries
         )
         if args.schedule == "value-oracle":
-            width, player = args.width or 2, self._player(args.temperature)
-            scores = value_scores(self.envs, player, width=width, rollouts=args.mc_rollouts, **shared)
+            scores = value_scores(self.envs, self._player(args.temperature), rollouts=args.mc_rollouts, **shared)
         schedule = make_schedule(args, seed, self.memory, scores)
         policy = self._player(args.temperature)
         failures: list[Failure] = []
