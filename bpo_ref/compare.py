@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from bpo_ref.plots import Metric, label_of, learning_curve, read_scores
+from bpo_ref.plots import PLOTS, Metric, Plot, label_of, read_scores
 
 Groups = Mapping[str, Sequence["Finished"]]  # runs by label
 
@@ -241,13 +241,15 @@ def overhead(groups: Groups) -> str:
     return "\n".join(lines)
 
 
-def write(runs: Sequence[Path], out: Path, metric: Metric = "success", *, costs: bool = False) -> str:
+def write(
+    runs: Sequence[Path], out: Path, metric: Metric = "success", *, costs: bool = False, plot: Plot = "curves"
+) -> str:
     """Write OUT-table.md, with `overhead` if ``costs``, and OUT.png; returns the tables."""
     groups = grouped(runs, metric)
     tables = [summary(groups), efficiency(groups), beside(groups), overhead(groups) if costs else ""]
     text = "\n\n".join(filter(None, tables)) + "\n"
     out.with_name(out.name + "-table.md").write_text(text)
-    learning_curve(runs, out.with_name(out.name + ".png"), metric)
+    PLOTS[plot](runs, out.with_name(out.name + ".png"), metric)
     return text
 
 
@@ -272,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
     parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
+    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end less start")
     parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
     arguments = parser.parse_args(argv)
     finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).updates]
@@ -280,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"expected folders of finished runs, with results.json and updates, found {given}")
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
         print(f"left out, for they have not finished or hold no updates: {', '.join(left_out)}", file=sys.stderr)
-    print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead))
+    print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead, plot=arguments.plot))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Learning curves from the logs of runs.
+"""Learning curves, and what variants gained, from the logs of runs.
 
 python -m bpo_ref.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
+python -m bpo_ref.plots --out ablation.png --plot gains runs/k-sweep/*-seed*
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import matplotlib
 
@@ -20,6 +21,9 @@ from matplotlib.ticker import EngFormatter
 
 Metric = Literal["success", "reward"]
 """Of an evaluation: share of successes, or mean total reward of an episode."""
+
+Plot = Literal["curves", "gains"]
+"""`learning_curve`, or `gains`: for ablations, where the ends of many variants are compared."""
 
 
 def read_scores(run: Path) -> list[dict[str, Any]]:
@@ -74,15 +78,52 @@ def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success")
     plt.close(figure)
 
 
+def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
+    """What learning added, end less start: a dot for each run, coloured by seed; mean and standard error of a label.
+
+    Variants of a study begin at the same weights in each seed, so a colour can be followed from line to line.
+    """
+    by_label: dict[str, list[tuple[int, float]]] = {}
+    for run in runs:
+        curve, numbered = read_scores(run), re.search(r"-seed(\d+)$", run.name)
+        gained = curve[-1][metric] - curve[0][metric]
+        by_label.setdefault(label_of(run), []).append((int(numbered[1]) if numbered else 0, gained))
+    seeds = sorted({seed for found in by_label.values() for seed, _ in found})
+    figure, axis = plt.subplots(figsize=(8, 0.34 * len(by_label) + 1.3))
+    for line, found in enumerate(by_label.values()):
+        for seed, gained in found:
+            axis.plot(gained, line, "o", markersize=5, alpha=0.7, color=f"C{seeds.index(seed)}")
+        values = np.array([gained for _, gained in found])
+        error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        axis.errorbar(values.mean(), line, xerr=error, fmt="D", color="black", markersize=5, capsize=3)
+    for seed in seeds:
+        axis.plot([], [], "o", markersize=5, alpha=0.7, color=f"C{seeds.index(seed)}", label=f"seed {seed}")
+    axis.errorbar([], [], xerr=[], fmt="D", color="black", markersize=5, capsize=3, label="mean ± standard error")
+    axis.axvline(0, color="grey", linewidth=0.8)
+    axis.set_yticks(range(len(by_label)), list(by_label))
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{metric} on the evaluation panel: end less start")
+    axis.grid(alpha=0.3, axis="x")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+PLOTS = {"curves": learning_curve, "gains": gains}
+
+
 def main() -> None:
     """Command line."""
     import argparse
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
+    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="what is drawn")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="of the evaluations")
     arguments = parser.parse_args()
-    learning_curve(arguments.runs, arguments.out)
+    PLOTS[arguments.plot](arguments.runs, arguments.out, arguments.metric)
 
 
 if __name__ == "__main__":

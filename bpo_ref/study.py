@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import get_args
 
 from bpo_ref.compare import write
-from bpo_ref.plots import Metric
+from bpo_ref.plots import Metric, Plot
 
+CURVES = ("main", "overhead")  # studies whose picture is learning curves; of ablations it is what each gained
 TRAIN = Path(__file__).with_name("train.py")
 
 Variants = Mapping[str, str]  # label -> words of the command line
@@ -174,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage in (starts, runs):
         run_all(stage, arguments.out / "log.txt", arguments.jobs)
     folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
-    print(write(folders, arguments.out, arguments.metric, costs=arguments.study == "overhead"))
+    plot: Plot = "curves" if arguments.study in CURVES else "gains"
+    print(write(folders, arguments.out, arguments.metric, costs=arguments.study == "overhead", plot=plot))
 
 
 if __name__ == "__main__":

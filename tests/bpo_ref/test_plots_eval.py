@@ -3,14 +3,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import wordgame
 from PIL import Image
 from scipy.stats import binomtest
 
+from bpo_ref import plots
 from bpo_ref.eval import Score, evaluate, make_env, results_table
-from bpo_ref.plots import learning_curve, read_scores
+from bpo_ref.plots import gains, learning_curve, read_scores
 from sandboxgym.tree import Action, Context, Envs
 
 
@@ -103,6 +106,22 @@ def test_learning_curve_of_two_algorithms_and_two_seeds(tmp_path: Path) -> None:
         assert image.format == "PNG"
         assert image.size == (1380, 480)
         assert len(image.convert("RGB").getcolors(10**6)) > 10
+
+
+def test_gains_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {("bpo", 0): 0.7, ("bpo", 1): 0.5, ("rloo", 0): 0.3}
+    runs = [write_run(tmp_path / f"{label}-seed{n}", "bpo", [0.4, 0.9, end]) for (label, n), end in ends.items()]
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    gains(runs, tmp_path / "gains.png")
+    (axis,) = drawn[0].axes
+    lines = [line for line in axis.lines if len(line.get_xdata())]
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines if line.get_marker() == "o"]
+    assert dots == [(pytest.approx(x), y) for x, y in ((0.3, 0), (0.1, 0), (-0.1, 1))]
+    means = np.concatenate([line.get_xdata() for line in lines if line.get_marker() == "D"])
+    assert means == pytest.approx([0.2, -0.1])
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["bpo", "rloo"]
+    assert (tmp_path / "gains.png").stat().st_size > 1000
 
 
 def test_learning_curve_of_a_run_that_only_learned_from_demonstrations(tmp_path: Path) -> None:
