@@ -45,7 +45,7 @@ from bpo_ref.models import (
     settle_cpu,
 )
 from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
-from bpo_ref.runlog import RunLog, described_failures, write_report
+from bpo_ref.runlog import RunLog, described_failures, tracking, write_report
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
@@ -56,7 +56,7 @@ Item = TypeVar("Item")
 
 MAY_CHANGE = {  # on resuming
     "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates", "budget",
-    "eval_every", "save_every", "micro_tokens", "pack", "gradient_checkpointing",
+    "eval_every", "save_every", "micro_tokens", "pack", "gradient_checkpointing", "trackers",
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class Run:
     def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
         self.zero3 = zero3.wanted()
         with patch_environment(accelerate_use_deepspeed="false"):  # `zero3` makes the engine
-            self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+            self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), **tracking(args))
         settle_cpu(args.threads)
         self.envs, self.eval_envs = (
             Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
@@ -122,7 +122,7 @@ class Run:
         self._place(whole)
         self.restore(saved)
         self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
-        self.log = RunLog(self.out, self.done(), enabled=self.accelerator.is_main_process)
+        self.log = RunLog(args, self.done(), self.accelerator)
 
     # State.
 

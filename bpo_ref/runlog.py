@@ -8,8 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType, ProjectConfiguration
 
+from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, results_table
 from bpo_ref.policy import ChatPolicy, episode_text
 from sandboxgym.tree import Clock, Failure, RolloutTree
@@ -20,24 +23,52 @@ if TYPE_CHECKING:
     from bpo_ref.train import Args
 
 
-class RunLog:
-    """Scalars to TensorBoard and ``metrics.jsonl``, evaluations to ``scores.jsonl``; resuming cuts what lies ahead."""
+def tracking(args: Args) -> dict[str, Any]:
+    """The arguments of an `Accelerator` that name its trackers.
 
-    def __init__(self, out: Path, step: int, *, enabled: bool) -> None:
-        self._enabled = enabled
-        if not enabled:
+    Raises:
+        ConfigError: accelerate does not know one, or its package is not installed.
+    """
+    missing = {str(kind) for kind in LoggerType} - {str(kind) for kind in get_available_trackers()}
+    for name in args.trackers:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(LOGGER_TYPE_TO_CLASS)
+            raise ConfigError(f"trackers: expected some of accelerate's trackers ({known}), found {name!r}")
+        if name in missing:
+            raise ConfigError(f"trackers: {name} is not installed (pip install {name.replace('_', '-')})")
+    project = ProjectConfiguration(project_dir=args.out, logging_dir=str(Path(args.out, "tensorboard")))
+    return {"log_with": list(args.trackers) or None, "project_config": project}
+
+
+class RunLog:
+    """Scalars to the trackers and ``metrics.jsonl``, evaluations to ``scores.jsonl``; resuming cuts what lies ahead.
+
+    Other trackers than TensorBoard get the settings too. What they do about steps that a resumed run repeats is up to
+    them (W&B: WANDB_RUN_ID and WANDB_RESUME).
+    """
+
+    def __init__(self, args: Args, step: int, accelerator: Accelerator) -> None:
+        self._enabled = accelerator.is_main_process
+        if not self._enabled:
             return
+        out = Path(args.out)
         self._metrics, self._points = out / "metrics.jsonl", out / "scores.jsonl"
         for path in (self._metrics, self._points):
             lines = path.read_text().splitlines() if step and path.exists() else []
             path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
+        purge = {"purge_step": step + 1 if step else None}
+        accelerator.init_trackers("bpo_ref", init_kwargs={"tensorboard": purge, "wandb": {"name": out.name}})
+        self._trackers = accelerator.trackers
+        settings = {name: v if isinstance(v, (int, float, str)) else str(v) for name, v in asdict(args).items()}
+        for tracker in self._trackers:
+            if tracker.name != "tensorboard":  # there they would look like another run
+                tracker.store_init_configuration(settings)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Numbers of a step."""
         if self._enabled:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            for tracker in self._trackers:
+                tracker.log(values, step=step)
             with self._metrics.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -50,7 +81,8 @@ class RunLog:
     def close(self) -> None:
         """Flush."""
         if self._enabled:
-            self._board.close()
+            for tracker in self._trackers:
+                tracker.finish()
 
 
 def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], list[Any]] = list) -> dict[str, float]:

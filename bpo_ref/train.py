@@ -296,6 +296,8 @@ class Args:
     """Sampling temperature in evaluation."""
     save_every: int = 10
     """Updates (and 20 times as many supervised steps) between checkpoints."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Which of accelerate's trackers get every number that is logged (wandb, mlflow, trackio, …)."""
 
     @property
     def critic(self) -> bool:

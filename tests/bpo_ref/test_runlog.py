@@ -1,0 +1,94 @@
+"""Trackers: what accelerate's get of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_train import TINY, trained
+
+from bpo_ref import runlog
+from bpo_ref.config import ConfigError
+from bpo_ref.train import Args, Trainer
+
+
+def board(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows: name -> step -> value. Of values of one step, the last one that was not purged."""
+    (events,) = {path.parent for path in (folder / "tensorboard").rglob("events.*")}
+    reader = EventAccumulator(str(events), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {name: {point.step: point.value for point in reader.Scalars(name)} for name in reader.Tags()["scalars"]}
+
+
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        for name in line.keys() - {"step"}:
+            found.setdefault(name, {})[line["step"]] = line[name]
+    return found
+
+
+def test_tensorboard_shows_every_number_once_after_a_resumed_run_too(tmp_path: Path) -> None:
+    trained(tmp_path, updates=2)
+    trained(tmp_path, updates=3, resume=True)
+    shown, expected = board(tmp_path), logged(tmp_path)
+    assert shown.keys() == expected.keys() and "update/loss" in shown
+    for name, points in expected.items():
+        assert shown[name] == pytest.approx(points, rel=1e-6, nan_ok=True), name
+
+
+class Recorder(GeneralTracker):
+    """Keeps what it is told."""
+
+    name = "recorder"
+    requires_logging_directory = False
+    made: list[Recorder] = []
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.run_name, self.points, self.finished = run_name, [], False  # type: ignore[var-annotated]
+        self.made.append(self)
+
+    @property
+    def tracker(self) -> Recorder:
+        return self
+
+    def start(self) -> None:
+        pass
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.settings = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.points.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_other_trackers_get_the_settings_and_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    Recorder.made.clear()
+    trained(tmp_path, updates=1, trackers=("recorder",)).close()
+    (recorder,) = Recorder.made
+    assert recorder.run_name == "bpo_ref" and recorder.finished
+    assert recorder.settings["algo"] == "bpo" and recorder.settings["lr"] == TINY["lr"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [{"step": step, **values} for step, values in recorder.points] == lines
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_tracker_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**TINY, "out": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"trackers: expected some of .*tensorboard, wandb.*, found 'tensorbord'"):
+        Trainer(Args(**options, trackers=("tensorbord",)))
+    monkeypatch.setattr(runlog, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    with pytest.raises(ConfigError, match="trackers: wandb is not installed"):
+        Trainer(Args(**options, trackers=("tensorboard", "wandb")))
+    assert not (tmp_path / "run").exists()
