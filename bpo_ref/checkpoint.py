@@ -46,6 +46,15 @@ def save_checkpoint(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def args_of(folder: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint; none of a folder without a trainer's state."""
+    path = folder / STATE
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)["args"]
+    return found
+
+
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The trainer's state; the weights are loaded from the folder by transformers.
 

@@ -12,7 +12,7 @@ defines them:
 - non-degenerate share: tasks with an advantage beyond 0.1;
 - success on easy and hard tasks of the panel: those that the start solved, and those that it did not.
 
-With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success, but in these two.
+With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but the last.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ class Finished:
         lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         return [line for line in lines if "update/grad_norm" in line]
 
+    @property
+    def comparable(self) -> bool:
+        """Whether anything was learnt, and what it began at is known."""
+        return bool(self.updates) and bool(self.scores) and self.scores[0]["update"] == 0
+
     @cached_property
     def results(self) -> dict[str, Any]:
         """Settings and totals."""
@@ -66,22 +71,22 @@ class Finished:
 
     @property
     def start(self) -> float:
-        """Success before the first update."""
+        """The metric before the first update."""
         return float(self.scores[0][self.metric])
 
     @property
     def final(self) -> float:
-        """Success at the end."""
+        """The metric at the end."""
         return float(self.scores[-1][self.metric])
 
     @property
     def area(self) -> float:
-        """Mean success over the evaluations after the start."""
+        """Mean of the metric over the evaluations after the start."""
         return float(np.mean([record[self.metric] for record in self.scores[1:]]))
 
-    def spent_until(self, success: float, unit: str) -> float:
-        """Updates, tokens or seconds until an evaluation reached this success, linear between them; NaN: never."""
-        return spent_until([(record[unit], record[self.metric]) for record in self.scores], success)
+    def spent_until(self, level: float, unit: str) -> float:
+        """Updates, tokens or seconds until an evaluation reached this level, linear between them; NaN: never."""
+        return spent_until([(record[unit], record[self.metric]) for record in self.scores], level)
 
     @property
     def norm_variance(self) -> float:
@@ -109,13 +114,13 @@ class Finished:
         return float(np.mean(chosen)) if chosen else float("nan")
 
 
-def spent_until(points: Sequence[Sequence[float]], success: float) -> float:
-    """Where a curve of (spent, success) reaches a success, linear between the points; NaN: never."""
-    if points[0][1] >= success:
+def spent_until(points: Sequence[Sequence[float]], level: float) -> float:
+    """Where a curve of (spent, metric) reaches a level, linear between the points; NaN: never."""
+    if points[0][1] >= level:
         return float(points[0][0])
     for (x0, y0), (x1, y1) in pairwise(points):
-        if y1 >= success:
-            return float(x0 + (x1 - x0) * (success - y0) / (y1 - y0))
+        if y1 >= level:
+            return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
     return float("nan")
 
 
@@ -152,7 +157,7 @@ def efficiency(groups: Groups) -> str:
     finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
     baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
-    noise = float(np.mean([run.norm_variance for run in grpo])) if grpo else float("nan")
+    noise = (float(np.mean([run.norm_variance for run in grpo])) if grpo else 0.0) or float("nan")
     lines = [
         f"| variant | updates, tokens, seconds to {target:.3f} | updates to GRPO's final | Var of grad norm (/ GRPO's) "
         "| non-degenerate | easy | hard |",
@@ -216,8 +221,10 @@ def _part(value: float) -> str:
 def overhead(groups: Groups) -> str:
     """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it.
 
-    Then the share of all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the
-    forks would have added instead.
+    A task's rollout is the time of all tasks, times the processes that played them, by their number. Then the share of
+    all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the forks would have
+    added instead: shared steps at the run's mean time a step, with its part of the resets, for a replay begins with
+    one. With ``env_threads`` beyond 1 snapshots are taken at the same time, so c_snap overstates what they cost.
     """
     lines = [
         "| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % | with restores, % "
@@ -230,7 +237,8 @@ def overhead(groups: Groups) -> str:
         snap = 1e3 * float(np.mean([line["time/snapshot"] for line in updates]))
         count = float(np.mean([line["rollout/snapshots"] for line in updates]))
         seconds = sum(line["time/rollout"] for line in updates)
-        rollout = 1e3 * seconds / len(updates) / tasks
+        processes = group[0].results.get("processes", 1)
+        rollout = 1e3 * seconds * processes / len(updates) / tasks
         waited = sum(line["time/snapshots"] for line in updates) / seconds
         shared = sum(run.shared_steps for run in group)
         step = sum(line["time/env"] for line in updates) / sum(run.updates[-1]["total/env_steps"] for run in group)
@@ -248,6 +256,7 @@ def write(
     groups = grouped(runs, metric)
     tables = [summary(groups), efficiency(groups), beside(groups), overhead(groups) if costs else ""]
     text = "\n\n".join(filter(None, tables)) + "\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(out.name + "-table.md").write_text(text)
     PLOTS[plot](runs, out.with_name(out.name + ".png"), metric)
     return text
@@ -277,12 +286,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end less start")
     parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
     arguments = parser.parse_args(argv)
-    finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).updates]
+    finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).comparable]
     if not finished:
         given = ", ".join(map(str, arguments.runs))
-        parser.error(f"expected folders of finished runs, with results.json and updates, found {given}")
+        parser.error(f"expected finished runs, with results.json, updates and a score of their start, found {given}")
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
-        print(f"left out, for they have not finished or hold no updates: {', '.join(left_out)}", file=sys.stderr)
+        why = "they have not finished, or hold no updates or no score of their start"
+        print(f"left out, for {why}: {', '.join(left_out)}", file=sys.stderr)
     print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead, plot=arguments.plot))
 
 

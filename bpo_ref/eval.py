@@ -1,6 +1,9 @@
 """Success on a fixed panel of tasks, with fixed seeds: the same episodes whoever asks, in however many processes.
 
+python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint
 python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint --env-kwargs games=valid_seen --episodes 140
+
+Of a checkpoint of the trainer, whatever is not given is as it was evaluated in training.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,7 +152,7 @@ def results_table(scores: Mapping[str, Score]) -> str:
 
 @dataclass(frozen=True)
 class Args:
-    """Evaluate a checkpoint."""
+    """Evaluate a checkpoint. Defaults are those of the run that it comes from, where the trainer wrote it."""
 
     checkpoint: str
     """Folder of a saved policy."""
@@ -195,8 +198,24 @@ class Args:
     """File to write the score to."""
 
 
-def main() -> None:
+def defaults(checkpoint: str) -> Args:
+    """How the trainer evaluated a checkpoint of its own; the class's defaults for other folders and names."""
+    from bpo_ref.checkpoint import args_of
+
+    saved = args_of(Path(checkpoint))
+    mine = {field.name for field in fields(Args)} - {"env_kwargs", "temperature", "episodes"}
+    given: dict[str, Any] = {name: value for name, value in saved.items() if name in mine}
+    if saved:
+        given |= {"env_kwargs": saved["eval_kwargs"], "temperature": saved["eval_temperature"]}
+        given["episodes"] = saved["eval_episodes"]
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return Args(checkpoint=checkpoint, **given)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
+    import argparse
+
     import torch
     import tyro
 
@@ -204,7 +223,11 @@ def main() -> None:
     from bpo_ref.models import eos_ids, load_policy, settle_cpu
     from bpo_ref.policy import ChatPolicy
 
-    args = tyro.cli(Args, config=(tyro.conf.FlagConversionOff,))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint")
+    known, _ = parser.parse_known_args(argv)
+    default: dict[str, Any] = {} if known.checkpoint is None else {"default": defaults(known.checkpoint)}
+    args = tyro.cli(Args, args=argv, config=(tyro.conf.FlagConversionOff,), **default)
     settle_cpu(args.threads)
     model, tokenizer = load_policy(args.checkpoint, dtype=args.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -96,19 +96,21 @@ def build_tiny(
 def load_policy(folder: str | Path, *, dtype: str = "float32") -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """A transformers causal model and its tokenizer, from a folder or the hub.
 
-    A folder with adapters alone is the model that they were trained beside (its name is in there) with them merged
-    into it, in fp32 before the weights take ``dtype``.
+    A folder with adapters alone is the model that they were trained beside (its name is in there; a folder that was
+    moved is looked for beside this one) with them merged into it, in fp32 before the weights take ``dtype``.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
-    base, adapter = folder, Path(folder, "adapter_config.json")
-    wanted = getattr(torch, dtype)
+    adapter, wanted = Path(folder, "adapter_config.json"), getattr(torch, dtype)
     try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         if adapter.exists():
             base = json.loads(adapter.read_text())["base_model_name_or_path"]
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32 if adapter.exists() else wanted)
+            beside = Path(folder).parent / Path(base).name
+            model, _ = load_policy(base if Path(base).exists() or not beside.exists() else beside)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model: cannot load {folder} as a transformers causal model: {error}") from error
     if adapter.exists():
@@ -127,7 +129,7 @@ def eos_ids(model: CausalLM) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
 
 
-def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int) -> CausalLM:
+def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int, base: str | None = None) -> CausalLM:
     """The model frozen, with low-rank adapters in fp32 beside every linear layer but the output one (LoRA; Hu et al.,
     2021). Their product starts at 0, so that at first nothing changes.
 
@@ -136,6 +138,7 @@ def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int) -> CausalLM:
         r: rank.
         alpha: their product is scaled by alpha / r.
         seed: of the weights.
+        base: the folder or name that the model was loaded from, for those who load the adapters.
 
     Raises:
         ConfigError: PEFT is not installed.
@@ -147,7 +150,11 @@ def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int) -> CausalLM:
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
+    if base is not None:
+        folder = Path(base)
+        adapted.peft_config["default"].base_model_name_or_path = str(folder.resolve()) if folder.exists() else base
+    return adapted
 
 
 def load_adapter(model: CausalLM, folder: Path) -> None:

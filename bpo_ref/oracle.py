@@ -30,8 +30,7 @@ class _Probes(Schedule):
             yield edge.parent, self._width
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        probe = len(path.key) == 4 or (len(path.key) == 2 and path.key[1] >= FIRST)
-        return self._rollouts - 1 if probe and len(path.edges) == 1 else 0
+        return self._rollouts - 1 if path.key[-1] >= FIRST and len(path.edges) == 1 else 0
 
 
 def value_scores(
@@ -47,7 +46,8 @@ def value_scores(
 ) -> dict[tuple[int, int], float]:
     """(task index, depth) -> variance of the value over actions: by ``width`` fresh ones, ``rollouts`` after each.
 
-    An estimate without bias, so it may be negative: the variance of the means less what the rollouts' own noise adds.
+    With two rollouts and more it is without bias, so it may be negative: the variance of the means less what the
+    rollouts' own noise adds.
     The first path of every task is that of a `rollout` with the same seed and indices; it takes the other ``options``.
     """
     trees = rollout(envs, policy, _Probes(width, rollouts), tasks=tasks, seed=seed, indices=indices, **options)

@@ -50,28 +50,30 @@ def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success")
     for run in runs:
         by_algo.setdefault(label_of(run), []).append(read_scores(run))
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True)
+    colours = _colours(len(by_algo))
 
     def final(named: tuple[str, list[list[dict[str, Any]]]]) -> float:
         return -float(np.mean([curve[-1][metric] for curve in named[1]]))
 
-    for colour, (algo, curves) in enumerate(sorted(by_algo.items(), key=final)):
+    for colour, (algo, curves) in zip(colours, sorted(by_algo.items(), key=final)):
         length = min(map(len, curves))
         heights = np.array([[record[metric] for record in curve[:length]] for curve in curves])
         for axis, x in zip(axes, ("update", "tokens")):
             at = np.mean([[record[x] for record in curve[:length]] for curve in curves], axis=0)
             label = f"{algo} ({len(curves)} seeds)" if len(curves) > 1 else algo
-            axis.plot(at, heights.mean(axis=0), marker="o", markersize=3, color=f"C{colour}", label=label)
+            axis.plot(at, heights.mean(axis=0), marker="o", markersize=3, color=colour, label=label)
             if len(curves) > 1:
                 spread = heights.std(axis=0, ddof=1)
                 low, high = heights.mean(axis=0) - spread, heights.mean(axis=0) + spread
-                axis.fill_between(at, low, high, color=f"C{colour}", alpha=0.15, linewidth=0)
+                axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
     axes[0].set_xlabel("update")
     axes[0].set_ylabel(f"{metric} on the evaluation panel")
     axes[1].set_xlabel("generated tokens")
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes:
         axis.grid(alpha=0.3)
-    axes[0].set_ylim(0, min(1.0, 1.1 * axes[0].get_ylim()[1]))
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(min(0.0, low), min(1.0, 1.1 * high) if metric == "success" else 1.1 * high)
     axes[1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)  # the best at the top
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -81,23 +83,27 @@ def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success")
 def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     """What learning added, end less start: a dot for each run, coloured by seed; mean and standard error of a label.
 
-    Variants of a study begin at the same weights in each seed, so a colour can be followed from line to line.
+    Variants of a study begin at the same weights in each seed, so a colour can be followed from line to line. Runs
+    without updates (a study's starts) are left out.
     """
     by_label: dict[str, list[tuple[int, float]]] = {}
     for run in runs:
         curve, numbered = read_scores(run), re.search(r"-seed(\d+)$", run.name)
+        if len(curve) < 2:
+            continue
         gained = curve[-1][metric] - curve[0][metric]
         by_label.setdefault(label_of(run), []).append((int(numbered[1]) if numbered else 0, gained))
     seeds = sorted({seed for found in by_label.values() for seed, _ in found})
+    colours = dict(zip(seeds, _colours(len(seeds))))
     figure, axis = plt.subplots(figsize=(8, 0.34 * len(by_label) + 1.3))
     for line, found in enumerate(by_label.values()):
         for seed, gained in found:
-            axis.plot(gained, line, "o", markersize=5, alpha=0.7, color=f"C{seeds.index(seed)}")
+            axis.plot(gained, line, "o", markersize=5, alpha=0.7, color=colours[seed])
         values = np.array([gained for _, gained in found])
         error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
         axis.errorbar(values.mean(), line, xerr=error, fmt="D", color="black", markersize=5, capsize=3)
     for seed in seeds:
-        axis.plot([], [], "o", markersize=5, alpha=0.7, color=f"C{seeds.index(seed)}", label=f"seed {seed}")
+        axis.plot([], [], "o", markersize=5, alpha=0.7, color=colours[seed], label=f"seed {seed}")
     axis.errorbar([], [], xerr=[], fmt="D", color="black", markersize=5, capsize=3, label="mean ± standard error")
     axis.axvline(0, color="grey", linewidth=0.8)
     axis.set_yticks(range(len(by_label)), list(by_label))
@@ -108,6 +114,12 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _colours(count: int) -> list[Any]:
+    """So many that can be told apart."""
+    palette = matplotlib.colormaps["tab10" if count <= 10 else "tab20"]
+    return [palette(min(number, 19)) for number in range(count)]
 
 
 PLOTS = {"curves": learning_curve, "gains": gains}

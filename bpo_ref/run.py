@@ -288,7 +288,7 @@ class Run:
 
     def _adapted(self, base: CausalLM) -> CausalLM:
         args = self.args
-        model = add_adapter(base, r=args.lora_r, alpha=args.lora_alpha, seed=args.seed)
+        model = add_adapter(base, r=args.lora_r, alpha=args.lora_alpha, seed=args.seed, base=self._start())
         self._configure(model)
         return model
 
@@ -391,6 +391,10 @@ class Run:
             return []
         if args.sft_data:
             return read_demonstrations(Path(args.sft_data))
+        try:
+            expert_kwargs = parse_kwargs(args.expert_kwargs)
+        except ValueError as error:
+            raise ConfigError(f"expert_kwargs: {error}") from error
         path = self.out / "demonstrations.jsonl"
         if self.accelerator.is_main_process and not (args.resume and path.exists()):
             with tqdm(total=args.sft_episodes, desc="expert episodes") as bar:
@@ -400,7 +404,7 @@ class Run:
                     noise=args.sft_noise,
                     seed=args.seed,
                     least=args.sft_reward,
-                    expert_kwargs=parse_kwargs(args.expert_kwargs),
+                    expert_kwargs=expert_kwargs,
                     prompt=self.prompt,
                     retries=args.env_retries,
                     progress=bar.update,

@@ -188,8 +188,8 @@ def write_report(
     results = {"args": asdict(args), "processes": processes, "counters": counters, "scores": every}
     (out / "results.json").write_text(json.dumps(results, indent=1))
     learning_curve([out], out / "learning_curve.png")
-    made = "learning_curve.png, results.md, samples.txt, trees.html, checkpoint/, tensorboard/"
-    print(f"\n{text}\n\nIn {out}: {made}")
+    names = ("learning_curve.png", "results.md", "samples.txt", "trees.html", "checkpoint", "tensorboard")
+    print(f"\n{text}\n\nIn {out}: {', '.join(name for name in names if (out / name).exists())}")
 
 
 def write_samples(out: Path, trees: Sequence[RolloutTree], *, title: str) -> None:

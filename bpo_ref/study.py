@@ -1,10 +1,11 @@
 """The tables of the BPO paper, and ours, each by one command: every variant, several seeds, one start for each seed.
 
     python -m bpo_ref.study main --config bpo_ref/configs/alfworld-tiny.yaml --seeds 0 1 2 --jobs 2 --out runs/main
-    python -m bpo_ref.study k-sweep --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml \
-        --launch "accelerate launch --multi_gpu" --out runs/k
+    python -m bpo_ref.study k-sweep --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml --out runs/k \
+        --launch "accelerate launch --config_file bpo_ref/configs/accelerate/fsdp2.yaml"
 
-A run that has finished is not repeated and one that was interrupted goes on, so the same command continues a study.
+A run that has finished is not repeated and one that was interrupted goes on, so the same command continues a study, or
+adds seeds and variants to it; other settings need another folder.
 With ``--match tokens --budget N`` (anything after ``--`` goes to every run) all variants spend the same.
 """
 
@@ -39,7 +40,7 @@ STUDIES: dict[str, Variants] = {
     "main": {
         name: f"--algo {name}"
         for name in (
-            *("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-tree"),
+            *("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-sibling", "bpo-tree"),
             *("rloo-turn", "rloo-key", "rloo-value", "rloo-pooled"),
             *("bpo-key", "bpo-forest", "bpo-split", "bpo"),
         )
@@ -118,6 +119,28 @@ def commands(
     return before, runs
 
 
+def folder_of(command: Sequence[str]) -> Path:
+    """Where a run's results will be."""
+    return Path(command[command.index("--out") + 1])
+
+
+def begin(record: Path, settings: Mapping[str, object]) -> None:
+    """Note what the runs of a folder have in common, or see that they still do.
+
+    Raises:
+        SystemExit: they were begun with other settings.
+    """
+    if record.exists():
+        before = json.loads(record.read_text())
+        for name, mine in settings.items():
+            if before.get(name, mine) != mine:
+                theirs = before[name]
+                raise SystemExit(
+                    f"error: {record.parent} was begun with {name} {theirs}, now it is {mine}: take another --out"
+                )
+    record.write_text(json.dumps(settings, indent=1))
+
+
 def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
     """Run the commands, so many at a time; their output goes to a file.
 
@@ -171,9 +194,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(shlex.join(command) for command in [*starts, *runs]))
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "study.json").write_text(json.dumps({"study": arguments.study, "command": given}, indent=1))
+    begin(arguments.out / "study.json", {"config": arguments.config, "starts": arguments.starts, "extra": extra})
     for stage in (starts, runs):
         run_all(stage, arguments.out / "log.txt", arguments.jobs)
+        if stopped := [folder for folder in map(folder_of, stage) if not (folder / "results.json").exists()]:
+            raise SystemExit(f"error: stopped before the end: {', '.join(map(str, stopped))}; the same command goes on")
     folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
     plot: Plot = "curves" if arguments.study in CURVES else "gains"
     print(write(folders, arguments.out, arguments.metric, costs=arguments.study == "overhead", plot=plot))

@@ -770,6 +770,8 @@ class Trainer(Run):
                     self._enter_rl()
                 if args.algo != "sft":
                     self._reinforce()
+                elif not self._saved_at:  # nothing was to be learnt: the start of other runs all the same
+                    self._save(self.out / "checkpoint")
                 self._report()
         except Interrupted:
             self.accelerator.print(f"stopped at {self.stage} step {self.step}; go on with --resume")
@@ -953,9 +955,9 @@ class Trainer(Run):
 def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> None:
     """Give the paths beyond ``subsample_returns`` of each task weight 0."""
     for tree in trees if args.subsample_returns else ():
-        order = np.random.default_rng([*seed, tree.index]).permutation(len(tree.paths))
-        for place in order[args.subsample_returns :]:
-            for edge in tree.paths[place].edges:
+        paths = sorted(tree.paths, key=lambda path: path.key)  # they come in the order in which they ended
+        for place in np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]:
+            for edge in paths[place].edges:
                 edge.weight = 0.0
 
 

@@ -51,11 +51,11 @@ from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, forward
 from bpo_ref.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.policy import ChatPolicy
-from bpo_ref.run import gives_key
+from bpo_ref.run import MAY_CHANGE, gives_key
 from bpo_ref.schedules import make_schedule
-from bpo_ref.train import Args, aggregate, assign_credit, draw_tasks, policy_loss, resolved
+from bpo_ref.train import PRESETS, Args, aggregate, assign_credit, draw_tasks, policy_loss, resolved
 from sandboxgym.prompts import make_prompt
-from sandboxgym.tree import Envs, RolloutTree, rollout
+from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
 
 METHODS = (
     "rloo:roots=8", "rloo-turn:roots=8", "rloo-key:roots=8", "rloo-value:roots=8", "rloo-pooled:roots=8",
@@ -99,7 +99,7 @@ class Study:
     @property
     def measured_by(self) -> dict[str, Any]:
         """The settings that gradients depend on, but for the method."""
-        later = ("methods", "bootstrap", "minibatch", "out", "reference")
+        later = ("methods", "bootstrap", "minibatch", "out", "reference", "checkpoint", "config", "threads")
         return {name: value for name, value in asdict(self).items() if name not in later}
 
 
@@ -145,6 +145,7 @@ class Laboratory:
             observation_tokens=base.observation_tokens,
             stop_ids=eos_ids(self.model),
         )
+        self._weights = [_digest(path) for path in sorted(Path(study.checkpoint).glob("*.safetensors"))]
         self.envs = Envs(lambda: make_env(base.env_id, base.env_kwargs, base.max_turns), threads=base.env_threads)
         self.keyed = gives_key(self.envs)
         self.tasks = self._draw(0)
@@ -156,6 +157,8 @@ class Laboratory:
     def settings(self, method: str) -> Args:
         """Training settings of ``algo`` or ``algo:field=value,…``."""
         algo, _, options = method.partition(":")
+        if algo not in PRESETS:
+            raise ValueError(f"{method}: expected one of {', '.join(PRESETS)}, found {algo}")
         hints = get_type_hints(Args)
         values = {name: yaml.safe_load(text) for name, _, text in (o.partition("=") for o in options.split(",") if o)}
         unknown = values.keys() - {field.name for field in fields(Args)}
@@ -163,13 +166,16 @@ class Laboratory:
             raise ValueError(f"{method}: there is no setting {', '.join(sorted(unknown))}")
         values = {name: float(v) if float in (hints[name], *_options(hints[name])) else v for name, v in values.items()}
         fixed: dict[str, Any] = {"prompts": self.study.tasks, "aggregation": "constant", "kl": 0.0, "value_decay": 1.0}
-        return resolved(replace(self.base, **{"algo": algo, **fixed, **values}), keyed=self.keyed)
+        args = resolved(replace(self.base, **{"algo": algo, **fixed, **values}), keyed=self.keyed)
+        if args.baseline == "critic" or args.credit == "gae" or args.schedule == "value-oracle" or algo == "sft":
+            raise ValueError(f"{method}: a learned value head, the value oracle and sft are not measured here")
+        return args
 
     def measured(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:
         """`measure`, or what an earlier run of the same study kept of it."""
         study = self.study
-        weights = [(path.name, path.stat().st_size) for path in sorted(Path(study.checkpoint).glob("*.safetensors"))]
-        settings = [study.measured_by, asdict(self.settings(method)), repeats, key, weights]
+        given = {name: value for name, value in asdict(self.settings(method)).items() if name not in MAY_CHANGE}
+        settings = [study.measured_by, given, repeats, key, self._weights]
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         path = Path(f"{study.out}-samples", f"{name}.npz")
         if path.exists():
@@ -225,7 +231,23 @@ class Laboratory:
         )
         skip = self.chat.length(self.prompt.opening) if args.entropy_skip is None else args.entropy_skip
         policy = ChatPolicy(generator, self.chat, prompt=self.prompt, entropy_skip=skip)
-        return rollout(self.envs, policy, make_schedule(args, seed, memory), tasks=tasks, seed=seed)
+        failures: list[Failure] = []
+        trees = rollout(
+            self.envs,
+            policy,
+            make_schedule(args, seed, memory),
+            tasks=tasks,
+            seed=seed,
+            overlap=args.env_overlap,
+            max_live=args.max_live,
+            retries=args.env_retries,
+            failures=failures,
+        )
+        if any(failure.dropped for failure in failures):
+            raise RuntimeError(f"environments failed for good: {failures[0].error}")
+        for edge in (edge for tree in trees for edge in tree.edges()):
+            edge.reward -= args.invalid_penalty * (not edge.valid)
+        return trees
 
     def _gradient(self, tree: RolloutTree, args: Args) -> np.ndarray:
         """Of the loss of one tree, projected [sketch]."""
@@ -241,6 +263,11 @@ class Laboratory:
         flat = torch.cat([parameter.grad.float().flatten() for parameter in self.model.parameters()])
         projected: Tensor = torch.zeros(self.study.sketch, device=flat.device)
         return np.asarray((-projected.index_add_(0, self._bucket, flat * self._sign)).cpu(), dtype=np.float64)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -393,8 +420,14 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 
 def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
-    """Measure and write."""
+    """Measure and write.
+
+    Raises:
+        ValueError: a method, or the configuration, is not one.
+    """
     laboratory = Laboratory(study)
+    for method in study.methods:
+        laboratory.settings(method)  # what is wrong is said before hours have passed
     # the reference is taken in repeats, too: their spread is its own noise
     parts = 4
     reference = laboratory.measured(f"rloo-turn:roots={max(2, study.reference // parts)}", repeats=parts, key=2)
@@ -429,7 +462,10 @@ def _words(value: Any) -> str:
 
 def main() -> None:
     """Command line."""
-    print(table(run(tyro.cli(Study, config=(tyro.conf.FlagConversionOff,)))))
+    try:
+        print(table(run(tyro.cli(Study, config=(tyro.conf.FlagConversionOff,)))))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from test_estimators import (
     taught,
 )
 
+from bpo_ref import oracle
 from bpo_ref.baselines import ForkDepth, ForkSample, Shrinkage, ValueTable, state_key, summarize
 from bpo_ref.batch import Critique
 from bpo_ref.oracle import FIRST, value_scores
@@ -416,12 +417,21 @@ def test_the_oracle_finds_the_step_that_decides(step: int) -> None:
     envs.close()
 
 
+def noted(trees: list[RolloutTree], counted: list[int]) -> list[RolloutTree]:
+    counted.append(sum(len(tree.paths) for tree in trees))
+    return trees
+
+
 @pytest.mark.parametrize("rollouts", [2, 4])
-def test_the_oracle_is_not_drawn_to_where_chance_is_largest(rollouts: int) -> None:
+def test_the_oracle_is_not_drawn_to_where_chance_is_largest(rollouts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 decides, others decide nothing: their scores are 0 in the mean, however few the rollouts."""
     mdp = deciding_mdp(2)
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
+    counted: list[int] = []
+    monkeypatch.setattr(oracle, "rollout", lambda *args, **kwargs: noted(rollout(*args, **kwargs), counted))
     scores = value_scores(envs, policy, [0] * 200, seed=(5,), width=4, rollouts=rollouts)
+    # four actions at four steps, the last of which end the episode; nothing forks again
+    assert counted == [200 * (1 + 4 * (3 * rollouts + 1))]
     for depth, expected in enumerate((0.0, 0.0, 0.25, 0.0)):
         found = np.array([scores[index, depth] for index in range(200)])
         assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5 + 1e-9, depth

@@ -365,6 +365,30 @@ def test_a_checkpoint_of_adapters_loads_as_any_policy(folders: dict[str, Path], 
 
 @pytest.mark.slow
 @needs_peft
+def test_a_checkpoint_of_adapters_has_what_was_learnt_before_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The supervised stage, or the run that this one started from; also once the folder has been moved."""
+    sft = {"sft_steps": 3, "sft_episodes": 4, "sft_batch": 2, "sft_lr": 1e-2}
+    ids = torch.tensor([[7, 8, 9, 10, 11]])
+    first = trained(tmp_path / "run", folders["qwen2"], lora_r=4, algo="rloo", lr=1e-2, **sft)
+    second = trained(
+        tmp_path / "next",
+        folders["qwen2"],
+        lora_r=4,
+        algo="rloo",
+        lr=1e-2,
+        init_from=str(tmp_path / "run" / "checkpoint"),
+    )
+    with torch.no_grad():
+        for trainer, folder in ((first, "run"), (second, "next")):
+            loaded, _ = load_policy(tmp_path / folder / "checkpoint")
+            torch.testing.assert_close(loaded(input_ids=ids).logits, trainer.policy(input_ids=ids).logits)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        loaded, _ = load_policy(tmp_path / "moved" / "checkpoint")
+        torch.testing.assert_close(loaded(input_ids=ids).logits, first.policy(input_ids=ids).logits)
+
+
+@pytest.mark.slow
+@needs_peft
 def test_adapters_of_the_supervised_stage_are_part_of_the_reference(folders: dict[str, Path], tmp_path: Path) -> None:
     options = {"lora_r": 4, "kl": 0.1, "sft_steps": 2, "sft_episodes": 4, "sft_batch": 2, "sft_lr": 1e-2}
     trainer = trained(tmp_path, folders["qwen2"], **options, algo="rloo")

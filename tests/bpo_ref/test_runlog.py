@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,36 @@ from bpo_ref.config import ConfigError
 from bpo_ref.train import Args, Trainer
 
 
-def board(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows: name -> step -> value. Of values of one step, the last one that was not purged."""
+def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows: name -> (step, value)."""
     (events,) = {path.parent for path in (folder / "tensorboard").rglob("events.*")}
     reader = EventAccumulator(str(events), size_guidance={"scalars": 0})
     reader.Reload()
-    return {name: {point.step: point.value for point in reader.Scalars(name)} for name in reader.Tags()["scalars"]}
+    return {name: [(point.step, point.value) for point in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
 
 
-def logged(folder: Path) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
+def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         for name in line.keys() - {"step"}:
-            found.setdefault(name, {})[line["step"]] = line[name]
+            found.setdefault(name, []).append((line["step"], line[name]))
     return found
 
 
-def test_tensorboard_shows_every_number_once_after_a_resumed_run_too(tmp_path: Path) -> None:
+def test_tensorboard_shows_every_number_once_where_a_resumed_run_repeats_updates_too(tmp_path: Path) -> None:
     trained(tmp_path, updates=2)
-    trained(tmp_path, updates=3, resume=True)
+    shutil.copytree(tmp_path / "checkpoint", tmp_path / "earlier")
+    trained(tmp_path, updates=4, resume=True)
+    shutil.rmtree(tmp_path / "checkpoint")
+    (tmp_path / "earlier").rename(tmp_path / "checkpoint")  # as if killed before the next checkpoint was written
+    trained(tmp_path, updates=4, resume=True)
     shown, expected = board(tmp_path), logged(tmp_path)
     assert shown.keys() == expected.keys() and "update/loss" in shown
     for name, points in expected.items():
-        assert shown[name] == pytest.approx(points, rel=1e-6, nan_ok=True), name
+        assert [step for step, _ in shown[name]] == [step for step, _ in points], name
+        assert [value for _, value in shown[name]] == pytest.approx(
+            [value for _, value in points], rel=1e-6, nan_ok=True
+        )
 
 
 class Recorder(GeneralTracker):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from test_train import ENVIRONMENT, TINY
 
-from bpo_ref import compare
+from bpo_ref import compare, study
 from bpo_ref.compare import Finished, beside, efficiency, grouped, overhead, summary
 from bpo_ref.study import STUDIES, commands, main
 from bpo_ref.train import parse_args, resolved
@@ -127,7 +128,46 @@ def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.C
     assert "grpo-seed1" in printed.err and "start-seed0" in printed.err
     with pytest.raises(SystemExit):
         compare.main([str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
-    assert "expected folders of finished runs" in capsys.readouterr().err
+    assert "expected finished runs" in capsys.readouterr().err
+
+
+def test_runs_of_one_update_and_runs_whose_start_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [fake_run(tmp_path / f"{name}-seed0", name, [0.2, 0.4], norm=1.0) for name in ("grpo", "rloo", "late")]
+    for run in runs[:2]:
+        (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().partition("\n")[0])
+    scores = (runs[2] / "scores.jsonl").read_text().splitlines()
+    (runs[2] / "scores.jsonl").write_text(scores[1] + "\n")
+    compare.main([*map(str, runs), "--out", str(tmp_path / "new" / "folder" / "table"), "--plot", "gains"])
+    printed = capsys.readouterr()
+    assert "| rloo | 1 | 0.200 | 0.400 (0.400)" in printed.out and "0 (nan)" in printed.out
+    assert "late-seed0" in printed.err and "late" not in printed.out
+    assert (tmp_path / "new" / "folder" / "table.png").exists()
+
+
+def test_a_rollout_of_several_processes_costs_their_time_together(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "ours-seed0", "bpo", [0.2, 0.8], norm=0.5)
+    alone = overhead(grouped([run])).splitlines()[2]
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps({**results, "processes": 4}))
+    assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 | 5.00 |" in alone
+    assert "| ours | 1.000 | 3.0 | 400.0 | 0.75 | 5.00 |" in overhead(grouped([run])).splitlines()[2]
+
+
+def test_a_run_that_was_stopped_does_not_count_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer exits with 0 when it is asked to stop; from a start that was, no variant may begin."""
+    begun: list[Path] = []
+
+    def stopping(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
+        begun.extend(map(study.folder_of, commands))
+
+    monkeypatch.setattr(study, "run_all", stopping)
+    with pytest.raises(SystemExit, match=r"stopped before the end: .*start-seed0.*; the same command goes on"):
+        main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
+    assert begun == [tmp_path / "start-seed0"]
+    (tmp_path / "start-seed0").mkdir()
+    (tmp_path / "start-seed0" / "results.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"stopped before the end: .*bpo-paper-0\.0-seed0"):
+        main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
 
 
 @pytest.mark.slow
@@ -148,5 +188,7 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert all(1500 <= tokens < 4000 for tokens in spent)
     assert (tmp_path / "runs.png").exists() and (tmp_path / "runs-table.md").exists()
     before = os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns
-    main(words)
+    main([*words, "--", "--match", "tokens", "--budget", "1500"])
     assert os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns == before
+    with pytest.raises(SystemExit, match=r"was begun with extra .*1500.*, now it is \[\]: take another --out"):
+        main(words)

@@ -20,6 +20,7 @@ import wordgame
 import yaml
 from safetensors.torch import load_file
 
+from bpo_ref import eval as evaluation
 from bpo_ref import train
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
@@ -103,6 +104,26 @@ def test_a_run_leaves_its_results(finished: Path) -> None:
     assert trees and all(e.action.logp <= 0 <= e.action.entropy for t in trees for e in t.edges())
     assert "bpo, update" in (finished / "trees.html").read_text()
     assert [line["step"] for line in metrics(finished) if "update/loss" in line] == [4, 5, 6, 7, 8]
+
+
+def test_a_run_that_has_nothing_to_learn_is_a_start_all_the_same(tmp_path: Path, finished: Path) -> None:
+    trained(tmp_path / "start", algo="sft", sft_steps=0, init_from=str(finished / "checkpoint"))
+    assert_same_weights(tmp_path / "start", finished)
+    assert results_of(tmp_path / "start")["counters"]["tokens"] == 0
+
+
+def test_a_checkpoint_is_evaluated_as_in_training(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = results_of(finished)["scores"]["bpo@5"]
+    evaluation.main(["--checkpoint", str(finished / "checkpoint"), "--json", str(tmp_path / "score.json")])
+    written = json.loads((tmp_path / "score.json").read_text())
+    assert {name: written["score"][name] for name in expected} == expected
+    assert evaluation.defaults("somewhere/else").max_turns == evaluation.Args("").max_turns
+    evaluation.main(
+        ["--checkpoint", str(finished / "checkpoint"), "--episodes", "2", "--json", str(tmp_path / "two.json")]
+    )
+    assert json.loads((tmp_path / "two.json").read_text())["score"]["n"] == 2
 
 
 def test_the_last_weights_are_saved_whatever_the_interval(finished: Path) -> None:

@@ -101,3 +101,26 @@ def test_a_study_of_a_small_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_unknown_setting_of_a_method_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rloo:colour=red: there is no setting colour"):
         Laboratory.settings(object.__new__(Laboratory), "rloo:colour=red")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("rlo", "rlo: expected one of .*, found rlo"),
+        ("ppo", "ppo: a learned value head"),
+        ("rloo:baseline=critic", "a learned value head"),
+        ("bpo-tree:schedule=value-oracle", "the value oracle"),
+        ("bpo-split:roulette=2", "roulette: expected a probability"),
+    ],
+)
+def test_methods_that_are_not_measured_are_named_before_anything_is(
+    tmp_path: Path, method: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path / "start"), "algo": "sft", "sft_steps": 1}))
+    trainer.run()
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**TINY, "env_id": wordgame.ENV_ID, "eval_kwargs": []}))
+    monkeypatch.setattr(Laboratory, "measure", None)
+    study = Study(checkpoint=str(tmp_path / "start" / "checkpoint"), config=str(config), methods=("rloo", method))
+    with pytest.raises(ValueError, match=message):
+        run(study)
