@@ -157,7 +157,7 @@ def efficiency(groups: Groups) -> str:
     finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
     baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
-    noise = (float(np.mean([run.norm_variance for run in grpo])) if grpo else 0.0) or float("nan")
+    noise = float(np.mean([run.norm_variance for run in grpo])) if grpo else 0.0
     lines = [
         f"| variant | updates, tokens, seconds to {target:.3f} | updates to GRPO's final | Var of grad norm (/ GRPO's) "
         "| non-degenerate | easy | hard |",
@@ -167,9 +167,10 @@ def efficiency(groups: Groups) -> str:
         to = [_mean([run.spent_until(target, unit) for run in group]) for unit in ("update", "tokens", "seconds")]
         to_grpo = _mean([run.spent_until(finals["grpo"], "update") for run in group]) if grpo else "-"
         variance = float(np.mean([run.norm_variance for run in group]))
+        ratio = f" ({variance / noise:.2f})" if noise else ""
         easy, hard = (_mean([run.success_where(solved) for run in group], "{:.3f}") for solved in (True, False))
         lines.append(
-            f"| {label} | {', '.join(to)} | {to_grpo} | {variance:.3g} ({variance / noise:.2f}) "
+            f"| {label} | {', '.join(to)} | {to_grpo} | {variance:.3g}{ratio} "
             f"| {np.mean([run.nondegenerate for run in group]):.2f} | {easy} | {hard} |"
         )
     return "\n".join(lines)

@@ -139,7 +139,7 @@ def test_runs_of_one_update_and_runs_whose_start_is_unknown(tmp_path: Path, caps
     (runs[2] / "scores.jsonl").write_text(scores[1] + "\n")
     compare.main([*map(str, runs), "--out", str(tmp_path / "new" / "folder" / "table"), "--plot", "gains"])
     printed = capsys.readouterr()
-    assert "| rloo | 1 | 0.200 | 0.400 (0.400)" in printed.out and "0 (nan)" in printed.out
+    assert "| rloo | 1 | 0.200 | 0.400 (0.400)" in printed.out and "| 0 |" in printed.out
     assert "late-seed0" in printed.err and "late" not in printed.out
     assert (tmp_path / "new" / "folder" / "table.png").exists()
 
