@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ PATH = {"PATH": "/opt/python/bin:/usr/bin:/bin"}
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path / "runtime"))
+    # what another file's tests still hold has its own connection and its own images
+    monkeypatch.setattr(docker_images, "_current", weakref.WeakValueDictionary())
     yield
     gc.collect()
     ours = [path.name for path in (tmp_path / "runtime").glob("docker-*")]
