@@ -60,7 +60,8 @@ class Recorder(GeneralTracker):
 
     def __init__(self, run_name: str) -> None:
         super().__init__()
-        self.run_name, self.points, self.finished = run_name, [], False  # type: ignore[var-annotated]
+        self.run_name, self.finished = run_name, False
+        self.points: list[tuple[int | None, dict[str, Any]]] = []
         self.made.append(self)
 
     @property
