@@ -40,6 +40,7 @@ def mean_value(node: Node) -> float:
 class TreeSummary:
     """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
 
+    task: Any
     index: int
     kind: str
     """`RolloutTree.kind`."""
@@ -47,6 +48,7 @@ class TreeSummary:
     roots: list[RootTable]
     returns: list[tuple[float, float]]
     """Mean return of each root path's subtree, and its mean square."""
+    tokens: int
 
 
 def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummary:
@@ -68,7 +70,7 @@ def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummar
                 todo += [(edge.child, share / len(node.children)) for edge in node.children]
         roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
         returns.append((v, s))
-    return TreeSummary(tree.index, tree.kind, tree.root.value, roots, returns)
+    return TreeSummary(tree.task, tree.index, tree.kind, tree.root.value, roots, returns, tree.tokens)
 
 
 def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
@@ -314,9 +316,67 @@ class ForkDepth:
         return within / len(returns), float(np.var(returns, ddof=1)) if len(returns) > 1 else 0.0
 
 
+class TaskSpread:
+    """How far the returns of each task spread in earlier batches: what root paths are shared out by.
+
+    The variance of a task's returns is that of those seen and of ``PSEUDO`` more, which are like those of all tasks; so
+    is the mean number of tokens of a root path, forks included.
+
+    Args:
+        decay: share of what is known that is kept at each batch, as the policy changes.
+        sums: (task, [root paths, Σ return, Σ return², Σ tokens]), as a checkpoint keeps them.
+    """
+
+    PSEUDO, MOST = 2.0, 4
+
+    def __init__(self, decay: float = 1.0, sums: Iterable[tuple[Any, Sequence[float]]] = ()) -> None:
+        self._decay = decay
+        self.sums: dict[Any, np.ndarray] = {task: np.array(entry, dtype=float) for task, entry in sums}
+
+    def observe(self, summaries: Iterable[TreeSummary]) -> None:
+        """A batch."""
+        for entry in self.sums.values():
+            entry *= self._decay
+        for summary in summaries:
+            first, second = (sum(part) for part in zip(*summary.returns, strict=True))
+            new = np.array([len(summary.returns), first, second, summary.tokens], dtype=float)
+            self.sums[summary.task] = self.sums.get(summary.task, 0.0) + new
+
+    def allot(self, tasks: Sequence[Any], *, mean: int, least: int) -> list[int]:
+        """Root paths of each task of a batch: Neyman's allocation, n ∝ standard deviation / √tokens.
+
+        This minimises Σ variance / n at a given Σ n x tokens, if the noise of a return's gradient goes as the return's.
+        Never by the batch's own outcomes, so a mean over each task's paths stays as unbiased as with equal numbers.
+
+        Args:
+            tasks: the batch.
+            mean: root paths a task on average; exceeded by no batch.
+            least: of any task; the most is ``MOST`` times the mean.
+        """
+        total = mean * len(tasks)
+        if not self.sums:
+            return [mean] * len(tasks)
+        overall = np.sum(list(self.sums.values()), axis=0)
+        prior = self.PSEUDO * overall / overall[0]
+        n, first, second, tokens = np.transpose([self.sums.get(task, 0.0) + prior for task in tasks])
+        wanted = np.sqrt(np.maximum(second / n - (first / n) ** 2, 0.0) / np.maximum(tokens / n, 1.0))
+        if not wanted.any():
+            return [mean] * len(tasks)
+        low, high = 0.0, self.MOST * mean / wanted[wanted > 0].min()
+        for _ in range(60):  # the scale at which the clipped numbers have the right sum
+            scale = (low + high) / 2
+            short = np.clip(scale * wanted, least, self.MOST * mean).sum() <= total
+            low, high = (scale, high) if short else (low, scale)
+        shares = np.clip(low * wanted, least, self.MOST * mean)
+        numbers = np.floor(shares + 1e-9).astype(int)
+        left = round(shares.sum()) - int(numbers.sum())
+        numbers[np.argsort(numbers - shares, kind="stable")[:left]] += 1
+        return [int(number) for number in numbers]
+
+
 def independent(path: Path, args: Args) -> bool:
     """Whether it is one of the W root paths: forks at the root are numbered after them."""
-    return len(path.key) == 2 and path.key[1] < (args.roots or 0)
+    return len(path.key) == 2 and (args.allocation == "spread" or path.key[1] < (args.roots or 0))
 
 
 @dataclass
@@ -327,6 +387,7 @@ class Memory:
     values: ValueTable
     shrinkage: Shrinkage
     depth: ForkDepth
+    spread: TaskSpread
 
     @classmethod
     def of(cls, args: Args, state: Mapping[str, Any] | None = None) -> Memory:
@@ -339,6 +400,7 @@ class Memory:
             ValueTable(args.value_decay, state=state.get("values")),
             Shrinkage(state.get("shrinkage", (0.0,) * 4)),
             ForkDepth(state.get("depth", max(1.0, args.max_turns / 4)), limit=args.max_turns),
+            TaskSpread(args.value_decay, state.get("spread", ())),
         )
 
     def state(self) -> dict[str, Any]:
@@ -348,6 +410,7 @@ class Memory:
             "values": self.values.state(),
             "shrinkage": self.shrinkage.sums,
             "depth": self.depth.depth,
+            "spread": [(task, entry.tolist()) for task, entry in self.spread.sums.items()],
         }
 
     def observe(
@@ -359,12 +422,14 @@ class Memory:
             roots = [path for path in tree.paths if independent(path, args)]
             forked = roots[:1] if args.forks == "backbone" else roots
             entropies = [[edge.action.entropy for edge in path.edges] for path in forked]
-            summary = summarize(tree, "key", gamma=args.gamma) if args.keyed else None
+            summary = summarize(tree, "key", gamma=args.gamma) if args.keyed or args.allocation == "spread" else None
             depth = ForkDepth.sample(tree, [path.total_reward for path in roots])
             local.append((tree.index, entropies, summary, depth, [fork for fork in forks if fork.tree == tree.index]))
         every = sorted(gather(local), key=lambda entry: entry[0])
+        summaries = [summary for _, _, summary, *_ in every if summary]
         self.entropies.observe(path for _, paths, *_ in every for path in paths)
-        self.values.observe([summary for _, _, summary, *_ in every if summary], low=args.roulette_below)
+        self.values.observe(summaries if args.keyed else (), low=args.roulette_below)
+        self.spread.observe(summaries if args.allocation == "spread" else ())
         if args.schedule == "explained":
             self.depth.observe(depth for *_, depth, _ in every)
         self.shrinkage.observe(fork for *_, found in every for fork in found)

@@ -205,9 +205,29 @@ class MonteCarlo(Schedule):
 
 
 def make_schedule(
-    args: Args, seed: Sequence[int], memory: Memory, scores: Mapping[tuple[int, int], float] | None = None
+    args: Args,
+    seed: Sequence[int],
+    memory: Memory,
+    scores: Mapping[tuple[int, int], float] | None = None,
+    tasks: Sequence[Any] = (),
 ) -> Schedule:
-    """The schedule of one batch; ``seed`` keys what it draws, ``scores`` are those of ``value-oracle``."""
+    """The schedule of one batch.
+
+    Args:
+        args: resolved.
+        seed: keys what it draws.
+        memory: of earlier batches.
+        scores: those of ``value-oracle``.
+        tasks: all of the batch, by index, for ``allocation=spread``.
+    """
+    schedule = _make(args, seed, memory, scores)
+    if args.allocation == "spread":
+        least = 1 + (args.baseline == "none")  # without another root path only other tasks are a baseline
+        schedule.roots = dict(enumerate(memory.spread.allot(tasks, mean=args.roots or 0, least=least)))
+    return schedule
+
+
+def _make(args: Args, seed: Sequence[int], memory: Memory, scores: Mapping[tuple[int, int], float] | None) -> Schedule:
     assert args.roots is not None
     if args.schedule == "none":
         return Schedule(args.roots)

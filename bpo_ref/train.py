@@ -211,6 +211,8 @@ class Args:
     """M: most branch points on the way from the root to a leaf. A fraction is drawn per task between its neighbours."""
     roots: int | None = None
     """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
+    allocation: Literal["equal", "spread"] = "equal"
+    """Root paths are W for every task, or W on average and more for tasks whose returns spread in earlier batches."""
     schedule: ScheduleName | None = None
     """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
     ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
@@ -390,6 +392,8 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
         roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
         "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
     )  # fmt: skip
+    uneven = args.allocation == "spread" and (args.credit != "tree" or args.root_branch == "free" or roots < 2)
+    refuse(uneven, "allocation", f"spread goes with credit=tree, two or more roots and no forks at them, {branched}")
     survival = args.roulette or 0.0
     refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
     refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
@@ -880,7 +884,7 @@ class Trainer(Run):
         )
         if args.schedule == "value-oracle":
             scores = value_scores(self.envs, self._player(args.temperature), rollouts=args.mc_rollouts, **shared)
-        schedule = make_schedule(args, seed, self.memory, scores)
+        schedule = make_schedule(args, seed, self.memory, scores, drawn)
         policy = self._player(args.temperature)
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()

@@ -201,6 +201,7 @@ class Laboratory:
         memory = Memory.of(args)
         began = time.perf_counter()
         learns = args.keyed or args.schedule in ("entropy-online", "explained") or args.fork_baseline == "shrunk"
+        learns = learns or args.allocation == "spread"
         for batch in range(self.study.pilot if learns else 0):
             trees = self._batch(args, memory, self._draw(1 + batch), (self.study.seed, key, 0, batch))
             memory.observe(trees, assign_credit(trees, args, memory), args)
@@ -235,7 +236,7 @@ class Laboratory:
         trees = rollout(
             self.envs,
             policy,
-            make_schedule(args, seed, memory),
+            make_schedule(args, seed, memory, tasks=tasks),
             tasks=tasks,
             seed=seed,
             overlap=args.env_overlap,

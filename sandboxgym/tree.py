@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -193,12 +193,23 @@ class Policy(Protocol):
 
 
 class Schedule:
-    """Where to fork. This one never does: ``roots`` independent rollouts a task."""
+    """Where to fork. This one never does: ``roots`` independent rollouts a task.
 
-    def __init__(self, roots: int) -> None:
-        if roots < 1:
-            raise ValueError(f"expected at least one root path, found roots={roots}")
+    Args:
+        roots: root paths of every task, or of each task by its index in the batch.
+
+    Raises:
+        ValueError: a task would have none.
+    """
+
+    def __init__(self, roots: int | Mapping[int, int]) -> None:
         self.roots = roots
+        if (min(roots.values(), default=1) if isinstance(roots, Mapping) else roots) < 1:
+            raise ValueError(f"expected at least one root path, found roots={roots}")
+
+    def roots_of(self, index: int) -> int:
+        """Root paths of the task of this index."""
+        return self.roots[index] if isinstance(self.roots, Mapping) else self.roots
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
         """Siblings to start at ``node``, decided before ``action`` is executed: a causal rule.

@@ -259,9 +259,10 @@ def test_a_task_that_cannot_be_reset_to_is_left_out(taken: list[Any]) -> None:
     register_wrapper(Refusing)
     failures: list[Failure] = []
     with Envs(lambda: Mortal(Refusing(gym.make("toys/Dice-v0")))) as envs:
-        trees = rollout(envs, Wanderer(), Schedule(2), tasks=[0, 1, 2], retries=1, failures=failures)
-        assert [tree.index for tree in trees] == [0, 2]
-        assert [(failure.task, failure.dropped) for failure in failures] == [(1, 0), (1, 2)]
+        roots = {0: 2, 1: 3, 2: 1}
+        trees = rollout(envs, Wanderer(), Schedule(roots), tasks=[0, 1, 2], retries=1, failures=failures)
+        assert [(tree.index, len(tree.paths)) for tree in trees] == [(0, 2), (2, 1)]
+        assert [(failure.task, failure.dropped) for failure in failures] == [(1, 0), (1, 3)]
 
 
 def test_retries_are_not_negative() -> None:

@@ -84,6 +84,15 @@ def test_roots_are_independent_rollouts(envs: Envs) -> None:
     assert len(tree.root.children) == 5
 
 
+def test_every_task_can_have_its_own_number_of_roots(envs: Envs) -> None:
+    trees = rollout(envs, Wanderer(), Schedule(roots={0: 3, 1: 1, 2: 2}), tasks=[None] * 3)
+    assert [[path.key for path in tree.paths] for tree in trees] == [
+        [(0, 0), (0, 1), (0, 2)],
+        [(0, 0)],
+        [(0, 0), (0, 1)],
+    ]
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_forks_share_the_prefix_and_nothing_after(envs: Envs, late: bool) -> None:
     (tree,) = rollout(envs, Wanderer(), Forks(1, 2, 4, late=late))
@@ -418,8 +427,9 @@ def test_top_entropy_forks_the_first_path_at_its_highest_entropies(envs: Envs) -
 
 
 def test_a_schedule_needs_a_root() -> None:
-    with pytest.raises(ValueError, match="roots=0"):
-        Schedule(0)
+    for roots in (0, {0: 2, 1: 0}):
+        with pytest.raises(ValueError, match="at least one root path, found roots="):
+            Schedule(roots)
 
 
 def test_environments_are_used_again_and_closed() -> None:

@@ -16,12 +16,13 @@ import pytest
 from tabular import MDP, Credit, batches_of, compare, gradients, random_mdp, telling_mdp
 
 from bpo_ref import train
-from bpo_ref.baselines import EntropyThreshold, Memory, StateBaseline
+from bpo_ref.baselines import EntropyThreshold, Memory, StateBaseline, TaskSpread
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import Args, assign_credit, resolved
 from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
+TASKS = (0, 1, 0, 1)  # of a batch
 FAST = 400  # batches of 4 trees
 MANY = int(os.environ.get("SANDBOXGYM_TREES", 0)) // 4
 THRESHOLD = 0.615  # entropy; above it are three of the five states
@@ -50,7 +51,7 @@ def credit(args: Args, memory: Memory | None = None) -> Credit:
 
 
 def scheduled(args: Args, memory: Memory | None = None) -> Callable[[int], Schedule]:
-    return lambda batch: make_schedule(args, (9, batch), memory or blank(args))
+    return lambda batch: make_schedule(args, (9, batch), memory or blank(args), tasks=TASKS)
 
 
 class ForkAt(Schedule):
@@ -79,7 +80,7 @@ def taught(mdp: MDP, args: Args, *, batches: int = 60, **options: Any) -> Memory
         learner = args if own else settings("rloo-key", roots=4, gamma=args.gamma)
 
         def schedule(batch: int, learner: Args = learner, own: bool = own) -> Schedule:
-            return make_schedule(learner, (8, own, batch), memory)
+            return make_schedule(learner, (8, own, batch), memory, tasks=TASKS)
 
         for trees in batches_of(mdp, schedule, batches=batches, first=10**6 + own * batches):
             forks = assign_credit(trees, learner, memory)
@@ -87,15 +88,20 @@ def taught(mdp: MDP, args: Args, *, batches: int = 60, **options: Any) -> Memory
     return replace(memory, **options)
 
 
+def one_sided() -> dict[str, Any]:
+    """Task 0 is believed to be nearly certain, task 1 to be uncertain: one root path and seven, or two and six."""
+    return {"spread": TaskSpread(1.0, [(0, (1000, 999, 999, 1000)), (1, (1000, 500, 500, 1000))])}
+
+
 Case = tuple[MDP, Callable[[int], Schedule], float, dict[str, Any]]
 
 
-def informed(mdp: MDP, **credits: Args) -> Callable[[], Case]:
-    """A case whose first setting rolls out and teaches."""
+def informed(mdp: MDP, *, known: Callable[[], dict[str, Any]] = dict, **credits: Args) -> Callable[[], Case]:
+    """A case whose first setting rolls out and teaches; ``known`` takes the place of what was learnt."""
 
     def made() -> Case:
         args = next(iter(credits.values()))
-        memory = taught(mdp, args)
+        memory = taught(mdp, args, **known())
         return mdp, scheduled(args, memory), args.gamma, {name: (args, memory) for name, args in credits.items()}
 
     made.names = tuple(credits)  # type: ignore[attr-defined]
@@ -111,6 +117,7 @@ THREE_ROOTS = settings("bpo-tree", roots=3, width=2, points=3)
 
 RECURSIVE = settings("bpo-tree", forks="all", width=2, points=3)
 WIDENED = settings("bpo-tree", schedule="random", fill="widen", forks="roots")
+UNEVEN: dict[str, Any] = {"roots": 4, "value_decay": 1.0, "allocation": "spread"}
 VALUED, SOMETIMES = settings("vineppo", roots=3, mc_rollouts=2), settings("vineppo", roots=3, mc_turns=2)
 
 # name -> the MDP, what rolls it out, the discount and the credits to test on those rollouts (with what they remember)
@@ -164,6 +171,15 @@ CASES: dict[str, Case | Callable[[], Case]] = {
     ),
     "split, rewards on the way": informed(
         DENSE, **{"bpo-split": settings("bpo-split", gamma=0.8, **SPLIT, roulette=0.5, roulette_below=0.3)}
+    ),
+    "uneven roots": informed(
+        SPARSE,
+        known=one_sided,
+        **{algo: settings(algo, **UNEVEN) for algo in ("rloo-pooled", "rloo-value", "rloo-turn", "rloo-key")},
+    ),
+    "uneven roots, siblings": informed(SPARSE, known=one_sided, rloo=settings("rloo", **UNEVEN)),
+    "uneven roots, split": informed(
+        SPARSE, known=one_sided, bpo=settings("bpo", **{**SPLIT, **UNEVEN}, roulette_below=0.4)
     ),
     "rewards on the way": (
         DENSE,
@@ -260,7 +276,15 @@ def baseline_includes_own_rollout(trees: Sequence[RolloutTree]) -> None:
         credit(settings("rloo-key"))(trees)
 
 
+def paths_counted_alike(trees: Sequence[RolloutTree]) -> None:
+    credit(settings("rloo", **UNEVEN))(trees)
+    for tree in trees:
+        for edge in tree.edges():
+            edge.weight *= len(tree.root.children) / UNEVEN["roots"]
+
+
 PLANTED: dict[str, tuple[str, Credit]] = {
+    "paths counted alike": ("uneven roots, siblings", paths_counted_alike),
     "weights not multiplied": ("online", weights_not_multiplied),
     "mean includes oneself": ("online", mean_includes_oneself),
     "best child for the mean": ("online", best_child_for_the_mean),

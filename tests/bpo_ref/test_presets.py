@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tabular import MDP, TabularEnv, TabularPolicy, batches_of, compare, gradients, random_mdp
 from test_estimators import (
     CASES,
@@ -28,7 +31,7 @@ from test_estimators import (
 )
 
 from bpo_ref import oracle
-from bpo_ref.baselines import ForkDepth, ForkSample, Shrinkage, ValueTable, state_key, summarize
+from bpo_ref.baselines import ForkDepth, ForkSample, Memory, Shrinkage, TaskSpread, ValueTable, state_key, summarize
 from bpo_ref.batch import Critique
 from bpo_ref.oracle import FIRST, value_scores
 from bpo_ref.schedules import make_schedule
@@ -141,7 +144,7 @@ def values_of_the_batch_itself(trees: Sequence[RolloutTree], args: Any, memory: 
         back_up(tree, args.gamma)
     table = ValueTable()
     table.observe([summarize(tree, "key") for tree in trees], low=0.0)
-    assign_credit(trees, args, type(memory)(memory.entropies, table, memory.shrinkage, memory.depth))
+    assign_credit(trees, args, replace(memory, values=table))
 
 
 @pytest.mark.parametrize(
@@ -501,6 +504,76 @@ def test_the_variance_formula_holds_on_a_chain(roots: int, fork: int | None, wid
     measured = samples.reshape(len(samples), -1).var(axis=0, ddof=1).sum()
     print(f"W={roots} fork at {fork} K={width} critic={critic}: measured {measured:.4f}, formula {expected:.4f}")
     assert measured == pytest.approx(expected, rel=0.1)
+
+
+# Root paths shared out by what earlier batches tell of the tasks.
+
+
+def spread_of(**tasks: tuple[float, float]) -> TaskSpread:
+    """Tasks that were met a million times, with returns of 0 or 1: name -> (share of 1, tokens a path)."""
+    n = 1e6
+    return TaskSpread(1.0, [(name, (n, n * p, n * p, n * tokens)) for name, (p, tokens) in tasks.items()])
+
+
+def test_root_paths_are_allotted_by_standard_deviation_and_cost() -> None:
+    spread = spread_of(even=(0.5, 10), rare=(0.1, 10), dear=(0.5, 40), certain=(1.0, 10))
+    #                  sd / √tokens  1.58      0.95          0.79
+    assert spread.allot(["even", "rare"], mean=8, least=1) == [10, 6]
+    assert spread.allot(["even", "dear", "even"], mean=5, least=1) == [6, 3, 6]
+    assert spread.allot(["even", "certain"], mean=4, least=1) == [7, 1]
+    assert spread.allot(["even", "certain"], mean=4, least=2) == [6, 2]
+    assert spread.allot(["even", *["certain"] * 7], mean=4, least=1) == [16, 3, 3, 2, 2, 2, 2, 2]
+    assert spread.allot(["certain", "certain"], mean=4, least=1) == [4, 4]
+
+
+def test_tasks_never_met_are_taken_for_the_average_one() -> None:
+    assert TaskSpread().allot([3, 4, 5], mean=4, least=1) == [4, 4, 4]
+    spread = TaskSpread(1.0, [(0, (8, 8, 8, 80)), (1, (8, 0, 0, 80)), (2, (8, 4, 4, 80))])
+    all_right, all_wrong, mixed, new = spread.allot([0, 1, 2, 3], mean=8, least=1)
+    assert all_right == all_wrong < mixed == new
+    assert all_right > 1  # eight of eight may be luck
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1), st.floats(1, 500)), min_size=1, max_size=12),
+    st.integers(2, 12),
+    st.integers(1, 2),
+)
+def test_no_more_is_allotted_than_there_is(known: list[tuple[int, float, float]], mean: int, least: int) -> None:
+    spread = TaskSpread(1.0, [(i, (n, n * p, n * p, n * tokens)) for i, (n, p, tokens) in enumerate(known)])
+    tasks = [*range(len(known)), "unknown"]
+    numbers = spread.allot(tasks, mean=mean, least=least)
+    assert sum(numbers) <= mean * len(tasks)
+    assert min(numbers) >= least and max(numbers) <= 4 * mean
+    assert sum(numbers) == mean * len(tasks) or 4 * mean in numbers
+
+
+def test_what_was_met_long_ago_fades() -> None:
+    args = settings("rloo-pooled", roots=4, allocation="spread", value_decay=0.5)
+    memory = taught(SPARSE, args, batches=3)
+    n = [memory.spread.sums[task][0] for task in (0, 1)]
+    assert n == pytest.approx([8 * (1 + 0.5 + 0.25) + 8 * 0.125 * (1 + 0.5 + 0.25)] * 2, rel=0.5)
+    assert Memory.of(args, memory.state()).spread.allot([0, 1], mean=4, least=1) == memory.spread.allot(
+        [0, 1], mean=4, least=1
+    )
+
+
+def test_uneven_root_paths_lower_the_variance() -> None:
+    """Of two tasks one is decided beforehand: all but the least number of root paths goes to the other."""
+    transitions, rewards = np.zeros((2, 2, 3)), np.zeros((2, 2, 3))
+    transitions[:, :, 2] = 1.0
+    rewards[0], rewards[1, 1] = 1.0, 1.0
+    mdp = MDP(transitions, rewards, np.zeros((2, 2)), 1, starts=(0, 1))
+    variances = {}
+    for allocation in ("equal", "spread"):
+        args = settings("rloo", roots=4, value_decay=1.0, allocation=allocation)
+        memory = taught(mdp, args)
+        samples = gradients(mdp, batches_of(mdp, scheduled(args, memory), batches=4000), {"": credit(args, memory)})[""]
+        assert samples.mean(axis=0) == pytest.approx(mdp.gradient(), abs=4e-3)
+        variances[allocation] = samples.reshape(len(samples), -1).var(axis=0, ddof=1).sum()
+    print(variances)
+    # g is a sample variance of n fair coins, whose own variance goes as 1 / (n (n - 1)); 4 and 4 paths become 2 and 6
+    assert variances["spread"] / variances["equal"] == pytest.approx(4 * 3 / (6 * 5), rel=0.1)
 
 
 def test_cases_cover_every_unbiased_preset() -> None:

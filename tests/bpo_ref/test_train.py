@@ -340,8 +340,9 @@ def test_a_crash_goes_on_from_the_last_checkpoint(
         {"algo": "bpo-forest"},
         {"algo": "bpo-tree", "baseline": "critic"},
         {"algo": "bpo", "match": "tokens", "budget": 2500, "updates": 6, "lr_decay": "linear"},
+        {"algo": "bpo", "allocation": "spread"},
     ],
-    ids=["ppo", "ppo by token", "split", "forest", "critic", "budget"],
+    ids=["ppo", "ppo by token", "split", "forest", "critic", "budget", "uneven roots"],
 )
 def test_every_kind_of_memory_survives_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -478,7 +479,7 @@ def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path, options: di
 
 @pytest.mark.slow
 def test_runs_of_one_and_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
-    options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05, "lr": 1e-3}
+    options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05, "lr": 1e-3, "allocation": "spread"}
     for processes in (1, 2):
         launch(TRAIN, tmp_path / str(processes), processes, config_file(tmp_path, **options))
     one, two = results_of(tmp_path / "1"), results_of(tmp_path / "2")
@@ -523,6 +524,9 @@ def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, mon
         ({"algo": "grpo", "roots": 1}, "credit: group .*roots=1"),
         ({"algo": "bpo-paper", "baseline": "turn"}, "baseline: turn goes with credit=tree, found credit=paper"),
         ({"algo": "rloo", "roots": 1, "prompts": 1}, "roots: .*nothing to be compared with"),
+        ({"algo": "grpo", "allocation": "spread"}, "allocation: spread goes with credit=tree"),
+        ({"algo": "bpo-paper", "allocation": "spread", "credit": "tree", "roots": 2}, "allocation: .*no forks at them"),
+        ({"algo": "bpo", "allocation": "spread", "roots": 1}, "allocation: .*two or more root.*roots=1"),
         ({"minibatches": 17}, "minibatches: 17 of 16 prompts"),
         ({"max_new_tokens": 768}, "max_new_tokens: 768 do not fit"),
         ({"updates": -1}, "updates: expected 0 or more, found -1"),
