@@ -69,6 +69,15 @@ STUDIES: dict[str, Variants] = {
         "rloo-pooled": "--algo rloo-pooled --roots 8",
         "bpo": "--algo bpo",  # with both: the pooled baseline and roulette
     },
+    # what might beat bpo: learned values, root paths by what the returns of a task spread
+    "beyond": {
+        "rloo-pooled": "--algo rloo-pooled",
+        "rloo-critic": "--algo rloo --baseline critic",
+        "rloo-pooled-spread": "--algo rloo-pooled --allocation spread",
+        "bpo": "--algo bpo",
+        "bpo-critic": "--algo bpo --baseline critic",
+        "bpo-spread": "--algo bpo --allocation spread",
+    },
 }
 
 
