@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from bpo_ref.plots import PLOTS, Metric, Plot, label_of, read_scores
+from bpo_ref.plots import PLOTS, Metric, Plot, by_label, read_scores
 
 Groups = Mapping[str, Sequence["Finished"]]  # runs by label
 
@@ -126,10 +126,7 @@ def spent_until(points: Sequence[Sequence[float]], level: float) -> float:
 
 def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[Finished]]:
     """Runs by label."""
-    groups: dict[str, list[Finished]] = {}
-    for run in runs:
-        groups.setdefault(label_of(run), []).append(Finished(run, metric))
-    return groups
+    return {label: [Finished(run, metric) for run in found] for label, found in by_label(runs).items()}
 
 
 def summary(groups: Groups) -> str:

@@ -44,23 +44,29 @@ def label_of(run: Path) -> str:
     return algorithms[0] if algorithms else "sft"
 
 
+def by_label(runs: Sequence[Path]) -> dict[str, list[Path]]:
+    """Runs that are one variant, as `label_of` tells."""
+    groups: dict[str, list[Path]] = {}
+    for run in runs:
+        groups.setdefault(label_of(run), []).append(run)
+    return groups
+
+
 def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     """A metric against updates and against generated tokens; runs of one label as mean ± standard deviation."""
-    by_algo: dict[str, list[list[dict[str, Any]]]] = {}
-    for run in runs:
-        by_algo.setdefault(label_of(run), []).append(read_scores(run))
+    groups = {label: [read_scores(run) for run in found] for label, found in by_label(runs).items()}
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True)
-    colours = _colours(len(by_algo))
+    colours = _colours(len(groups))
 
     def final(named: tuple[str, list[list[dict[str, Any]]]]) -> float:
         return -float(np.mean([curve[-1][metric] for curve in named[1]]))
 
-    for colour, (algo, curves) in zip(colours, sorted(by_algo.items(), key=final)):
+    for colour, (name, curves) in zip(colours, sorted(groups.items(), key=final)):
         length = min(map(len, curves))
         heights = np.array([[record[metric] for record in curve[:length]] for curve in curves])
         for axis, x in zip(axes, ("update", "tokens")):
             at = np.mean([[record[x] for record in curve[:length]] for curve in curves], axis=0)
-            label = f"{algo} ({len(curves)} seeds)" if len(curves) > 1 else algo
+            label = f"{name} ({len(curves)} seeds)" if len(curves) > 1 else name
             axis.plot(at, heights.mean(axis=0), marker="o", markersize=3, color=colour, label=label)
             if len(curves) > 1:
                 spread = heights.std(axis=0, ddof=1)
@@ -86,17 +92,17 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     Variants of a study begin at the same weights in each seed, so a colour can be followed from line to line. Runs
     without updates (a study's starts) are left out.
     """
-    by_label: dict[str, list[tuple[int, float]]] = {}
-    for run in runs:
+    learnt = [run for run in runs if len(read_scores(run)) > 1]
+
+    def gain(run: Path) -> tuple[int, float]:
         curve, numbered = read_scores(run), re.search(r"-seed(\d+)$", run.name)
-        if len(curve) < 2:
-            continue
-        gained = curve[-1][metric] - curve[0][metric]
-        by_label.setdefault(label_of(run), []).append((int(numbered[1]) if numbered else 0, gained))
-    seeds = sorted({seed for found in by_label.values() for seed, _ in found})
+        return int(numbered[1]) if numbered else 0, curve[-1][metric] - curve[0][metric]
+
+    groups = {label: list(map(gain, found)) for label, found in by_label(learnt).items()}
+    seeds = sorted({seed for found in groups.values() for seed, _ in found})
     colours = dict(zip(seeds, _colours(len(seeds))))
-    figure, axis = plt.subplots(figsize=(8, 0.34 * len(by_label) + 1.3))
-    for line, found in enumerate(by_label.values()):
+    figure, axis = plt.subplots(figsize=(8, 0.34 * len(groups) + 1.3))
+    for line, found in enumerate(groups.values()):
         for seed, gained in found:
             axis.plot(gained, line, "o", markersize=5, alpha=0.7, color=colours[seed])
         values = np.array([gained for _, gained in found])
@@ -106,7 +112,7 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
         axis.plot([], [], "o", markersize=5, alpha=0.7, color=colours[seed], label=f"seed {seed}")
     axis.errorbar([], [], xerr=[], fmt="D", color="black", markersize=5, capsize=3, label="mean ± standard error")
     axis.axvline(0, color="grey", linewidth=0.8)
-    axis.set_yticks(range(len(by_label)), list(by_label))
+    axis.set_yticks(range(len(groups)), list(groups))
     axis.invert_yaxis()
     axis.set_xlabel(f"{metric} on the evaluation panel: end less start")
     axis.grid(alpha=0.3, axis="x")
