@@ -41,6 +41,7 @@ class TreeSummary:
     """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
 
     task: Any
+    """`RolloutTree.task`."""
     index: int
     kind: str
     """`RolloutTree.kind`."""
@@ -48,7 +49,6 @@ class TreeSummary:
     roots: list[RootTable]
     returns: list[tuple[float, float]]
     """Mean return of each root path's subtree, and its mean square."""
-    tokens: int
 
 
 def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummary:
@@ -70,7 +70,7 @@ def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummar
                 todo += [(edge.child, share / len(node.children)) for edge in node.children]
         roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
         returns.append((v, s))
-    return TreeSummary(tree.task, tree.index, tree.kind, tree.root.value, roots, returns, tree.tokens)
+    return TreeSummary(tree.task, tree.index, tree.kind, tree.root.value, roots, returns)
 
 
 def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
@@ -309,22 +309,23 @@ class ForkDepth:
 
     @staticmethod
     def sample(tree: RolloutTree, returns: Sequence[float]) -> tuple[float, float]:
-        """A tree's entry for `observe`; ``returns`` are those of its root paths."""
+        """A tree's entry for `observe`; ``returns`` are those of its root paths, of which one tells nothing."""
+        if len(returns) < 2:
+            return 0.0, 0.0
         within = sum(
             float(np.var([edge.value for edge in node.children], ddof=1)) for node in tree.branch_nodes if node.depth
         )
-        return within / len(returns), float(np.var(returns, ddof=1)) if len(returns) > 1 else 0.0
+        return within / len(returns), float(np.var(returns, ddof=1))
 
 
 class TaskSpread:
     """How far the returns of each task spread in earlier batches: what root paths are shared out by.
 
-    The variance of a task's returns is that of those seen and of ``PSEUDO`` more, which are like those of all tasks; so
-    is the mean number of tokens of a root path, forks included.
+    The variance of a task's returns is that of those seen and of ``PSEUDO`` more, which are like those of all tasks.
 
     Args:
         decay: share of what is known that is kept at each batch, as the policy changes.
-        sums: (task, [root paths, Σ return, Σ return², Σ tokens]), as a checkpoint keeps them.
+        sums: (task, [root paths, Σ return, Σ return²]), as a checkpoint keeps them.
     """
 
     PSEUDO, MOST = 2.0, 4
@@ -339,14 +340,15 @@ class TaskSpread:
             entry *= self._decay
         for summary in summaries:
             first, second = (sum(part) for part in zip(*summary.returns, strict=True))
-            new = np.array([len(summary.returns), first, second, summary.tokens], dtype=float)
+            new = np.array([len(summary.returns), first, second], dtype=float)
             self.sums[summary.task] = self.sums.get(summary.task, 0.0) + new
 
     def allot(self, tasks: Sequence[Any], *, mean: int, least: int) -> list[int]:
-        """Root paths of each task of a batch: Neyman's allocation, n ∝ standard deviation / √tokens.
+        """Root paths of each task of a batch: Neyman's allocation, n ∝ the returns' standard deviation.
 
-        This minimises Σ variance / n at a given Σ n x tokens, if the noise of a return's gradient goes as the return's.
-        Never by the batch's own outcomes, so a mean over each task's paths stays as unbiased as with equal numbers.
+        This minimises Σ noise / n at a given Σ n x cost, if both the noise of a path's gradient, relative to the
+        returns' variance, and its cost are in proportion to its length. Never by the batch's own outcomes, so a mean
+        over each task's paths stays as unbiased as with equal numbers.
 
         Args:
             tasks: the batch.
@@ -358,15 +360,15 @@ class TaskSpread:
             return [mean] * len(tasks)
         overall = np.sum(list(self.sums.values()), axis=0)
         prior = self.PSEUDO * overall / overall[0]
-        n, first, second, tokens = np.transpose([self.sums.get(task, 0.0) + prior for task in tasks])
-        wanted = np.sqrt(np.maximum(second / n - (first / n) ** 2, 0.0) / np.maximum(tokens / n, 1.0))
+        n, first, second = np.transpose([self.sums.get(task, 0.0) + prior for task in tasks])
+        wanted = np.sqrt(np.maximum(second / n - (first / n) ** 2, 0.0))
         if not wanted.any():
             return [mean] * len(tasks)
         low, high = 0.0, self.MOST * mean / wanted[wanted > 0].min()
         for _ in range(60):  # the scale at which the clipped numbers have the right sum
             scale = (low + high) / 2
-            short = np.clip(scale * wanted, least, self.MOST * mean).sum() <= total
-            low, high = (scale, high) if short else (low, scale)
+            fits = np.clip(scale * wanted, least, self.MOST * mean).sum() <= total
+            low, high = (scale, high) if fits else (low, scale)
         shares = np.clip(low * wanted, least, self.MOST * mean)
         numbers = np.floor(shares + 1e-9).astype(int)
         left = round(shares.sum()) - int(numbers.sum())

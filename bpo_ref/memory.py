@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bpo_ref.baselines import TaskSpread
 from bpo_ref.train import Args, parse_args, resolved
 
 Layout = Literal["ddp", "fsdp2", "zero3"]
@@ -123,12 +124,13 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
 def most_rows(args: Args) -> int:
     """Paths of a task that are sampled at the same time, at most: root paths, then their forks, then forks of these."""
     assert args.roots is not None and args.width is not None and args.points is not None
+    roots = args.roots * (TaskSpread.MOST if args.allocation == "spread" else 1)
     if args.schedule in ("none", "mc"):
-        values = args.roots * (args.mc_turns or args.max_turns) * args.mc_rollouts
-        return values if args.schedule == "mc" else args.roots
-    points, paths = math.ceil(args.points), 1 if args.forks == "backbone" else args.roots
+        values = roots * (args.mc_turns or args.max_turns) * args.mc_rollouts
+        return values if args.schedule == "mc" else roots
+    points, paths = math.ceil(args.points), 1 if args.forks == "backbone" else roots
     waves = range(1, points + 1 if args.forks == "all" else 2)
-    return max(args.roots, *(int(paths * math.comb(points, n) * (args.width - 1) ** n) for n in waves))
+    return max(roots, *(int(paths * math.comb(points, n) * (args.width - 1) ** n) for n in waves))
 
 
 def peak(parts: dict[str, int]) -> int:

@@ -12,7 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -167,8 +167,9 @@ class Run:
         if not self.args.resume:
             return None
         saved = load_checkpoint(checkpoint)
+        defaults = {field.name: field.default for field in fields(self.args)}
         for name, mine in json.loads(json.dumps(asdict(self.args))).items():
-            theirs = saved["args"].get(name)
+            theirs = saved["args"].get(name, defaults[name])  # a checkpoint may be older than a setting
             if mine != theirs and name not in MAY_CHANGE:
                 raise CheckpointError(f"{checkpoint}: was made with {name}={theirs!r}, now it is {mine!r}")
         if saved["sharded"] != self.sharded:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bpo_ref.baselines import Memory, ValueTable, independent, state_key
+from bpo_ref.config import ConfigError
 from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 
 if TYPE_CHECKING:
@@ -218,12 +219,18 @@ def make_schedule(
         seed: keys what it draws.
         memory: of earlier batches.
         scores: those of ``value-oracle``.
-        tasks: all of the batch, by index, for ``allocation=spread``.
+        tasks: all of the batch, of every process, by index; for ``allocation=spread``.
+
+    Raises:
+        ConfigError: ``allocation=spread``, but the environment has no tasks that could be known again.
     """
+    assert args.roots is not None
     schedule = _make(args, seed, memory, scores)
     if args.allocation == "spread":
+        if not tasks or None in tasks:
+            raise ConfigError(f"allocation: spread needs tasks that recur; {args.env_id} has no num_tasks")
         least = 1 + (args.baseline == "none")  # without another root path only other tasks are a baseline
-        schedule.roots = dict(enumerate(memory.spread.allot(tasks, mean=args.roots or 0, least=least)))
+        schedule.roots = dict(enumerate(memory.spread.allot(tasks, mean=args.roots, least=least)))
     return schedule
 
 

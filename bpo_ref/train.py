@@ -212,7 +212,7 @@ class Args:
     roots: int | None = None
     """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
     allocation: Literal["equal", "spread"] = "equal"
-    """Root paths are W for every task, or W on average and more for tasks whose returns spread in earlier batches."""
+    """Root paths: W a task, or W on average, more for tasks whose returns spread in earlier batches."""
     schedule: ScheduleName | None = None
     """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
     ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
@@ -243,7 +243,7 @@ class Args:
     roulette_below: float = 0.02
     """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
     value_decay: float = 0.9
-    """Share of the running means (``value``, ``split``) that is kept at every update."""
+    """Share of the running means (``value``, ``split``, ``allocation``) that is kept at every update."""
     mc_rollouts: int = 4
     """Rollouts from a restored state for its value; not trained on. VinePPO's are counted, the oracle's are not."""
     mc_turns: int = 0
@@ -392,8 +392,15 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
         roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
         "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
     )  # fmt: skip
-    uneven = args.allocation == "spread" and (args.credit != "tree" or args.root_branch == "free" or roots < 2)
-    refuse(uneven, "allocation", f"spread goes with credit=tree, two or more roots and no forks at them, {branched}")
+    uneven = {  # what root paths that differ in number do not go with
+        f"credit={args.credit}": args.credit != "tree",
+        f"root_branch={args.root_branch}": args.root_branch == "free",
+        f"roots={roots} and baseline={args.baseline}": roots < 2 + (args.baseline == "none"),
+        f"aggregation={args.aggregation}": args.aggregation == "path",  # counts the paths of all tasks alike
+        f"subsample_returns={args.subsample_returns}": args.subsample_returns > 0,
+    }
+    for found, wrong in uneven.items():
+        refuse(wrong and args.allocation == "spread", "allocation", f"spread does not go with {found}")
     survival = args.roulette or 0.0
     refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
     refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")

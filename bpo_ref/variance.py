@@ -169,12 +169,18 @@ class Laboratory:
         args = resolved(replace(self.base, **{"algo": algo, **fixed, **values}), keyed=self.keyed)
         if args.baseline == "critic" or args.credit == "gae" or args.schedule == "value-oracle" or algo == "sft":
             raise ValueError(f"{method}: a learned value head, the value oracle and sft are not measured here")
+        if args.allocation == "spread" and self._available != self.study.tasks:
+            raise ValueError(
+                f"{method}: how far a task's returns spread is learnt in the pilot, so the study must have all tasks: "
+                f"expected tasks={self._available}, found {self.study.tasks}"
+            )
         return args
 
     def measured(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:
         """`measure`, or what an earlier run of the same study kept of it."""
         study = self.study
-        given = {name: value for name, value in asdict(self.settings(method)).items() if name not in MAY_CHANGE}
+        usual, mine = asdict(Args()), asdict(self.settings(method))
+        given = {name: value for name, value in mine.items() if name not in MAY_CHANGE and value != usual[name]}
         settings = [study.measured_by, given, repeats, key, self._weights]
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         path = Path(f"{study.out}-samples", f"{name}.npz")
@@ -200,8 +206,8 @@ class Laboratory:
         args = self.settings(method)
         memory = Memory.of(args)
         began = time.perf_counter()
-        learns = args.keyed or args.schedule in ("entropy-online", "explained") or args.fork_baseline == "shrunk"
-        learns = learns or args.allocation == "spread"
+        learns = args.schedule in ("entropy-online", "explained") or args.fork_baseline == "shrunk"
+        learns = learns or args.keyed or args.allocation == "spread"
         for batch in range(self.study.pilot if learns else 0):
             trees = self._batch(args, memory, self._draw(1 + batch), (self.study.seed, key, 0, batch))
             memory.observe(trees, assign_credit(trees, args, memory), args)
@@ -218,6 +224,7 @@ class Laboratory:
 
     def _draw(self, batch: int) -> list[Any]:
         env = self.envs.take()
+        self._available = getattr(env.unwrapped, "num_tasks", None)
         tasks = draw_tasks(env, self.study.tasks, (self.study.seed, 91, batch))
         self.envs.give(env)
         return tasks

@@ -244,6 +244,7 @@ class Lockstep:
             return (begun, snap), time.perf_counter() - stepped, stepped - began
 
         trees: dict[int, RolloutTree] = {}
+        wanted = {index: self.schedule.roots_of(index) for index in indices}
         todo = list(zip(tasks, indices, strict=True))
         for retries_left in reversed(range(self.retries + 1)):
             envs = {index: self.take() for _, index in todo}
@@ -261,7 +262,7 @@ class Lockstep:
                 tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
                 tree.snapshot_seconds = seconds
                 self.hold((index, root.owner))
-                roots = self.schedule.roots_of(index)
+                roots = wanted[index]
                 self.waiting += [(tree, _Point(root, memory=None, pending=roots, snap=snap, users=roots))] * roots
                 trees[index] = tree
                 self.give(envs[index])
@@ -269,7 +270,7 @@ class Lockstep:
                 raise errors[0]
             for (_, index), error in zip(again, errors, strict=True):
                 self.discard(envs[index])
-                self.note(Failure(index, (), 0, described(error), 0 if retries_left else self.schedule.roots_of(index)))
+                self.note(Failure(index, (), 0, described(error), 0 if retries_left else wanted[index]))
             todo = again
         planted = {index: place for place, index in enumerate(indices)}
         self.waiting.sort(key=lambda entry: planted.get(entry[0].index, -1))  # whatever failed

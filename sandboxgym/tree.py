@@ -208,8 +208,12 @@ class Schedule:
             raise ValueError(f"expected at least one root path, found roots={roots}")
 
     def roots_of(self, index: int) -> int:
-        """Root paths of the task of this index."""
-        return self.roots[index] if isinstance(self.roots, Mapping) else self.roots
+        """Root paths of the task of this index; raises `ValueError` where it was given none."""
+        if not isinstance(self.roots, Mapping):
+            return self.roots
+        if index not in self.roots:
+            raise ValueError(f"expected a number of root paths for task {index} of the batch, found roots={self.roots}")
+        return self.roots[index]
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
         """Siblings to start at ``node``, decided before ``action`` is executed: a causal rule.

@@ -432,6 +432,12 @@ def test_a_schedule_needs_a_root() -> None:
             Schedule(roots)
 
 
+def test_a_schedule_without_a_number_for_a_task_is_refused_before_anything_begins(envs: Envs, held: list[Any]) -> None:
+    with pytest.raises(ValueError, match="expected a number of root paths for task 1 of the batch"):
+        rollout(envs, Wanderer(), Schedule({0: 2}), tasks=[None, None])
+    assert not held
+
+
 def test_environments_are_used_again_and_closed() -> None:
     class Closing(gym.Wrapper):
         closed = 0

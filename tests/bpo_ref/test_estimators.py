@@ -90,7 +90,7 @@ def taught(mdp: MDP, args: Args, *, batches: int = 60, **options: Any) -> Memory
 
 def one_sided() -> dict[str, Any]:
     """Task 0 is believed to be nearly certain, task 1 to be uncertain: one root path and seven, or two and six."""
-    return {"spread": TaskSpread(1.0, [(0, (1000, 999, 999, 1000)), (1, (1000, 500, 500, 1000))])}
+    return {"spread": TaskSpread(1.0, [(0, (1000, 999, 999)), (1, (1000, 500, 500))])}
 
 
 Case = tuple[MDP, Callable[[int], Schedule], float, dict[str, Any]]

@@ -15,6 +15,7 @@ from tabular import MDP, TabularEnv, TabularPolicy, batches_of, compare, gradien
 from test_estimators import (
     CASES,
     DENSE,
+    FOREST,
     ROULETTE,
     SPARSE,
     SPLIT,
@@ -31,8 +32,19 @@ from test_estimators import (
 )
 
 from bpo_ref import oracle
-from bpo_ref.baselines import ForkDepth, ForkSample, Memory, Shrinkage, TaskSpread, ValueTable, state_key, summarize
+from bpo_ref.baselines import (
+    ForkDepth,
+    ForkSample,
+    Memory,
+    Shrinkage,
+    TaskSpread,
+    TreeSummary,
+    ValueTable,
+    state_key,
+    summarize,
+)
 from bpo_ref.batch import Critique
+from bpo_ref.config import ConfigError
 from bpo_ref.oracle import FIRST, value_scores
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import assign_credit, back_up
@@ -509,17 +521,15 @@ def test_the_variance_formula_holds_on_a_chain(roots: int, fork: int | None, wid
 # Root paths shared out by what earlier batches tell of the tasks.
 
 
-def spread_of(**tasks: tuple[float, float]) -> TaskSpread:
-    """Tasks that were met a million times, with returns of 0 or 1: name -> (share of 1, tokens a path)."""
-    n = 1e6
-    return TaskSpread(1.0, [(name, (n, n * p, n * p, n * tokens)) for name, (p, tokens) in tasks.items()])
+def spread_of(**shares: float) -> TaskSpread:
+    """Tasks that were met a million times, with returns of 0 or 1: name -> share of 1."""
+    return TaskSpread(1.0, [(name, (1e6, 1e6 * p, 1e6 * p)) for name, p in shares.items()])
 
 
-def test_root_paths_are_allotted_by_standard_deviation_and_cost() -> None:
-    spread = spread_of(even=(0.5, 10), rare=(0.1, 10), dear=(0.5, 40), certain=(1.0, 10))
-    #                  sd / √tokens  1.58      0.95          0.79
+def test_root_paths_are_allotted_by_standard_deviation() -> None:
+    spread = spread_of(even=0.5, rare=0.1, certain=1.0)  # standard deviations .5, .3 and nearly 0
     assert spread.allot(["even", "rare"], mean=8, least=1) == [10, 6]
-    assert spread.allot(["even", "dear", "even"], mean=5, least=1) == [6, 3, 6]
+    assert spread.allot(["rare", "even", "even"], mean=13, least=1) == [9, 15, 15]
     assert spread.allot(["even", "certain"], mean=4, least=1) == [7, 1]
     assert spread.allot(["even", "certain"], mean=4, least=2) == [6, 2]
     assert spread.allot(["even", *["certain"] * 7], mean=4, least=1) == [16, 3, 3, 2, 2, 2, 2, 2]
@@ -528,19 +538,19 @@ def test_root_paths_are_allotted_by_standard_deviation_and_cost() -> None:
 
 def test_tasks_never_met_are_taken_for_the_average_one() -> None:
     assert TaskSpread().allot([3, 4, 5], mean=4, least=1) == [4, 4, 4]
-    spread = TaskSpread(1.0, [(0, (8, 8, 8, 80)), (1, (8, 0, 0, 80)), (2, (8, 4, 4, 80))])
+    spread = TaskSpread(1.0, [(0, (8, 8, 8)), (1, (8, 0, 0)), (2, (8, 4, 4))])
     all_right, all_wrong, mixed, new = spread.allot([0, 1, 2, 3], mean=8, least=1)
     assert all_right == all_wrong < mixed == new
     assert all_right > 1  # eight of eight may be luck
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1), st.floats(1, 500)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), min_size=1, max_size=12),
     st.integers(2, 12),
     st.integers(1, 2),
 )
-def test_no_more_is_allotted_than_there_is(known: list[tuple[int, float, float]], mean: int, least: int) -> None:
-    spread = TaskSpread(1.0, [(i, (n, n * p, n * p, n * tokens)) for i, (n, p, tokens) in enumerate(known)])
+def test_no_more_is_allotted_than_there_is(known: list[tuple[int, float]], mean: int, least: int) -> None:
+    spread = TaskSpread(1.0, [(i, (n, n * p, n * p)) for i, (n, p) in enumerate(known)])
     tasks = [*range(len(known)), "unknown"]
     numbers = spread.allot(tasks, mean=mean, least=least)
     assert sum(numbers) <= mean * len(tasks)
@@ -548,14 +558,32 @@ def test_no_more_is_allotted_than_there_is(known: list[tuple[int, float, float]]
     assert sum(numbers) == mean * len(tasks) or 4 * mean in numbers
 
 
-def test_what_was_met_long_ago_fades() -> None:
+def test_what_was_met_long_ago_fades_and_a_checkpoint_keeps_it() -> None:
     args = settings("rloo-pooled", roots=4, allocation="spread", value_decay=0.5)
-    memory = taught(SPARSE, args, batches=3)
-    n = [memory.spread.sums[task][0] for task in (0, 1)]
-    assert n == pytest.approx([8 * (1 + 0.5 + 0.25) + 8 * 0.125 * (1 + 0.5 + 0.25)] * 2, rel=0.5)
-    assert Memory.of(args, memory.state()).spread.allot([0, 1], mean=4, least=1) == memory.spread.allot(
-        [0, 1], mean=4, least=1
-    )
+    memory = Memory.of(args)
+    for returns in ([(1.0, 1.0), (0.0, 0.0)], [(0.5, 0.3)]):
+        memory.spread.observe([TreeSummary("task", 0, "", 0.0, [], returns)])
+    memory.spread.observe([TreeSummary("other", 0, "", 0.0, [], [(1.0, 1.0)])])
+    kept = {task: entry.tolist() for task, entry in memory.spread.sums.items()}
+    assert kept == {"task": pytest.approx([1.0, 0.5, 0.4]), "other": [1.0, 1.0, 1.0]}
+    again = Memory.of(args, memory.state()).spread.sums
+    assert {task: entry.tolist() for task, entry in again.items()} == kept
+
+
+def test_uneven_root_paths_need_tasks_that_come_again() -> None:
+    args = settings("rloo-pooled", roots=4, allocation="spread")
+    for tasks in ((), (None, None)):
+        with pytest.raises(ConfigError, match=r"allocation: spread needs tasks that recur; .* has no num_tasks"):
+            make_schedule(args, (0,), Memory.of(args), tasks=tasks)
+
+
+def test_a_task_of_one_root_path_says_nothing_of_the_depth_to_fork_at() -> None:
+    args = settings("bpo-forest", **FOREST)
+    trees = [tree for batch in batches_of(SPARSE, scheduled(args), batches=5) for tree in batch]
+    for tree in trees:
+        back_up(tree, 1.0)
+    assert any(ForkDepth.sample(tree, [0.0, 1.0])[0] for tree in trees)
+    assert {ForkDepth.sample(tree, [1.0]) for tree in trees} == {(0.0, 0.0)}
 
 
 def test_uneven_root_paths_lower_the_variance() -> None:

@@ -18,10 +18,12 @@ import pytest
 import torch
 import wordgame
 import yaml
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from bpo_ref import eval as evaluation
 from bpo_ref import train
+from bpo_ref.baselines import TaskSpread
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.models import load_policy
@@ -479,7 +481,7 @@ def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path, options: di
 
 @pytest.mark.slow
 def test_runs_of_one_and_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
-    options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05, "lr": 1e-3, "allocation": "spread"}
+    options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05, "lr": 1e-3}
     for processes in (1, 2):
         launch(TRAIN, tmp_path / str(processes), processes, config_file(tmp_path, **options))
     one, two = results_of(tmp_path / "1"), results_of(tmp_path / "2")
@@ -489,6 +491,27 @@ def test_runs_of_one_and_two_processes_play_the_same_episodes(tmp_path: Path) ->
         assert one["counters"][name] == two["counters"][name]
     for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def test_every_process_shares_out_the_root_paths_of_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "algo": "rloo", "roots": 4, "allocation": "spread"}))
+    tasks = range(wordgame.WordGame.num_tasks)
+    known = [(task, (1000, 500 if task % 2 else 999, 500 if task % 2 else 999)) for task in tasks]
+    trainer.memory.spread = TaskSpread(1.0, known)
+    roots: dict[int, list[tuple[Any, int, int]]] = {}
+    for processes in (1, 2):
+        for process in range(processes):
+            with monkeypatch.context() as patch:
+                patch.setattr(Accelerator, "process_index", process)
+                patch.setattr(Accelerator, "num_processes", processes)
+                trees = trainer._rollouts((0, 2, 7))
+            roots.setdefault(processes, []).extend((tree.task, tree.index, len(tree.paths)) for tree in trees)
+    assert sorted(roots[1]) == sorted(roots[2])
+    numbers = {task % 2: n for task, _, n in roots[1]}
+    assert numbers[0] < 4 < numbers[1], roots
+    trainer.close()
 
 
 def test_a_task_or_an_argument_of_the_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -524,9 +547,12 @@ def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, mon
         ({"algo": "grpo", "roots": 1}, "credit: group .*roots=1"),
         ({"algo": "bpo-paper", "baseline": "turn"}, "baseline: turn goes with credit=tree, found credit=paper"),
         ({"algo": "rloo", "roots": 1, "prompts": 1}, "roots: .*nothing to be compared with"),
-        ({"algo": "grpo", "allocation": "spread"}, "allocation: spread goes with credit=tree"),
-        ({"algo": "bpo-paper", "allocation": "spread", "credit": "tree", "roots": 2}, "allocation: .*no forks at them"),
-        ({"algo": "bpo", "allocation": "spread", "roots": 1}, "allocation: .*two or more root.*roots=1"),
+        ({"algo": "grpo", "allocation": "spread"}, "allocation: spread does not go with credit=group"),
+        ({"algo": "bpo-paper", "allocation": "spread", "credit": "tree", "roots": 3}, "allocation: .*root_branch=free"),
+        ({"algo": "bpo", "allocation": "spread", "roots": 1}, "allocation: .*roots=1 and baseline=pooled"),
+        ({"algo": "rloo", "allocation": "spread", "roots": 2}, "allocation: .*roots=2 and baseline=none"),
+        ({"algo": "bpo", "allocation": "spread", "aggregation": "path"}, "allocation: .*aggregation=path"),
+        ({"algo": "bpo", "allocation": "spread", "subsample_returns": 4}, "allocation: .*subsample_returns=4"),
         ({"minibatches": 17}, "minibatches: 17 of 16 prompts"),
         ({"max_new_tokens": 768}, "max_new_tokens: 768 do not fit"),
         ({"updates": -1}, "updates: expected 0 or more, found -1"),
