@@ -73,6 +73,8 @@ class Study:
     """The policy: a folder with weights and tokenizer."""
     config: str
     """YAML file of the training settings: environment, turns, tokens, temperature."""
+    env_kwargs: tuple[str, ...] = ()
+    """Arguments of the environment beside those of ``config``, as name=value."""
     methods: tuple[str, ...] = METHODS
     """``algo`` or ``algo:field=value,field=value``; costs are relative to the first."""
     tasks: int = 24
@@ -130,8 +132,8 @@ class Laboratory:
     def __init__(self, study: Study) -> None:
         self.study = study
         settle_cpu(study.threads)
-        self.base = Args(**read_config(Args, Path(study.config)))
-        base = self.base
+        config = Args(**read_config(Args, Path(study.config)))
+        base = self.base = replace(config, env_kwargs=(*config.env_kwargs, *study.env_kwargs))
         self.model, tokenizer = load_policy(study.checkpoint, dtype=base.dtype)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         if base.pack == "tree":
@@ -444,7 +446,9 @@ def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
     lines = compare(samples, reference, bootstrap=study.bootstrap, minibatch=study.minibatch, seed=study.seed)
     out = Path(study.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    given = " ".join(f"--{name.replace('_', '-')} {_words(value)}" for name, value in asdict(study).items())
+    given = " ".join(
+        f"--{name.replace('_', '-')} {_words(value)}" for name, value in asdict(study).items() if value != ()
+    )
     text = (
         f"# Quality of gradient estimators: {laboratory.base.env_id}\n\n"
         "Written by `bpo_ref/variance.py`, whose first lines define the columns; intervals are 90 %, over tasks.\n\n"

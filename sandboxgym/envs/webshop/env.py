@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from sandboxgym.spaces import Unicode
 
 HARMLESS = ("click[back to search]", "search[shoes]")
 """Actions that can be undone or do nothing: what the action space samples."""
+Progress = Literal["options", "worth"]
 _SEEDS = 2**63
 
 
@@ -94,10 +95,9 @@ class WebShopEnv(SnapshotEnv[str, str]):
     whole instruction, instead of which any keywords will do), ``instruction``, ``task_id``, ``success`` (the purchase
     was worth 1), ``valid_action`` (the last action did something), ``page_type`` (``search``, ``results``, ``item``,
     ``sub_page``, ``done``), ``state_hash`` (equal if and only if goal, page and products looked at are),
-    ``progress_key`` (the kind of page, whether it has the product that the goal was made from, how many of the goal's
-    options are chosen). After a purchase also ``reward_info``: ``r_type``, ``r_att``, ``r_option``, ``r_price``, the
-    weights ``w_att``, ``w_option``, ``w_price``, what the type was told from (``query_match``, ``category_match``,
-    ``title_score``) and ``nouns``, the name of the tagger behind ``title_score``.
+    ``progress_key`` (see ``progress``). After a purchase also ``reward_info``: ``r_type``, ``r_att``, ``r_option``,
+    ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, what the type was told from (``query_match``,
+    ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind ``title_score``.
 
     ## Arguments
     - ``catalogue``: ``"embedded"`` (1,000 generated products), or a directory with the official files
@@ -113,6 +113,9 @@ class WebShopEnv(SnapshotEnv[str, str]):
       original; needs spaCy and its model) or a function from a title to its nouns.
     - ``nouns``: a JSON file from titles to their nouns; ``pos`` is left with the titles that are not in it.
     - ``search_backend``: ``"bm25"`` (the original's ranking) or another one that ``open_search`` knows.
+    - ``progress``: what ``progress_key`` has beside the kind of page. ``"options"``: whether it has the product that
+      the goal was made from, how many of the goal's options are chosen. ``"worth"``: what buying now would earn, or on
+      a page of results the mean of its products, in tenths: for baselines and schedules, not for policies.
     - ``show_attributes``: item pages lead to a page with hidden attributes (the original's ``show_attrs``).
     - ``render_mode``: ``"ansi"`` (``text_rich``).
 
@@ -137,8 +140,12 @@ class WebShopEnv(SnapshotEnv[str, str]):
         pos: str | Tagger = "embedded",
         search_backend: str = "bm25",
         show_attributes: bool = False,
+        progress: Progress = "options",
         render_mode: str | None = None,
     ) -> None:
+        if progress not in get_args(Progress):
+            raise ValueError(f"expected progress to be one of {get_args(Progress)}, found {progress!r}")
+        self.progress: Progress = progress
         if observation_mode not in get_args(ObservationMode):
             modes = get_args(ObservationMode)
             raise ValueError(f"expected observation_mode to be one of {modes}, found {observation_mode!r}")
@@ -264,13 +271,17 @@ class WebShopEnv(SnapshotEnv[str, str]):
             "success": bought is not None and bought.reward.total == 1.0,
             "valid_action": session.valid_action,
             "page_type": session.place.page,
-            "progress_key": page.progress_key,
+            "progress_key": page.progress_key if self.progress == "options" else self._worth(session),
             "state_hash": page.state_hash,
         }
         if bought is not None:
             parts = {field.name: getattr(bought.reward, field.name) for field in fields(bought.reward)}
             info["reward_info"] = {**parts, "nouns": shop.nouns.name}
         return Transition(shop.observe(session, self.observation_mode), session.reward, session.done, False, info)
+
+    def _worth(self, session: Session) -> str:
+        prospect = self.shop.prospect(session)
+        return session.place.page + ("" if prospect is None else f" {prospect:.1f}")
 
     def _capture(self) -> Session:
         return self._shopping()
@@ -299,6 +310,7 @@ class WebShopEnv(SnapshotEnv[str, str]):
             "compat": shop.compat,
             "show_attributes": shop.show_attributes,
             "observation_mode": self.observation_mode,
+            "progress": self.progress,
         }
 
     def _blank(self) -> Self:

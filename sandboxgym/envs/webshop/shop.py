@@ -100,6 +100,18 @@ class Shop:
         """The page that the session is on."""
         return self._page(session.goal, session.place, session.visited)
 
+    def prospect(self, session: Session) -> float | None:
+        """What buying now would earn; on a page of results, the mean over its products; None on the first page.
+
+        Raises:
+            NounsUnknown: the shop does not know the nouns of one of their titles.
+        """
+        place = session.place
+        if place.page != "results":
+            return None if place.asin is None else self.worth(session.goal, place.asin, place.options).total
+        worths = [self.worth(session.goal, row.asin, ()).total for row in self.view(session).rows]
+        return sum(worths) / len(worths) if worths else 0.0
+
     def observe(self, session: Session, mode: pages.ObservationMode) -> str:
         """The same as an observation."""
         return self._observation(mode, session.goal, session.place, session.visited)

@@ -99,6 +99,24 @@ def test_upstream_lists_the_search_button(directory: Path) -> None:
     assert not info["valid_action"] and observation.startswith("WebShop [SEP]")
 
 
+def test_progress_key_can_tell_what_buying_now_would_earn(directory: Path) -> None:
+    env = make(directory, progress="worth")
+    _, info = env.reset(options={"task": mug_task(env)})
+    keys, reward = [info["progress_key"]], 0.0
+    for action in BUY:
+        _, reward, *_, info = env.step(action)
+        keys.append(info["progress_key"])
+    assert reward == 1.0
+    assert (keys[0], keys[-2:]) == ("search", ["item 1.0", "done 1.0"])
+    worths = [float(key.split()[1]) for key in keys[2:]]
+    assert worths == sorted(worths) and worths[0] < 1.0  # it rises with every option
+    assert keys[1].startswith("results ") and 0.0 < float(keys[1].split()[1]) < 1.0
+    env.reset(options={"task": mug_task(env)})
+    assert env.step("search[zzzz]")[4]["progress_key"] == "results 0.0"
+    with pytest.raises(ValueError, match="expected progress to be one of"):
+        make(directory, progress="price")
+
+
 @pytest.mark.parametrize(
     ("mode", "start"),
     [
@@ -312,6 +330,7 @@ def test_snapshots_fit_equal_shops_and_no_others(directory: Path, many_goals: Pa
         (make(directory, price_seed=1), "price_seed"),
         (make(directory, compat="upstream"), "compat"),
         (make(directory, observation_mode="html"), "observation_mode"),
+        (make(directory, progress="worth"), "progress"),
         (make(directory, pos="embedded"), "nouns"),
         (make(directory, goals="human"), "goals"),
     ):
