@@ -411,6 +411,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axis = plt.subplots(figsize=(10, 0.4 * len(lines) + 1.4))
     for y, line in enumerate(reversed(lines)):
@@ -420,8 +421,10 @@ def plot(lines: Sequence[Line], path: Path) -> None:
         axis.plot(cost.value, y, "o", color=colour)
     axis.axvline(1.0, color="0.7", linewidth=1)
     axis.set_yticks(range(len(lines)), [line.name for line in reversed(lines)])
-    axis.set_xscale("log", base=2)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="x", alpha=0.3)
     axis.set_xlabel("cost of equal precision in tokens\n(red: does not aim at the gradient; at its own scale)")
     figure.tight_layout()
