@@ -31,6 +31,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from sandboxgym import interpreter
 from sandboxgym.envs.webshop import analysis
 from sandboxgym.envs.webshop.index import EXHAUSTIVE, K1, META, B, Index, Strings
 from sandboxgym.leftovers import try_lock
@@ -231,11 +232,11 @@ class _Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (close() does)
         # Not multiprocessing, whose children import the caller's main module, which may have no guard against that.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            interpreter.module_command(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=interpreter.environment(),
         )
 
     def write(self, path: Path, texts: list[str] | None) -> None:

@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gymnasium.error import DependencyNotInstalled
+
+from sandboxgym import interpreter
 
 INSTALL = "pip install 'sandboxgym[webshop-lucene]' (and Java 21 or later: set JAVA_HOME)"
 _INDEXING = (
@@ -78,8 +79,9 @@ def build_lucene(documents: Iterable[tuple[str, str]], directory: Path) -> None:
         with open(source / "documents.jsonl", "w", encoding="utf-8") as file:
             for name, text in documents:
                 file.write(json.dumps({"id": name, "contents": text}) + "\n")
-        command = [sys.executable, "-m", "pyserini.index.lucene", *_INDEXING, "--input", source, "--index", target]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        options = (*_INDEXING, "--input", str(source), "--index", str(target))
+        command = interpreter.module_command("pyserini.index.lucene", *options)
+        done = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
         if done.returncode or not target.exists():
             raise LuceneFailed(f"pyserini.index.lucene ended with {done.returncode}: {done.stderr[-2000:]}")
         shutil.rmtree(source)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from sandboxgym import format as durable
+from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
 
 Compat = Literal["default", "upstream"]
@@ -18,6 +19,8 @@ Options = tuple[tuple[str, str], ...]
 PAGES: tuple[PageType, ...] = get_args(PageType)
 SUB_PAGES: tuple[SubPage, ...] = get_args(SubPage)
 _MAX_BYTES = 2**20
+_MAX_INTEGER = 2**64
+"""Above the seeds that are drawn; numbers of pages and counts stay far below, in the original below 0 too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,10 @@ class Session:
             raise SnapshotCorrupt(f"expected an encoded session, found {len(data)} bytes")
         values = durable.unpack(data)
         if not isinstance(values, list) or len(values) != len(_KINDS) or not all(map(_is, values, _KINDS)):
-            raise SnapshotCorrupt(f"expected the fields of a Session, found {values!r:.200}")
+            raise SnapshotCorrupt(f"expected the fields of a Session, found {brief(values)}")
         goal, page, query, number, asin, options, sub_page, draw, visited, actions, reward, done, valid = values
         if page not in range(len(PAGES)) or len(options) % 2 or (sub_page is not None and sub_page not in SUB_PAGES):
-            raise SnapshotCorrupt(f"expected the fields of a Session, found {values!r:.200}")
+            raise SnapshotCorrupt(f"expected the fields of a Session, found {brief(values)}")
         pairs = tuple(zip(options[::2], options[1::2], strict=True))
         place = Place(PAGES[page], query, number, asin, pairs, sub_page, draw)
         counts = tuple((what, count) for what, count in actions)
@@ -103,6 +106,8 @@ def _is(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_is(element, kind[0]) for element in value)
     if isinstance(kind, tuple):
         return isinstance(value, list) and len(value) == len(kind) and all(map(_is, value, kind))
+    if isinstance(value, int) and not isinstance(value, bool) and not -_MAX_INTEGER < value < _MAX_INTEGER:
+        return False
     return isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
 
 

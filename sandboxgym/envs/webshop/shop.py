@@ -29,6 +29,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import get_args
 
+from sandboxgym.brief import brief
 from sandboxgym.envs.webshop import actions, pages, views
 from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
 from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
@@ -292,18 +293,18 @@ class Shop:
         )
         lacks = [name for name in needs if getattr(place, name) is None]
         if lacks or (place.sub_page is None) == (place.page == "sub_page"):
-            raise SnapshotCorrupt(f"expected a page with {needs}, found {place!r:.200}")
+            raise SnapshotCorrupt(f"expected a page with {needs}, found {brief(place)}")
         query = place.query
         if query is not None and (self._raises(query) or (self._random(query) and place.draw is None)):
-            raise SnapshotCorrupt(f"a search for {query!r:.100} leads nowhere")
+            raise SnapshotCorrupt(f"a search for {brief(query, 100)} leads nowhere")
         if place.asin is None:
             return
         if place.asin not in self.catalogue:
-            raise SnapshotCorrupt(f"expected a product of {self.catalogue.name}, found {place.asin!r:.100}")
+            raise SnapshotCorrupt(f"expected a product of {self.catalogue.name}, found {brief(place.asin, 100)}")
         offered = self.catalogue[place.asin].options
         for group, value in place.options:
             if value not in offered.get(group, ()):
-                raise SnapshotCorrupt(f"{place.asin} has no option {group!r:.100} = {value!r:.100}")
+                raise SnapshotCorrupt(f"{place.asin} has no option {brief(group, 100)} = {brief(value, 100)}")
 
 
 def _moved(session: Session, place: Place, what: str | None = None) -> Session:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sandboxgym import format as durable
+from sandboxgym.brief import brief
 from sandboxgym.envs.webshop import chromium
 from sandboxgym.envs.webshop.chromium import BrowserError
 from sandboxgym.envs.webshop.gestures import Gesture
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from playwright.async_api import BrowserContext, Page
 
 BrowserMode = Literal["text", "html", "axtree", "screenshot"]
+_MOST_TABS = 2_048
+"""Connections of all tabs at once: they come from one address, and are all welcome."""
 VISITOR = "visitor"
 """Stands in observations for the session's name, which every tab has of its own."""
 
@@ -70,13 +74,57 @@ class PageState:
             SnapshotCorrupt: it is not a page's state.
         """
         match values:
-            case [str(typed), None | [int(), int()] as caret, int(slid), [int(right), int(down)], str(storage)]:
+            case [str(typed), None | [int(), int()] as caret, int(slid), [int(right), int(down)], str(storage)] if all(
+                -_FAR < place < _FAR for place in (*(caret or ()), slid, right, down)
+            ) and _is_storage(storage):
                 return cls(typed, None if caret is None else (caret[0], caret[1]), slid, (right, down), storage)
-        raise SnapshotCorrupt(f"expected the state of a page, found {values!r:.200}")
+        raise SnapshotCorrupt(f"expected the state of a page, found {brief(values)}")
 
     def digestible(self) -> bytes:
         """Equal if and only if the states are."""
         return durable.pack(self.as_list())
+
+
+_FAR = 2**31
+_COOKIE = {"name": str, "value": str, "domain": str, "path": str}
+_MORE_OF_A_COOKIE = {"expires": (int, float), "httpOnly": bool, "secure": bool, "sameSite": str, "partitionKey": str}
+_NO_TEXT_OF_A_COOKIE = re.compile(r"[\x00-\x1f\x7f;]")
+
+
+def _is_storage(text: str) -> bool:
+    """Whether it is what a page stores, as `PageState.storage` has it and as Playwright takes it."""
+    if not text:
+        return True
+    try:
+        stored = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    match stored:
+        case [list(cookies), list(items)]:
+            return all(map(_is_cookie, cookies)) and all(map(_is_item, items))
+    return False
+
+
+def _is_cookie(cookie: Any) -> bool:
+    if not isinstance(cookie, dict) or not _COOKIE.keys() <= cookie.keys() <= _COOKIE.keys() | _MORE_OF_A_COOKIE.keys():
+        return False
+    kinds: dict[str, Any] = {**_COOKIE, **_MORE_OF_A_COOKIE}
+    if not all(isinstance(value, kinds[name]) for name, value in cookie.items()):
+        return False
+    expires = cookie.get("expires", -1)
+    return (
+        not any(_NO_TEXT_OF_A_COOKIE.search(cookie[name]) or len(cookie[name]) > 4096 for name in _COOKIE)
+        and cookie["path"].startswith("/")
+        and cookie["name"] + cookie["value"] != ""
+        and (expires == -1 or 0 < expires < 2**40)
+        and cookie.get("sameSite", "Lax") in ("Strict", "Lax", "None")
+    )
+
+
+def _is_item(item: Any) -> bool:
+    return (
+        isinstance(item, dict) and item.keys() == {"name", "value"} and all(isinstance(v, str) for v in item.values())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +142,7 @@ class _Front:
 
     def __init__(self, shop: Shop) -> None:
         self.site = Site(shop)
-        self._server = Server(self.site)
+        self._server = Server(self.site, connections=_MOST_TABS, connections_per_visitor=_MOST_TABS)
         self.url = self._server.url
         self.address = f"127.0.0.1:{self._server.port}"
         self.alive = True

@@ -1,11 +1,14 @@
 """The site's server: one `Shop`, and a small table of who is shopping.
 
-1. It listens on the loopback interface unless told otherwise, needs the standard library only and loads nothing.
+1. It listens on the loopback interface unless told otherwise, needs the standard library only and loads nothing. It
+   answers to its own names only.
 2. An address says which page it is (``addresses.py``); the server keeps only what a session has beside its page: the
    goal, the products looked at, the purchase. Whoever has the `Site` can read and write that table, which is how the
    browser environment snapshots it.
 3. "Back", reload and a form sent twice do what they seem to; a purchase is for good.
 4. What cannot be shown is a page with a sentence and a status of 4xx, never a traceback.
+5. Nobody takes the site from the others: connections (``connections.py``) and visits (``sessions.py``) are bounded, in
+   all and for each address.
 """
 
 from __future__ import annotations
@@ -13,44 +16,24 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-import socket
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Self
 
 from sandboxgym.envs.webshop.session import Place, Session
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.envs.webshop.site import markup
 from sandboxgym.envs.webshop.site.addresses import path_of, place_of, split_address
+from sandboxgym.envs.webshop.site.connections import MOST_CONNECTIONS, MOST_PER_VISITOR, Listener
+from sandboxgym.envs.webshop.site.messages import Request, Response, problem
+from sandboxgym.envs.webshop.site.sessions import OWNER, Sessions
 from sandboxgym.envs.webshop.views import RESULTS_PER_PAGE
 from sandboxgym.errors import SnapshotCorrupt
 
 log = logging.getLogger("sandboxgym")
 MOST_SESSIONS = 10_000
-_MAX_FORM = 2**16
-_IDLE_SECONDS = 60
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src data:; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What the site answers."""
-
-    status: HTTPStatus
-    body: str = ""
-    location: str | None = None
-    content_type: str = "text/html; charset=utf-8"
-    lasting: bool = False
-    """A browser may keep it; of a page it must not, for "back" has to ask again."""
 
 
 class _NoSuchPage(Exception):
@@ -70,24 +53,21 @@ class Site:
             raise ValueError(f"expected a shop with compat='default', found {shop.compat!r}")
         self.shop = shop
         self.goals = range(len(shop.goals)) if goals is None else goals
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions = Sessions()
         self._lock = threading.RLock()
 
     # The table.
 
-    def open(self, session: Session) -> str:
+    def open(self, session: Session, visitor: str = OWNER) -> str:
         """Let somebody shop from a session on; the name of it, which nobody can guess."""
         sid = secrets.token_urlsafe(9)
-        self.put(sid, session)
+        self.put(sid, session, visitor)
         return sid
 
-    def put(self, sid: str, session: Session) -> None:
-        """Set where somebody is. The least recently used session goes when there are `MOST_SESSIONS`."""
+    def put(self, sid: str, session: Session, visitor: str = OWNER) -> None:
+        """Set where somebody is. When there are `MOST_SESSIONS`, who has most of them loses the one longest unused."""
         with self._lock:
-            self._sessions[sid] = session
-            self._sessions.move_to_end(sid)
-            while len(self._sessions) > MOST_SESSIONS:
-                self._sessions.popitem(last=False)
+            self._sessions.put(sid, session, visitor, most=MOST_SESSIONS)
 
     def session(self, sid: str) -> Session:
         """Where somebody is.
@@ -101,9 +81,23 @@ class Site:
     def drop(self, sid: str) -> None:
         """Forget somebody."""
         with self._lock:
-            self._sessions.pop(sid, None)
+            self._sessions.pop(sid)
 
     # The pages.
+
+    def answer(self, request: Request, visitor: str) -> Response:
+        """What a visitor's request is answered with; whatever fails, a page with a sentence."""
+        names, fields = split_address(request.target)
+        try:
+            if request.method == "POST":
+                return self.post(request.target)
+            if names == ["start"]:
+                return self._start(fields.get("goal", ""), visitor)
+            return self.get(request.target)
+        except Exception as error:  # whoever runs the server gets the reason
+            log.error("the page %r could not be made: %r", request.target, error)
+            log.debug("where that happened", exc_info=True)
+            return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made.")
 
     def get(self, address: str) -> Response:
         """The page of an address; looking at it is what moves a session."""
@@ -114,11 +108,11 @@ class Site:
             case ["style.css"]:
                 return Response(HTTPStatus.OK, markup.style(), content_type="text/css; charset=utf-8", lasting=True)
             case ["start"]:
-                return self._start(fields.get("goal", ""))
+                return self._start(fields.get("goal", ""), OWNER)
             case ["s", sid, *_]:
                 with self._lock:
                     return self._visit(sid, address, names[2:] == ["done"])
-        return _problem(HTTPStatus.NOT_FOUND, "There is no such page.")
+        return problem(HTTPStatus.NOT_FOUND, "There is no such page.")
 
     def post(self, address: str) -> Response:
         """The purchase of what the address shows, which is the only thing that is sent."""
@@ -126,35 +120,35 @@ class Site:
         with self._lock:
             known = None if found is None else self._sessions.get(found[0])
             if known is None or found is None:
-                return _problem(HTTPStatus.NOT_FOUND, "There is no such form, or the visit is over.")
+                return problem(HTTPStatus.NOT_FOUND, "There is no such form, or the visit is over.")
             sid, place = found
             if known.place.page != "done":  # else the form was sent twice
                 try:
                     known = self.shop.act(self._moved(known, place), "click[buy now]", draw=_never)
                 except _NoSuchPage as error:
-                    return _problem(HTTPStatus.NOT_FOUND, f"There is no such page: {error}.")
+                    return problem(HTTPStatus.NOT_FOUND, f"There is no such page: {error}.")
                 if known.place.page != "done":
-                    return _problem(HTTPStatus.CONFLICT, "There is nothing to buy on this page.")
+                    return problem(HTTPStatus.CONFLICT, "There is nothing to buy on this page.")
                 self.put(sid, known)
             return _redirect(path_of(known.place, sid))
 
     def _visit(self, sid: str, address: str, last: bool) -> Response:
         known = self._sessions.get(sid)
         if known is None:
-            return _problem(HTTPStatus.NOT_FOUND, "There is no such page, or the visit is over.")
+            return problem(HTTPStatus.NOT_FOUND, "There is no such page, or the visit is over.")
         if known.place.page == "done":  # there is no way back from a purchase
             return self._show(sid, known) if last else _redirect(path_of(known.place, sid))
         found = place_of(address)
         if found is None:
             sentence = "Nothing was bought yet." if last else "There is no such page."
-            return _problem(HTTPStatus.NOT_FOUND, sentence)
+            return problem(HTTPStatus.NOT_FOUND, sentence)
         _, place = found
         if place.query is not None and not place.query.strip():
             return _redirect(path_of(Place(), sid))
         try:
             session = self._moved(known, place)
         except _NoSuchPage as error:
-            return _problem(HTTPStatus.NOT_FOUND, f"There is no such page: {error}.")
+            return problem(HTTPStatus.NOT_FOUND, f"There is no such page: {error}.")
         self.put(sid, session)
         return self._show(sid, session)
 
@@ -189,12 +183,12 @@ class Site:
 
         return Response(HTTPStatus.OK, markup.document(shop.view(session), href, home=path_of(Place(), sid)))
 
-    def _start(self, goal: str) -> Response:
+    def _start(self, goal: str, visitor: str) -> Response:
         last = len(self.goals) - 1
         if goal and not (goal.isdecimal() and goal.isascii() and len(goal) < 10 and int(goal) <= last):
-            return _problem(HTTPStatus.NOT_FOUND, f"There are the tasks 0 to {last}.")
+            return problem(HTTPStatus.NOT_FOUND, f"There are the tasks 0 to {last}.")
         index = self.goals[int(goal) if goal else random.randrange(last + 1)]
-        return _redirect(path_of(Place(), self.open(self.shop.start(index))))
+        return _redirect(path_of(Place(), self.open(self.shop.start(index), visitor)))
 
 
 class Server:
@@ -204,30 +198,35 @@ class Server:
         site: what is served.
         host: the interface.
         port: 0 takes a free one.
+        names: host names under which visitors reach it, beside ``localhost``, ``host`` and the address itself.
+        connections: at once; those that are idle end for new ones.
+        connections_per_visitor: of one address; as many as ``connections`` where visitors come through a proxy.
 
     Raises:
         OSError: the port is taken, or not ours to take.
     """
 
-    def __init__(self, site: Site, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        site: Site,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        names: Collection[str] = (),
+        connections: int = MOST_CONNECTIONS,
+        connections_per_visitor: int = MOST_PER_VISITOR,
+    ) -> None:
         self.site = site
-
-        class Handler(_Handler):
-            served = site
-
-        class Listener(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-            request_queue_size = 128
-
-        self._http = Listener((host, port), Handler)
+        self._http = Listener(
+            host, port, site.answer, names=names, most=connections, most_per_visitor=connections_per_visitor
+        )
         self.port: int = self._http.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True, name="webshop-site")
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Stop listening, and hang up on everybody. Idempotent."""
         if self._thread.is_alive():
             self._http.shutdown()
             self._thread.join()
@@ -238,65 +237,6 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    served: Site
-    protocol_version = "HTTP/1.1"
-    server_version = "sandboxgym"
-    disable_nagle_algorithm = True
-    timeout = _IDLE_SECONDS
-
-    def do_GET(self) -> None:
-        self._answer(self.served.get)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if not (length.isdecimal() and length.isascii()) or int(length) > _MAX_FORM:
-            self.close_connection = True
-            self._send(_problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "That is more than any form here sends."))
-            return
-        self.rfile.read(int(length))
-        self._answer(self.served.post)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server itself refuses: an address that is too long, another method."""
-        status = HTTPStatus(code)
-        self.close_connection = True
-        self._send(_problem(status, f"{status.phrase}: {message or status.description}"))
-
-    def _answer(self, method: Callable[[str], Response]) -> None:
-        try:
-            response = method(self.path)
-        except Exception:  # a visitor gets a sentence, whoever runs the server the traceback
-            log.exception("the page %s could not be made", self.path)
-            response = _problem(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made.")
-        self._send(response)
-
-    def _send(self, response: Response) -> None:
-        content = response.body.encode("utf-8", "backslashreplace")
-        self.send_response(response.status)
-        if response.location is not None:
-            self.send_header("Location", response.location)
-        self.send_header("Content-Type", response.content_type)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "max-age=86400, immutable" if response.lasting else "no-store")
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug("%s " + format, self.address_string(), *args)
-
-
-def _problem(status: HTTPStatus, sentence: str) -> Response:
-    return Response(status, markup.problem(sentence))
 
 
 def _redirect(location: str) -> Response:

@@ -1,0 +1,330 @@
+"""Connections of the site's visitors, each served by a thread, none of which a visitor can hold for long.
+
+1. There are at most so many at once, and so many of one address (of IPv6, one network of 64 bits). Where there are as
+   many, the longest idle one ends for a new one, or one of whoever has most by two; else the new one is refused with a
+   sentence.
+2. A request has to be there `REQUEST_SECONDS` after its first byte, however it trickles, and what is answered has to be
+   taken within `ANSWER_SECONDS`; a connection on which nothing is asked ends after `IDLE_SECONDS`.
+3. A visitor may hang up or send anything at any moment: nothing is written to standard error for it, and nobody else
+   notices.
+4. The name that the visitor knows the site by (``Host``) has to be one of the site's, or else a page of somebody
+   else's could read this site through the visitor's browser, by letting its own name point here (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from sandboxgym.envs.webshop.site.messages import (
+    MOST_FIELDS,
+    MOST_LINE,
+    Refused,
+    Request,
+    Response,
+    parse,
+    problem,
+)
+
+log = logging.getLogger("sandboxgym")
+MOST_CONNECTIONS = 256
+MOST_PER_VISITOR = 32
+IDLE_SECONDS = 60.0
+REQUEST_SECONDS = 10.0
+ANSWER_SECONDS = 20.0
+_LINGER_SECONDS = 1.0
+"""For what a visitor still sends who was refused: were it not read, the kernel would take the answer back."""
+_LINGER_BYTES = 2**20
+_END = re.compile(rb"\n\r?\n")
+
+Answer = Callable[[Request, str], Response]
+"""From a request and the visitor's address to what is sent."""
+
+
+class HungUp(ConnectionError):
+    """The visitor closed the connection."""
+
+
+class Incoming:
+    """What comes in on a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether anything has come in by then."""
+        try:
+            if not self._buffer:
+                self._receive(time.monotonic() + seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def head(self, until: float) -> bytes:
+        """Everything up to an empty line.
+
+        Raises:
+            Refused: that is too much.
+            TimeoutError: it was not there by then, in seconds of the monotonic clock.
+            HungUp: it will never be.
+        """
+        line, looked = -1, 0
+        while True:
+            if not looked:  # empty lines before a request are to be passed over
+                del self._buffer[: len(self._buffer) - len(self._buffer.lstrip(b"\r\n"))]
+            if line < 0:
+                line = self._buffer.find(b"\n", looked)
+            end = _END.search(self._buffer, max(0, looked - 2))
+            size = len(self._buffer) if end is None else end.start()
+            if (size if line < 0 else line) > MOST_LINE:
+                raise Refused(HTTPStatus.REQUEST_URI_TOO_LONG, "The address is too long.")
+            if line >= 0 and size - line > MOST_FIELDS:
+                raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The header fields are too long.")
+            if end is not None:
+                found = bytes(self._buffer[: end.start() + 1])
+                del self._buffer[: end.end()]
+                return found
+            looked = len(self._buffer)
+            self._receive(until)
+
+    def skip(self, length: int, until: float) -> None:
+        """Read so many bytes, and forget them.
+
+        Raises:
+            TimeoutError, HungUp: as `head`.
+        """
+        while len(self._buffer) < length:
+            self._receive(until)
+        del self._buffer[:length]
+
+    def drain(self) -> None:
+        """Read what is still sent, for a moment."""
+        until, left = time.monotonic() + _LINGER_SECONDS, _LINGER_BYTES
+        while left > 0:
+            self._buffer.clear()
+            self._receive(until)
+            left -= len(self._buffer)
+
+    def _receive(self, until: float) -> None:
+        left = until - time.monotonic()
+        if left <= 0:  # the time-out of a socket begins anew with every byte
+            raise TimeoutError
+        self._connection.settimeout(left)
+        received = self._connection.recv(2**16)
+        if not received:
+            raise HungUp
+        self._buffer += received
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One that is open."""
+
+    socket: socket.socket
+    visitor: str
+    idle: float | None = field(default_factory=time.monotonic)
+    """Since when nothing is asked on it; None while something is."""
+
+
+class Listener(socketserver.TCPServer):
+    """Listens, and serves who comes until it is closed.
+
+    Args:
+        host: the interface.
+        port: 0 takes a free one.
+        answer: makes what is sent.
+        names: of the site, beside ``localhost`` and the address that a visitor reached.
+        most: connections at once.
+        most_per_visitor: of one address.
+
+    Raises:
+        OSError: the port is taken, or not ours to take.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(
+        self, host: str, port: int, answer: Answer, *, names: Collection[str], most: int, most_per_visitor: int
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._answer = answer
+        self._names = {plain_name(name) for name in ("localhost", "127.0.0.1", "::1", host, *names)}
+        self._most, self._most_per_visitor = most, most_per_visitor
+        self._open: dict[_Connection, None] = {}
+        self._lock = threading.Lock()
+        super().__init__((host, port), _Unused)
+
+    # Who may come in.
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # no descriptors left: the one that waits to be taken would wake this at once again
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, or refuse it."""
+        made = _Connection(request, visitor_of(client_address[0]))
+        refusal = self._enter(made)
+        if refusal is not None:
+            _refuse(request, refusal)
+            return
+        try:
+            threading.Thread(target=self._serve, args=(made,), daemon=True, name="webshop-visitor").start()
+        except RuntimeError:  # no thread to be had
+            self._leave(made)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong; without this it would go to standard error."""
+        log.debug("a connection of %s could not be served", client_address, exc_info=True)
+
+    def _enter(self, made: _Connection) -> Response | None:
+        """Note a connection; the response if there is no room for it."""
+        with self._lock:
+            own = [connection for connection in self._open if connection.visitor == made.visitor]
+            if len(own) >= self._most_per_visitor and not self._make_room(own):
+                return problem(HTTPStatus.TOO_MANY_REQUESTS, "You have too many connections. Close one of them.")
+            if len(self._open) >= self._most and not self._make_room([*self._open], than=len(own)):
+                return problem(HTTPStatus.SERVICE_UNAVAILABLE, "There are too many visitors. Try again in a moment.")
+            self._open[made] = None
+        return None
+
+    def _make_room(self, rivals: list[_Connection], *, than: int | None = None) -> bool:
+        """End the longest idle connection, or the first of an address that has at least two more ``than`` so many."""
+        idle = [connection for connection in rivals if connection.idle is not None]
+        if idle:
+            chosen = min(idle, key=lambda connection: connection.idle or 0.0)
+        else:
+            visitor, number = Counter(connection.visitor for connection in rivals).most_common(1)[0]
+            if than is None or number < than + 2:
+                return False
+            chosen = next(connection for connection in rivals if connection.visitor == visitor)
+        del self._open[chosen]
+        _end(chosen.socket)
+        return True
+
+    def _leave(self, connection: _Connection) -> None:
+        with self._lock:
+            self._open.pop(connection, None)
+        connection.socket.close()
+
+    def server_close(self) -> None:
+        """Stop listening, and end all connections."""
+        super().server_close()
+        with self._lock:
+            for connection in self._open:
+                _end(connection.socket)
+
+    # What they get.
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+            incoming = Incoming(connection.socket)
+            patience = REQUEST_SECONDS  # who connects has something to ask
+            while incoming.wait(patience):
+                connection.idle = None
+                if not self._serve_one(connection, incoming):
+                    break
+                connection.idle, patience = time.monotonic(), IDLE_SECONDS
+        except OSError as error:  # the visitor is gone, or too slow to take an answer
+            log.debug("a connection of %s ended: %r", connection.visitor, error)
+        except Exception as error:
+            log.error("a connection of %s could not be served: %r", connection.visitor, error)
+            log.debug("where that happened", exc_info=True)
+        finally:
+            self._leave(connection)
+
+    def _serve_one(self, connection: _Connection, incoming: Incoming) -> bool:
+        """Whether more may be asked on it."""
+        until = time.monotonic() + REQUEST_SECONDS
+        method = "GET"
+        try:
+            request = parse(incoming.head(until))
+            method = request.method
+            self._check_name(request, connection.socket)
+            if request.expects and request.length:
+                connection.socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            incoming.skip(request.length, until)
+        except Refused as refused:
+            response, goes_on = refused.response, False
+        except TimeoutError:
+            response, goes_on = problem(HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive."), False
+        else:
+            response, goes_on = self._answer(request, connection.visitor), request.lasting
+        connection.socket.settimeout(ANSWER_SECONDS)  # of all of it
+        connection.socket.sendall(response.as_bytes(method=method, close=not goes_on))
+        if not goes_on:
+            connection.socket.shutdown(socket.SHUT_WR)
+            incoming.drain()
+        return goes_on
+
+    def _check_name(self, request: Request, connection: socket.socket) -> None:
+        if request.host is None:
+            return
+        here = plain_name(connection.getsockname()[0])
+        if plain_name(request.host) not in (here, *self._names):
+            sentence = f"This site is not called {request.host}. Whoever serves it can give it that name."
+            raise Refused(HTTPStatus.MISDIRECTED_REQUEST, sentence)
+
+
+class _Unused(socketserver.BaseRequestHandler):
+    """`socketserver` wants a class; `Listener.process_request` does its work."""
+
+
+def visitor_of(address: str) -> str:
+    """Whom an address counts for: of IPv6 a whole network, for everybody has one.
+
+    >>> visitor_of("::ffff:192.0.2.1"), visitor_of("2001:db8::1:2:3:4")
+    ('192.0.2.1', '2001:db8::/64')
+    """
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+
+
+def plain_name(name: str) -> str:
+    """A host's name as it is compared: an address in one spelling, a name in small letters.
+
+    >>> plain_name("[0::1]"), plain_name("::ffff:127.0.0.1"), plain_name("LocalHost.")
+    ('::1', '127.0.0.1', 'localhost')
+    """
+    bare = name.removeprefix("[").removesuffix("]").partition("%")[0]
+    try:
+        found = ipaddress.ip_address(bare)
+    except ValueError:
+        return bare.lower().removesuffix(".")
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found)
+
+
+def _refuse(connection: socket.socket, response: Response) -> None:
+    """Say so and close, without waiting: this is the thread that lets others in."""
+    with contextlib.suppress(OSError):
+        connection.setblocking(False)
+        connection.sendall(response.as_bytes(close=True))
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(2**16)
+    connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    """Let the thread that serves it find it closed."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

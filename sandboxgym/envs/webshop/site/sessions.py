@@ -1,0 +1,78 @@
+"""The table of who is shopping: bounded, and fair to those who hold little of it.
+
+Somebody who opens visits without end loses the oldest of their own, never those of others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from sandboxgym.envs.webshop.session import Session
+
+OWNER = ""
+"""The holder of sessions that no visitor opened: whoever has the site, who is not bounded but by the whole table."""
+MOST_PER_HOLDER = 1_000
+_UNIT = 1024
+"""Bytes, about, of what a session holds that counts as one: most count as one, one with very long keywords as more."""
+
+
+class Sessions:
+    """Sessions by name. Not safe with threads by itself."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, str] = {}
+        self._tables: dict[str, OrderedDict[str, Session]] = {}
+        """Of each holder, the least recently used first."""
+        self._weights: dict[str, int] = {}
+        """Of each holder."""
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def __getitem__(self, sid: str) -> Session:
+        return self._tables[self._holders[sid]][sid]
+
+    def get(self, sid: str) -> Session | None:
+        """The session; None if there is none of that name."""
+        return self[sid] if sid in self._holders else None
+
+    def put(self, sid: str, session: Session, holder: str = OWNER, *, most: int) -> None:
+        """Set a session, now the most recently used of its holder; a new one is the given holder's.
+
+        Where there are too many, the least recently used go: of a holder who has more than `MOST_PER_HOLDER`, then of
+        whoever has most, until the table has at most ``most``.
+        """
+        holder = self._holders.get(sid, holder)
+        self.pop(sid)
+        self._holders[sid] = holder
+        self._tables.setdefault(holder, OrderedDict())[sid] = session
+        self._weigh(holder, _weight(session))
+        while holder != OWNER and self._weights[holder] > MOST_PER_HOLDER and self._drop_oldest(holder, sid):
+            pass
+        while self._total > most and self._drop_oldest(max(self._weights, key=self._weights.__getitem__), sid):
+            pass
+
+    def pop(self, sid: str) -> None:
+        """Forget a session, if there is one of that name."""
+        holder = self._holders.pop(sid, None)
+        if holder is not None:
+            self._weigh(holder, -_weight(self._tables[holder].pop(sid)))
+            if not self._tables[holder]:
+                del self._tables[holder], self._weights[holder]
+
+    def _drop_oldest(self, holder: str, but: str) -> bool:
+        """Whether there was one to drop."""
+        oldest = next(sid for sid in self._tables[holder])
+        if oldest == but:
+            return False
+        self.pop(oldest)
+        return True
+
+    def _weigh(self, holder: str, more: int) -> None:
+        self._weights[holder] = self._weights.get(holder, 0) + more
+        self._total += more
+
+
+def _weight(session: Session) -> int:
+    return 1 + (len(session.place.query or "") + sum(map(len, session.visited))) // _UNIT
