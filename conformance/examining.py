@@ -79,7 +79,8 @@ def specimen(name: str) -> Mutant | Good:
 def examine(name: str, *, budget: str | Budget = "quick", seed: int = 0, only: Collection[str] | None = None) -> Row:
     """Run the suite on one specimen, in this process."""
     kept = specimen(name)
-    subject = Subject(kept.make, name=name, actions=kept.actions, observe_state=kept.observe_state)
+    hooks = {"actions": kept.actions, "observe_state": kept.observe_state, "shell": kept.shell, "limits": kept.limits}
+    subject = Subject(kept.make, name=name, **hooks)
     known = None if only is None else {check.id for check in CHECKS} & set(only)
     report = run(subject, budget=budget, seed=seed, only=known)
     return Row(
@@ -115,6 +116,7 @@ def killed(mutant: Mutant, row: Row) -> bool:
 
 def in_own_process(jobs: Sequence[Job], *, processes: int) -> Iterable[Row]:
     """`examine` each in a new process; what one leaves in its temporary and its working directory goes with it."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # or the server would import from the working directory first
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examining"])
     with context.Pool(processes, maxtasksperchild=1) as pool:

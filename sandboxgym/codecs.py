@@ -49,6 +49,8 @@ class WrapperCodec:
         config: names of attributes compared on restore, as `sandboxgym.core.comparable` sees them.
         types: of those state attributes that are checked before they are restored.
         adapters: for state attributes that are not plain data, or need more than a check of their type.
+        fits: whether plain values of all state attributes, by name and from an untrusted file perhaps, can be those of
+            a wrapper; called after each was checked by itself.
         observe: from the wrapper, with its state restored, and the ``(observation, info)`` that the environment
             inside returned last, to the one that the wrapper returned last. Must not change the wrapper.
         remember: the last ``(observation, info)`` cannot be recomputed, so the wrapper keeps a copy of it from each
@@ -63,6 +65,7 @@ class WrapperCodec:
     config: tuple[str, ...] = ()
     types: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    fits: Callable[[Any, Mapping[str, Any]], bool] | None = None
     observe: Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]] | None = None
     remember: bool | None = None
     after: Callable[[Any, tuple[Any, dict[str, Any]]], None] | None = None

@@ -10,7 +10,9 @@
 6. Freshness. ``restore`` returns the observation and info of the captured moment; ``last`` is the whole transition.
 7. Randomness. ``restore(snap)`` is exact; ``restore(snap, seed=S)`` and ``fork(k, seed=S)`` give fresh streams.
 8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``format.py``); what does not match
-   is refused with a typed error (``errors.py``) and the environment stays as it was.
+   is refused with a typed error (``errors.py``), in time and memory that grow with the file's size (``bounds.py``), and
+   the environment stays as it was. What does not come from the file (an interrupt, an exit, a time limit that a signal
+   ends, a full disk) passes as it is.
 9. All or nothing. A failed ``fork`` leaves no child behind, a failed ``restore`` no half-restored environment.
 
 An author of an environment derives from `SnapshotEnv` and writes `_capture` and `_apply`. An environment that shares
@@ -37,7 +39,15 @@ from gymnasium.utils import seeding
 
 from sandboxgym import format as durable
 from sandboxgym import randomness
-from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, SnapshotReleased
+from sandboxgym.brief import brief
+from sandboxgym.errors import (
+    ResetNeeded,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotReleased,
+    from_outside,
+)
 
 ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
@@ -206,13 +216,16 @@ class Snapshot:
         header, sections = durable.loads(data)
         try:
             fits = Header(**{name: header[name] for name in Header.__slots__})
+            for name, kind in _HEADER_TYPES.items():
+                if not isinstance(header[name], kind) or (isinstance(header[name], str) and len(header[name]) > _NAME):
+                    raise TypeError(f"expected {name} to be {kind}, found {brief(header[name], 80)}")
             layers = tuple(Layer(*layer) for layer in durable.unpack(sections["layers"]))
             if not all(isinstance(layer.name, str) and isinstance(layer.config, dict) for layer in layers):
                 raise TypeError("expected the name and the configuration of every wrapper")
             blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
-            return cls(fits, None, blob=blob, layers=layers, id=str(header["id"]), parent=header["parent"])
+            return cls(fits, None, blob=blob, layers=layers, id=header["id"], parent=header["parent"])
         except (KeyError, TypeError) as error:
-            raise SnapshotCorrupt(f"the header or the list of wrappers is incomplete: {error!r}") from error
+            raise SnapshotCorrupt(f"the header or the list of wrappers is incomplete: {brief(error)}") from error
 
     def release(self) -> None:
         """Give back what the snapshot holds. Idempotent; a later use raises `SnapshotReleased`."""
@@ -243,7 +256,8 @@ class Snapshot:
 
     def __repr__(self) -> str:
         through = "".join(f" through {layer.name.rpartition('.')[2]}" for layer in self.layers)
-        return f"<Snapshot {self.id[:8]} of {self.env_id}{through}{' (released)' if self.released else ''}>"
+        released = " (released)" if self.released else ""
+        return f"<Snapshot {self.id[:8]} of {self.env_id[:200]}{through[:1000]}{released}>"
 
     def _check_held(self) -> None:
         if self.released:
@@ -273,8 +287,15 @@ class Snapshot:
         except SnapshotError:
             raise
         except Exception as error:  # an author's decoder may raise anything on content that lies
-            raise SnapshotCorrupt(f"{self!r} does not hold a state of {self.header.env_class}: {error!r}") from error
-        return _Body(state, durable.unpack(self._blob["rng"]), last)
+            if from_outside(error):
+                raise
+            raise SnapshotCorrupt(
+                f"{self!r} does not hold a state of {self.header.env_class}: {brief(error)}"
+            ) from error
+        rng = durable.unpack(self._blob["rng"])
+        if not isinstance(rng, dict) or not rng.keys() >= {"np_random", "np_random_seed", "spaces"}:
+            raise SnapshotCorrupt(f"expected the state of random streams, found {brief(rng)}")
+        return _Body(state, rng, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +387,8 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             The observation and info of the captured moment.
 
         Raises:
-            SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: and the environment is as it was.
+            SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: and the environment is as it was. So it is after any
+                other exception too: one that an alarm's handler raises, a full disk (`sandboxgym.errors.from_outside`).
         """
         return self._restore(snap, seed, lambda observation, info: (observation, info))
 
@@ -385,7 +407,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         streams = self._streams() if undo is None else undo.rng
         before = (self._was_reset, self._last)
         try:
-            self._put(body, seed)
+            self._put(body, seed, own=snap._body is None)
             transition = self.last
             observation, info = through(transition.observation, transition.info)
         except BaseException as error:
@@ -393,9 +415,9 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
                 self._put(undo, None)
             self._put_streams(streams)  # those of an environment that was never reset too
             self._was_reset, self._last = before
-            if isinstance(error, (SnapshotError, KeyboardInterrupt)) or snap._body is not None:
+            if isinstance(error, SnapshotError) or snap._body is not None or from_outside(error):
                 raise
-            raise SnapshotCorrupt(f"{snap!r} cannot be applied: {error!r}") from error
+            raise SnapshotCorrupt(f"{snap!r} cannot be applied: {brief(error)}") from error
         self._lineage = snap.id
         return observation, info
 
@@ -497,7 +519,8 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             mine["env_id"] = theirs["env_id"] = None
         for name, expected in mine.items():
             if theirs[name] != expected:
-                raise SnapshotMismatch(f"this environment has {name} = {expected!r}, the snapshot {theirs[name]!r}")
+                here, there = _differing(expected, theirs[name])
+                raise SnapshotMismatch(f"this environment has {name} = {brief(here)}, the snapshot {brief(there)}")
 
     def _body(self) -> _Body:
         state = self._capture()
@@ -517,13 +540,14 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     def _put_streams(self, streams: dict[str, Any]) -> None:
         if not isinstance(streams["np_random_seed"], int | None):
-            raise SnapshotCorrupt(f"expected a seed or None, found {streams['np_random_seed']!r:.100}")
+            raise SnapshotCorrupt(f"expected a seed or None, found {brief(streams['np_random_seed'])}")
         self._np_random = randomness.restored(streams["np_random"], self._np_random)
         self._np_random_seed = streams["np_random_seed"]
         randomness.restore_spaces(streams["spaces"], self.action_space, self.observation_space)
 
-    def _put(self, body: _Body, seed: int | None) -> None:
-        self._apply(body.state if self.immutable_state else copy.deepcopy(body.state))
+    def _put(self, body: _Body, seed: int | None, *, own: bool = False) -> None:
+        """Become what was captured; ``own``: nobody else has the body, it was decoded for this."""
+        self._apply(body.state if own or self.immutable_state else copy.deepcopy(body.state))
         self._last = body.transition  # private and never mutated, like the one in the snapshot
         self._was_reset = True
         if seed is None:
@@ -572,6 +596,18 @@ def _recording_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
+_NAME = 10_000
+_HEADER_TYPES: dict[str, Any] = {
+    "env_id": str | None,
+    "env_class": str,
+    "state_version": int,
+    "config": dict,
+    "kind": str,
+    "id": str,
+    "parent": str | None,
+}
+
+
 def _pack_layers(layers: tuple[Layer, ...]) -> bytes:
     return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
 
@@ -582,8 +618,23 @@ def _decode_transition(data: bytes) -> Transition | None:
         return None
     kinds: tuple[Any, ...] = (object, SupportsFloat, (bool, np.bool_), (bool, np.bool_), dict)
     if not isinstance(content, list) or len(content) != len(kinds) or not all(map(isinstance, content, kinds)):
-        raise SnapshotCorrupt(f"expected the fields of a Transition, found {content!r:.200}")
+        raise SnapshotCorrupt(f"expected the fields of a Transition, found {brief(content)}")
+    try:
+        float(content[1])
+    except Exception as error:
+        if from_outside(error):
+            raise
+        raise SnapshotCorrupt(f"expected a number as the reward of a Transition, found {brief(content[1])}") from error
     return Transition(*content)
+
+
+def _differing(mine: Any, theirs: Any) -> tuple[Any, Any]:
+    """Of two configurations what differs, for a message; of anything else all."""
+    if not isinstance(mine, dict) or not isinstance(theirs, dict):
+        return mine, theirs
+    names = [name for name in {**mine, **theirs} if mine.get(name, ...) != theirs.get(name, ...)]
+    here, there = ({name: config[name] for name in names if name in config} for config in (mine, theirs))
+    return here, there
 
 
 def _as_dict(header: Header) -> dict[str, Any]:

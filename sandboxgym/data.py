@@ -143,7 +143,7 @@ DATASETS: dict[str, DataSet] = {
         DataSet(
             "swebench",
             "sandboxgym/SWEBench-v0",
-            "SWE-bench rows (issue, commit, tests, gold patch); container images are fetched when a task needs one",
+            "SWE-bench rows (issue, commit, tests, gold patch); `sandboxgym swebench images` gets container images",
             "MIT (SWE-bench); each repository has its own",
             {
                 "verified": _rows("verified", "SWE-bench_Verified"),
@@ -161,7 +161,7 @@ DATASETS: dict[str, DataSet] = {
 CACHES = {
     "alfworld": "compiled games",
     "webshop": "catalogue and search index",
-    "swebench": "repositories of tasks",
+    "swebench": "prepared tasks",
     "sandbox": "root file systems: the host's tool chain, unpacked images",
 }
 """Directories under `cache_dir` and what they hold; ``sandboxgym gc --all`` deletes these and no others."""

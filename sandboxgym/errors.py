@@ -1,8 +1,18 @@
-"""Typed errors of the snapshot contract. Messages say what was expected and what was found."""
+"""Typed errors of the snapshot contract. Messages say what was expected and what was found.
+
+Where content that lies may raise any type of exception, `SnapshotCorrupt` takes its place, but for what does not come
+from the content (`from_outside`): that reaches the caller as it is.
+"""
 
 from __future__ import annotations
 
-from gymnasium.error import ResetNeeded
+import errno
+import functools
+import signal
+from types import CodeType
+from typing import Any, ClassVar
+
+from gymnasium.error import DependencyNotInstalled, ResetNeeded
 
 __all__ = [
     "ResetNeeded",
@@ -11,6 +21,7 @@ __all__ = [
     "SnapshotMismatch",
     "SnapshotNotSupported",
     "SnapshotReleased",
+    "from_outside",
 ]
 
 
@@ -32,3 +43,51 @@ class SnapshotReleased(SnapshotError):
 
 class SnapshotCorrupt(SnapshotError):
     """The bytes are not an intact snapshot: bad magic, version, length, checksum or content."""
+
+
+_OUTSIDE = (MemoryError, TimeoutError, DependencyNotInstalled)
+_MACHINE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+class OutsideError(Exception):
+    """Base class of errors that say something of this machine, never of what was read: see `from_outside`."""
+
+    from_outside: ClassVar[bool] = True
+
+
+def from_outside(error: BaseException) -> bool:
+    """Whether an error while content is read or applied says nothing of that content.
+
+    1. No ``Exception``: an interrupt, an exit, a cancellation.
+    2. What `from_handler` says.
+    3. ``TimeoutError``, ``MemoryError``, a missing package, a full disk, no more descriptors, and what its class
+       declares as of this machine (`OutsideError`). Readers of this package allocate no more than the content has, so
+       that none of it can provoke these.
+    """
+    if not isinstance(error, Exception) or isinstance(error, (*_OUTSIDE, OutsideError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _MACHINE:
+        return True
+    return from_handler(error)
+
+
+def from_handler(error: BaseException) -> bool:
+    """Whether an installed handler of a signal raised it, whatever its type: an alarm that is a user's time limit."""
+    handlers = {code for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
+    trace = error.__traceback__
+    while trace is not None and handlers:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code of a Python function that handles a signal, whatever it is wrapped in."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if not hasattr(handler, "__code__") and callable(handler):
+        handler = getattr(type(handler).__call__, "__func__", type(handler).__call__)
+    code = getattr(handler, "__code__", None)
+    return code if isinstance(code, CodeType) else None

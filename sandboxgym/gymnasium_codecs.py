@@ -15,12 +15,14 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import wrappers as gymnasium
+from gymnasium.error import CustomSpaceError
 from gymnasium.vector.utils import concatenate, create_empty_array
-from gymnasium.wrappers.utils import RunningMeanStd
+from gymnasium.wrappers.utils import RunningMeanStd, create_zero_array
 
 from sandboxgym.codecs import BY_NAME, Adapter, WrapperCodec, observation_of, register_wrapper
 from sandboxgym.core import copied
@@ -28,6 +30,9 @@ from sandboxgym.core import copied
 Output = tuple[Any, dict[str, Any]]
 
 _NUMBER = (int, float, np.number, np.ndarray)
+_INTEGER = (int, np.integer)
+_MOST = 2**30
+"""Steps, far from where a wrapper's 32 bits end."""
 _SETTINGS = ("_saved_kwargs",)  # the constructor's arguments, which every wrapper of Gymnasium records
 
 
@@ -42,7 +47,8 @@ def _is_statistics(present: RunningMeanStd, value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 3 or not all(isinstance(v, _NUMBER) for v in value):
         return False
     numeric = all(np.asarray(v).dtype.kind in "fiu" for v in value)
-    return numeric and [np.shape(v) for v in value] == [np.shape(present.mean), np.shape(present.var), ()]
+    shapes = [np.shape(v) for v in value] == [np.shape(present.mean), np.shape(present.var), ()]
+    return bool(numeric and shapes and 0 < value[2] < 2.0**53)
 
 
 def _statistics(present: RunningMeanStd, value: list[Any]) -> RunningMeanStd:
@@ -53,6 +59,51 @@ def _statistics(present: RunningMeanStd, value: list[Any]) -> RunningMeanStd:
 
 def _is_elapsed(_: float, value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+
+
+def _is_count(_: Any, value: Any) -> bool:
+    return isinstance(value, _INTEGER) and not isinstance(value, bool) and bool(0 <= value < _MOST)
+
+
+def _is_sum(_: Any, value: Any) -> bool:
+    return not isinstance(value, bool) and np.asarray(value).dtype.kind in "fiu" and np.size(value) == 1
+
+
+def _resembles(model: Any, value: Any) -> bool:
+    """Whether a value has the structure of another: keys, lengths, shapes, numbers or text, but not precisions."""
+    if isinstance(model, Mapping):
+        return (
+            isinstance(value, dict)
+            and model.keys() == value.keys()
+            and all(_resembles(model[k], value[k]) for k in model)
+        )
+    if isinstance(model, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(model) == len(value) and all(map(_resembles, model, value))
+    if isinstance(model, str):
+        return isinstance(value, str)
+    if isinstance(model, (bool, int, float, complex, np.number, np.bool_, np.ndarray)):
+        kinds = np.asarray(model).dtype.kind, np.asarray(value).dtype.kind
+        return all(kind in "biufc" for kind in kinds) and np.shape(model) == np.shape(value)
+    return True
+
+
+def _are_alike(present: Any, value: Any) -> bool:
+    """Whether all observations in a queue resemble each other, and those that are there now."""
+    models = [*list(present)[:1], *value[:1]]
+    return all(_resembles(model, each) for model in models for each in value)
+
+
+def _sticks(wrapper: Any, values: Mapping[str, Any]) -> bool:
+    """Whether there is an action to repeat, if one is to be."""
+    space, action = wrapper.env.action_space, values["last_action"]
+    if action is None:
+        return not values["is_sticky_actions"]
+    if space.contains(action):
+        return True
+    try:
+        return _resembles(create_zero_array(space), action)
+    except CustomSpaceError:  # nothing is known of its actions
+        return True
 
 
 ARRAY = Adapter(read=copied, write=lambda _, value: copied(value), fits=_is_like)
@@ -67,8 +118,13 @@ LIST = Adapter(read=copied, write=lambda _, value: copied(value), fits=lambda _,
 QUEUE = Adapter(
     read=lambda queue: copied(list(queue)),
     write=lambda present, value: deque(copied(value), maxlen=present.maxlen),
-    fits=lambda present, value: isinstance(value, list) and present.maxlen in (None, len(value)),
+    fits=lambda present, value: (
+        isinstance(value, list) and present.maxlen in (None, len(value)) and _are_alike(present, value)
+    ),
 )
+LIKE = Adapter(read=copied, write=lambda _, value: copied(value), fits=_resembles)
+COUNT = Adapter(read=lambda value: value, write=lambda _, value: value, fits=_is_count)
+SUM = Adapter(read=copied, write=lambda _, value: copied(value), fits=_is_sum)
 STATISTICS = Adapter(
     read=lambda rms: copied([rms.mean, rms.var, rms.count]),
     write=_statistics,
@@ -111,13 +167,12 @@ def _compare_with_restored(checker: Any, transition: Output) -> None:
 
 _CHECKED = ("checked_reset", "checked_step", "checked_render", "checked_data_reuse")
 _STICKY = ("last_action", "is_sticky_actions", "num_repeats", "repeats_taken")
-_INTEGER = (int, np.integer)
 
 CAPTURED: dict[type[Any], WrapperCodec] = {
     gymnasium.TimeLimit: WrapperCodec(
         state=("_elapsed_steps",),
         config=("_max_episode_steps",),
-        types={"_elapsed_steps": int | None},
+        adapters={"_elapsed_steps": COUNT},
         remember=False,
     ),
     gymnasium.OrderEnforcing: WrapperCodec(
@@ -129,6 +184,8 @@ CAPTURED: dict[type[Any], WrapperCodec] = {
     gymnasium.PassiveEnvChecker: WrapperCodec(
         state=_CHECKED,
         types=dict.fromkeys(_CHECKED, bool),
+        # Else it compares with a transition that it does not have.
+        fits=lambda _, values: values["checked_step"] or not values["checked_data_reuse"],
         remember=False,
         after=_compare_with_restored,
     ),
@@ -136,26 +193,26 @@ CAPTURED: dict[type[Any], WrapperCodec] = {
     gymnasium.RecordEpisodeStatistics: WrapperCodec(
         state=("episode_returns", "episode_lengths", "episode_start_time"),
         config=_SETTINGS,
-        types={"episode_returns": _NUMBER, "episode_lengths": _INTEGER},
-        adapters={"episode_start_time": ELAPSED},
+        adapters={"episode_returns": SUM, "episode_lengths": COUNT, "episode_start_time": ELAPSED},
         remember=True,  # it adds to the info at the end of an episode
     ),
     gymnasium.FrameStackObservation: WrapperCodec(
         state=("obs_queue", "padding_value"),
         config=("stack_size", "padding_type"),
-        adapters={"obs_queue": QUEUE},
+        adapters={"obs_queue": QUEUE, "padding_value": LIKE},
         observe=_stacked,
     ),
     gymnasium.DelayObservation: WrapperCodec(
         state=("observation_queue",),
         config=("delay",),
         adapters={"observation_queue": QUEUE},
+        fits=lambda wrapper, values: len(values["observation_queue"]) <= wrapper.delay + 1,
         remember=True,  # it forgets what it returns
     ),
     gymnasium.TimeAwareObservation: WrapperCodec(
         state=("timesteps",),
         config=(*_SETTINGS, "max_timesteps"),
-        types={"timesteps": int},
+        adapters={"timesteps": COUNT},
         observe=observation_of,
     ),
     gymnasium.NormalizeObservation: WrapperCodec(
@@ -175,7 +232,9 @@ CAPTURED: dict[type[Any], WrapperCodec] = {
     gymnasium.StickyAction: WrapperCodec(
         state=_STICKY,
         config=("repeat_action_probability", "repeat_action_duration_range"),
-        types={"is_sticky_actions": bool, "num_repeats": _INTEGER, "repeats_taken": _INTEGER},
+        types={"is_sticky_actions": bool},
+        adapters={"num_repeats": COUNT, "repeats_taken": COUNT},
+        fits=_sticks,
         remember=False,
     ),
     gymnasium.MaxAndSkipObservation: WrapperCodec(
@@ -191,8 +250,8 @@ CAPTURED: dict[type[Any], WrapperCodec] = {
     gymnasium.AtariPreprocessing: WrapperCodec(
         state=("lives", "game_over", "obs_buffer"),
         config=_SETTINGS,
-        types={"lives": _INTEGER, "game_over": (bool, np.bool_)},
-        adapters={"obs_buffer": ARRAYS},
+        types={"game_over": (bool, np.bool_)},
+        adapters={"lives": COUNT, "obs_buffer": ARRAYS},
         remember=True,  # its reset merges the info of several steps
     ),
 }

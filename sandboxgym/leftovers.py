@@ -8,6 +8,7 @@
    the boot and the id's namespace are compared too; where an owner cannot be judged from here, its things stay.
 4. A kind of run directory that holds more than files names a reaper (`register_reaper`), which unmounts or removes
    what is recorded there before the files go. A directory with something still mounted under it is never deleted.
+5. Whatever a sandbox's processes wrote there can be removed: trees of any depth, any names and modes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from sandboxgym import directories
 
 try:
     import fcntl
@@ -211,32 +214,26 @@ def older_than(path: Path, seconds: float) -> bool:
 
 
 def tree_nbytes(path: Path) -> int:
-    """Size in bytes of a file, or of all files in a directory; those that go away meanwhile count nothing."""
+    """Size in bytes of a file, or of all files in a directory of any depth; what goes away meanwhile counts nothing."""
     if not path.is_dir() or path.is_symlink():
         return path.lstat().st_size
     total = 0
-    for entry in _files(path):
-        with contextlib.suppress(FileNotFoundError):
-            total += entry.stat(follow_symlinks=False).st_size
+    for entry in directories.walk(os.fspath(path)):
+        with contextlib.suppress(OSError):
+            if not entry.is_dir(follow_symlinks=False):
+                total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a file or a directory with everything in it.
+    """Delete a file, or a directory of any depth with everything in it, whatever the modes are.
 
     Raises:
-        OSError: something is mounted under it, or it cannot be deleted.
+        OSError: something is mounted under it, or it cannot be deleted; what can be is gone all the same.
     """
-    if not path.is_dir() or path.is_symlink():
-        path.unlink(missing_ok=True)
-        return
-    _check_unmounted(path)
-    for folder, names, _ in os.walk(path):
-        for name in names:
-            inside = Path(folder, name)
-            if not inside.is_symlink() and inside.stat().st_mode & stat.S_IRWXU != stat.S_IRWXU:
-                inside.chmod(stat.S_IRWXU)  # an overlay's work directory, say, that not even its owner may enter
-    shutil.rmtree(path)
+    if path.is_dir() and not path.is_symlink():
+        _check_unmounted(path)
+    directories.remove(os.fspath(path))
 
 
 def _is_left(path: Path) -> bool:
@@ -302,7 +299,7 @@ def _remove_run(path: Path) -> None:
 
 def _check_unmounted(path: Path) -> None:
     whole = path.resolve()
-    for point in _mount_points():
+    for point in mount_points():
         if point == whole or whole in point.parents:
             raise OSError(f"{point} is still mounted")
 
@@ -341,22 +338,14 @@ def _namespace() -> str:
         return ""
 
 
-def _mount_points() -> list[Path]:
+def mount_points() -> list[Path]:
+    """Where something is mounted, as this process sees it."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []
     unescape = re.compile(r"\\([0-7]{3})")
     return [Path(unescape.sub(lambda octal: chr(int(octal[1], 8)), line.split()[4])) for line in lines]
-
-
-def _files(path: Path) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(PermissionError, FileNotFoundError), os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
-            else:
-                yield entry
 
 
 @atexit.register

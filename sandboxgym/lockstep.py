@@ -359,6 +359,8 @@ class Lockstep:
         edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
         edge.valid = action.valid and bool(info.get("valid_action", True))
         edge.success = bool(info.get("success", False))
+        edge.verdict = str(info.get("verdict") or "")
+        edge.masked, edge.suspicious = bool(info.get("masked", False)), bool(info.get("suspicious"))
         depth, key = run.node.depth + 1, info.get("progress_key")
         edge.child = Node(depth, observation, key, owner=run.path.key, parent=edge)
         run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
@@ -399,7 +401,12 @@ class Lockstep:
         if run.dropped:
             return
         if not run.path.edges:
-            raise ValueError(f"the policy cannot act at the start of path {run.context.path}")
+            error = f"the policy has no room to act at the start of task {run.tree.task!r}"
+            lost = len(run.tree.offspring(run.path.key))
+            self.failures.append(Failure(run.tree.index, run.path.key, run.node.depth, error, lost, too_long=True))
+            logger.warning("%s: path %s is dropped", error, run.path.key)
+            self.drop(run)
+            return
         last = run.path.edges[-1]
         last.truncated = last.truncated or not last.terminated  # also where the policy had no room left
         if run.points:
@@ -450,7 +457,7 @@ class Lockstep:
             self.discard(run.env)
             run.lost += 1
             if run.lost > self.retries:
-                self.note(self.failure(run, error, dropped=len(self.offspring(run))))
+                self.note(self.failure(run, error, dropped=len(run.tree.offspring(run.path.key))))
                 return None
             self.note(self.failure(run, error))
             began = time.perf_counter()
@@ -474,23 +481,12 @@ class Lockstep:
         place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
         logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
 
-    def offspring(self, run: _Live) -> set[PathKey]:
-        """The path and whatever was forked off it, directly or not."""
-        keys = {run.path.key}
-        for path in run.tree.paths:  # those that a path was forked off come before it
-            if path.start.owner in keys:
-                keys.add(path.key)
-        return keys
-
     def drop(self, run: _Live) -> None:
         """The path, with whatever was forked off it, has never been."""
         if run.dropped:
             return
-        tree, keys = run.tree, self.offspring(run)
-        for path in tree.paths:
-            if path.key in keys and path.edges:
-                path.start.children.remove(path.edges[0])
-        tree.paths = [path for path in tree.paths if path.key not in keys]
+        tree, keys = run.tree, run.tree.offspring(run.path.key)
+        tree.remove(keys)
         for other in (other for part in self.parts for other in part.live):
             if other.tree is tree and other.path.key in keys and not other.dropped:
                 other.dropped = True

@@ -12,11 +12,15 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils import seeding
 
-from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
+from sandboxgym.brief import brief
+from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported, from_outside
 from sandboxgym.spaces import Unicode
 
 _BIT_GENERATORS = {name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")}
 _NAMES = {kind: name for name, kind in _BIT_GENERATORS.items()}
+
+_WORDS = 128
+"""Of a seed sequence's entropy, and of its spawn key."""
 
 _LEAVES = frozenset(
     {gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Text, Unicode}
@@ -39,7 +43,12 @@ def capture(generator: np.random.Generator | None) -> State | None:
     name = _NAMES.get(type(bits))
     if name is None:
         raise SnapshotNotSupported(f"expected a NumPy bit generator ({', '.join(_BIT_GENERATORS)}), found {type(bits)}")
-    return {"bit_generator": name, "state": bits.state, "seed_sequence": _sequence(bits)}
+    sequence = _sequence(bits)
+    try:
+        _check_sequence(sequence)
+    except (TypeError, ValueError) as error:
+        raise SnapshotNotSupported(f"cannot capture a random stream: {error}") from error
+    return {"bit_generator": name, "state": bits.state, "seed_sequence": sequence}
 
 
 def restored(state: State | None, current: np.random.Generator | None) -> np.random.Generator | None:
@@ -49,21 +58,39 @@ def restored(state: State | None, current: np.random.Generator | None) -> np.ran
     try:
         kind, sequence = _BIT_GENERATORS[state["bit_generator"]], state["seed_sequence"]
         _check_position(state["state"])
-        _check_pool(sequence)
+        _check_sequence(sequence)
         bits = None if current is None else current.bit_generator
         if current is None or type(bits) is not kind or _sequence(bits) != sequence:
             seeds = np.random.SeedSequence(**{**sequence, "spawn_key": tuple(sequence["spawn_key"])}) if sequence else 0
             current = np.random.Generator(kind(seeds))
         current.bit_generator.state = state["state"]
     except Exception as error:  # NumPy raises many types on content that lies
-        raise SnapshotCorrupt(f"not the state of a random stream: {error!r}") from error
+        if from_outside(error):
+            raise
+        raise SnapshotCorrupt(f"not the state of a random stream: {brief(error)}") from error
     return current
 
 
-def _check_pool(sequence: State | None) -> None:
-    """A seed sequence mixes every word of its pool with every other: a large one takes forever."""
-    if sequence is not None and not 4 <= sequence["pool_size"] <= 256:
-        raise ValueError(f"expected a pool of 4 to 256 words, found {sequence['pool_size']}")
+def _check_sequence(sequence: State | None) -> None:
+    """NumPy takes a time quadratic in the words of a seed sequence, those of its pool included."""
+    if sequence is None:
+        return
+    if not 4 <= sequence["pool_size"] <= 256:
+        raise ValueError(f"expected a pool of 4 to 256 words, found {brief(sequence['pool_size'])}")
+    entropy, key = sequence["entropy"], sequence["spawn_key"]
+    if not isinstance(key, (list, tuple)) or (_words(entropy) > _WORDS or _words(key) > _WORDS):
+        raise ValueError(f"expected entropy and a spawn key of at most {_WORDS} words, found {brief(entropy)}")
+
+
+def _words(value: Any) -> int:
+    """Words of 32 bits that an integer takes, or a sequence of such."""
+    if value is None:
+        return 0
+    if isinstance(value, (list, tuple)):
+        return len(value) if len(value) > _WORDS else sum(map(_words, value))
+    if not isinstance(value, (int, np.integer)) or value < 0:
+        raise TypeError(f"expected integers from 0 in a seed sequence, found {brief(value)}")
+    return max(1, -(-int(value).bit_length() // 32))
 
 
 def _check_position(state: State) -> None:
@@ -120,7 +147,7 @@ def restore_spaces(states: list[State | None], *spaces: Space | None, but: Colle
     """Give the spaces the streams of `capture_spaces`."""
     found = list(spaces_in(*spaces, but=but))
     if not isinstance(states, list) or len(found) != len(states):
-        raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {states!r:.100}")
+        raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {brief(states)}")
     for space, state in zip(found, states, strict=True):
         space._np_random = restored(state, space._np_random)  # type: ignore[assignment]  # None until first used
 

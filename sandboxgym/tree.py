@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -97,6 +97,12 @@ class Edge:
     truncated: bool = False
     valid: bool = True
     success: bool = False
+    verdict: str = field(default="", kw_only=True)
+    """``info["verdict"]``, where the environment gives one."""
+    masked: bool = field(default=False, kw_only=True)
+    """``info["masked"]``: the episode ended here, and its rewards say nothing about what was done in it."""
+    suspicious: bool = field(default=False, kw_only=True)
+    """``info["suspicious"]`` is not empty: the reward may have been had by a trick."""
     value: float = 0.0
     """Estimate of the return of taking this action here, backed up likewise."""
     advantage: float = 0.0
@@ -147,6 +153,21 @@ class RolloutTree:
         """Every action taken, each once."""
         for path in self.paths:
             yield from path.edges
+
+    def offspring(self, key: PathKey) -> set[PathKey]:
+        """Keys of a path and of whatever was forked off it, directly or not."""
+        keys = {key}
+        for path in self.paths:  # those that a path was forked off come before it
+            if path.start.owner in keys:
+                keys.add(path.key)
+        return keys
+
+    def remove(self, keys: Collection[PathKey]) -> None:
+        """Take paths out, together with whatever was forked off them: it is as if they had never been."""
+        for path in self.paths:
+            if path.key in keys and path.edges:
+                path.start.children.remove(path.edges[0])
+        self.paths = [path for path in self.paths if path.key not in keys]
 
     @property
     def env_steps(self) -> int:
@@ -365,7 +386,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An environment that raised, in a rollout with ``retries``."""
+    """An environment that raised, in a rollout with ``retries``; or a task that a policy has no room to begin."""
 
     task: int
     """Index of the tree."""
@@ -374,9 +395,11 @@ class Failure:
     depth: int
     """Steps since the root."""
     error: str
-    """What it raised."""
+    """What it raised, or why there is no room."""
     dropped: int = 0
     """Paths that this cost, those forked off it included; 0: the path went on."""
+    too_long: bool = False
+    """Whether the policy could not act at all (`Policy` returned None for the first step)."""
 
 
 def described(error: BaseException) -> str:

@@ -104,7 +104,8 @@ def _load(content: Mapping[str, Any]) -> RolloutTree:
         for number, e in enumerate(entry["edges"]):
             a = e["action"]
             action = Action(a["text"], _float(a["entropy"]), _float(a["logp"]), int(a["position"]), int(a["tokens"]))
-            edge = Edge(path.key, at, action, _float(e["reward"]), *(bool(e[name]) for name in _EDGE[1:5]))
+            edge = Edge(path.key, at, action, _float(e["reward"]))
+            edge.terminated, edge.truncated, edge.valid, edge.success = (bool(e[name]) for name in _EDGE[1:5])
             edge.value, edge.advantage, edge.weight = (_float(e[name]) for name in _EDGE[5:])
             edge.child = nodes[e["child"]]
             edge.child.parent = edge

@@ -37,7 +37,7 @@ class _Stop(BaseException):
 
 def main() -> None:
     """What a worker process runs."""
-    descriptor, owner, keep = int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
+    descriptor, owner, keep = map(int, sys.argv[1:4])
     sys.argv[1:] = []
     pipe: Connection[Any, Any] = Connection(descriptor)
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the owner's; children do not inherit a handler

@@ -2,7 +2,8 @@
 
 1. A worker hosts one or more environments, each in a numbered slot, and carries out one call after the other.
 2. A worker process is a fresh interpreter, never a fork of this one: that is safe with threads, locks and PyTorch in
-   the owner, needs no ``if __name__ == "__main__"`` in its script and does not import that script again.
+   the owner, needs no ``if __name__ == "__main__"`` in its script and does not import that script again. It imports
+   from where the owner does, and never from the working directory where the owner would not (`interpreter`).
 3. An exception in an environment comes back with its own type and the remote traceback as its ``__cause__``; the
    worker goes on. A death or a time-out is a typed error; the next `Worker.post` starts a new worker.
 4. No worker process outlives its owner, whatever ended it: a worker watches its pipe and its parent. (Linux'
@@ -16,13 +17,11 @@ The owner and its workers trust each other (calls are pickled); nothing here lis
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -34,6 +33,7 @@ from typing import Any, Literal
 
 import cloudpickle  # type: ignore[import-untyped]  # a requirement of Gymnasium
 
+from sandboxgym import interpreter
 from sandboxgym.core import Snapshot
 from sandboxgym.host import (
     Call,
@@ -379,10 +379,9 @@ class ProcessWorker(Worker):
 
     def _start(self) -> None:
         mine, theirs = Pipe()
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        code = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); import {_CHILD} as child; child.main()"
-        command = [sys.executable, "-c", code, str(theirs.fileno()), path, str(os.getpid()), str(self._keep)]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        code = f"import {_CHILD} as child; child.main()"
+        command = interpreter.command(code, str(theirs.fileno()), str(os.getpid()), str(self._keep))
+        environment = {"OMP_NUM_THREADS": "1", **interpreter.environment()}
         with theirs:
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, bufsize=0

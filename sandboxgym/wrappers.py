@@ -22,6 +22,7 @@ import numpy as np
 
 from sandboxgym import format as durable
 from sandboxgym import gymnasium_codecs, randomness
+from sandboxgym.brief import brief
 from sandboxgym.codecs import (
     OUTPUT,
     AnyWrapper,
@@ -42,7 +43,14 @@ from sandboxgym.core import (
     SupportsSnapshot,
     comparable,
 )
-from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, SnapshotNotSupported
+from sandboxgym.errors import (
+    ResetNeeded,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotSupported,
+    from_outside,
+)
 
 __all__ = [
     "SnapshotWrapper",
@@ -100,23 +108,21 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
         raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
     layers: tuple[Layer, ...] = snap.layers if isinstance(snap, (Snapshot, StackSnapshot)) else ()
     layers, inner = (layers[: len(wrappers)], layers[len(wrappers) :]) if whole else (layers, ())
-    _check_layers(wrappers, layers, trusted=not isinstance(snap, Snapshot) or snap._body is not None)
+    trusted = not isinstance(snap, Snapshot) or snap._body is not None
+    _check_layers(wrappers, layers, trusted=trusted)
     before = [_held(wrapper, codec) for wrapper, codec in wrappers]
     outputs: list[Output] = []  # of each wrapper, innermost first
 
     def through(observation: Any, info: dict[str, Any]) -> Output:
         for wrapper, codec in reversed(wrappers):
-            try:
+            with _refusing(name_of(wrapper), trusted=trusted):
                 observation, info = output(wrapper, codec, observation, info)
-            except Exception as error:
-                if isinstance(error, SnapshotError) or not isinstance(snap, Snapshot) or snap._body is not None:
-                    raise
-                raise SnapshotCorrupt(f"{name_of(wrapper)} cannot take over its state: {error!r}") from error
             outputs.append((observation, info))
         return observation, info
 
     try:
-        _apply(wrappers, layers, seed)
+        with _refusing("the stack of wrappers", trusted=trusted):
+            _apply(wrappers, layers, seed)
         handle: Any = snap
         if isinstance(snap, Snapshot):
             handle = snap.layered(inner) if layers else snap
@@ -397,13 +403,33 @@ def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, truste
     """That the layers fit, and if they come from a file that they hold what `_capture` returns."""
     if len(wrappers) != len(layers) or any(name_of(w) != layer.name for (w, _), layer in zip(wrappers, layers)):
         mine, theirs = [name_of(wrapper) for wrapper, _ in wrappers], [layer.name for layer in layers]
-        raise SnapshotMismatch(f"this environment is wrapped in {mine}, the snapshot was taken through {theirs}")
+        raise SnapshotMismatch(
+            f"this environment is wrapped in {mine}, the snapshot was taken through {brief(theirs, 1000)}"
+        )
     for (wrapper, codec), layer in zip(wrappers, layers, strict=True):
         config = _config(wrapper, codec)
         if not _is_same(config, layer.config):
-            raise SnapshotMismatch(f"{layer.name} has {config}, in the snapshot {layer.config}")
-        if not trusted and not _is_state(wrapper, codec, layer.state):
-            raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {layer.state!r:.200}")
+            raise SnapshotMismatch(
+                f"{layer.name} has {brief(config, 1000)}, in the snapshot {brief(layer.config, 1000)}"
+            )
+        if trusted:
+            continue
+        with _refusing(layer.name, trusted=False):
+            if not _is_state(wrapper, codec, layer.state):
+                raise SnapshotCorrupt(
+                    f"expected the attributes {codec.state} of {layer.name}, found {brief(layer.state)}"
+                )
+
+
+@contextlib.contextmanager
+def _refusing(who: str, *, trusted: bool) -> Iterator[None]:
+    """What content from a file makes ``who`` raise becomes `SnapshotCorrupt`."""
+    try:
+        yield
+    except Exception as error:
+        if trusted or isinstance(error, SnapshotError) or from_outside(error):
+            raise
+        raise SnapshotCorrupt(f"{who} cannot take over its state: {brief(error)}") from error
 
 
 def _is_same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -425,6 +451,8 @@ def _is_state(wrapper: AnyWrapper, codec: WrapperCodec, content: Any) -> bool:
     for name, adapter in codec.adapters.items():
         if not adapter.fits(getattr(wrapper, name), values[name]):
             return False
+    if codec.fits is not None and not codec.fits(wrapper, values):
+        return False
     last = content[2] if codec.remember else (None, {})
     return isinstance(last, (list, tuple)) and len(last) == 2 and isinstance(last[1], dict)
 

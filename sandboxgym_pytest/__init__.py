@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=module:function",
-        help="actions, observe_state, normalize or shell; repeatable",
+        help="actions, observe_state, normalize, shell, lossy or limits; repeatable",
     )
     group.addoption("--sandboxgym-level", action="append", metavar="LEVELS", help="levels, such as 1, 0-2 or 0,1,5")
     group.addoption("--sandboxgym-budget", choices=("quick", "full"), default="quick", help="how much to spend")

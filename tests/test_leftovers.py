@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym import leftovers
+from sandboxgym import directories, leftovers
 
 
 def test_what_goes_away_while_it_is_counted_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,21 +20,24 @@ def test_what_goes_away_while_it_is_counted_does_not_matter(tmp_path: Path, monk
     (tmp_path / "folder").mkdir()
     (tmp_path / "stays").write_bytes(b"four")
     (tmp_path / "goes").write_bytes(b"three")
-    listed = leftovers._files
+    (tmp_path / "empty").mkdir()
+    walk = directories.walk
 
-    def late(path: Path) -> Iterator[os.DirEntry[str]]:
-        for entry in list(listed(path)):
+    def late(path: str) -> Iterator[os.DirEntry[str]]:
+        for entry in walk(path):
             (tmp_path / "goes").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                (tmp_path / "empty").rmdir()
             yield entry
-        yield from listed(path / "gone")
+        yield from walk(os.path.join(path, "gone"))
 
-    monkeypatch.setattr(leftovers, "_files", late)
+    monkeypatch.setattr(directories, "walk", late)
     assert leftovers.tree_nbytes(tmp_path) == 4
 
 
 _CLAIMING = """
 import os, sys
-from sandboxgym import leftovers
+from sandboxgym import directories, leftovers
 where = sys.argv[1]
 
 def rename(*_):
@@ -68,7 +72,7 @@ def test_a_directory_that_its_owner_could_not_complete(
 
 _MAKING = """
 import os, sys
-from sandboxgym import leftovers
+from sandboxgym import directories, leftovers
 print(leftovers.claim(sys.argv[1]), flush=True)
 if sys.argv[2:]:
     os.kill(os.getpid(), 9)

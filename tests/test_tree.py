@@ -12,7 +12,20 @@ import pytest
 
 import sandboxgym.lockstep as lockstep
 from sandboxgym import Snapshot, register_wrapper, snapshot
-from sandboxgym.tree import Action, Clock, Context, Envs, ForkAt, Node, Path, RolloutTree, Schedule, TopEntropy, rollout
+from sandboxgym.tree import (
+    Action,
+    Clock,
+    Context,
+    Envs,
+    Failure,
+    ForkAt,
+    Node,
+    Path,
+    RolloutTree,
+    Schedule,
+    TopEntropy,
+    rollout,
+)
 
 
 class Wanderer:
@@ -260,9 +273,22 @@ def test_a_policy_without_room_truncates_the_path(envs: Envs, held: list[Snapsho
     assert all(snap.released for snap in held)
 
 
-def test_a_policy_that_cannot_act_at_the_root_is_an_error(envs: Envs) -> None:
-    with pytest.raises(ValueError, match=r"cannot act at the start of path \(0, \(0, 0\)\)"):
-        rollout(envs, Tired(0), Schedule(1))
+class Picky(Wanderer):
+    """Has no room for some tasks."""
+
+    def _act(self, context: Context) -> Action | None:
+        return super()._act(context) if context.path[0] != 1 else None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_task_that_a_policy_has_no_room_for_is_dropped(envs: Envs, held: list[Snapshot], late: bool) -> None:
+    failures: list[Failure] = []
+    trees = rollout(envs, Picky(), Forks(2, 1, late=late), tasks=[None] * 3, failures=failures)
+    assert [tree.index for tree in trees] == [0, 2]
+    assert {(failure.task, failure.too_long, failure.dropped) for failure in failures} == {(1, True, 1)}
+    assert "no room to act" in failures[0].error
+    assert all(snap.released for snap in held)
+    assert rollout(envs, Tired(0), Schedule(1)) == []
 
 
 def test_any_function_is_a_policy(envs: Envs) -> None:

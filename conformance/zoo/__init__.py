@@ -7,7 +7,7 @@ that have something else in common.
 
 from __future__ import annotations
 
-from zoo import corridor, dice, drift, known_good, lasting, quest, shell, uncommon, wrapped
+from zoo import corridor, dice, drift, jail, known_good, lasting, quest, shell, uncommon, wrapped
 from zoo.mutant import KNOWN_GOOD, MUTANTS, Good, Mutant, where
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "corridor",
     "dice",
     "drift",
+    "jail",
     "known_good",
     "lasting",
     "quest",

@@ -30,6 +30,8 @@ class Mutant:
         killed_by: ids of the checks that name this hazard; at least one must fail.
         observe_state: an oracle that reads the state past the API, as ``Subject`` takes it.
         actions: an action source, as ``Subject`` takes it.
+        shell: runs commands in it, as ``Subject`` takes it.
+        limits: what it declares to hold, as ``Subject`` takes it.
         budget: the smallest budget that must find it.
         family: the correct environment that it was made from.
         note: how the fault was put in.
@@ -41,6 +43,8 @@ class Mutant:
     killed_by: frozenset[str]
     observe_state: Callable[[Any], Any] | None = None
     actions: Callable[..., Any] | None = None
+    shell: Callable[[Any, str], str] | None = None
+    limits: Callable[[Any], dict[str, float]] | None = None
     budget: Budget = "quick"
     family: str = ""
     note: str = ""
@@ -54,6 +58,8 @@ class Good:
     make: Make
     observe_state: Callable[[Any], Any] | None = None
     actions: Callable[..., Any] | None = None
+    shell: Callable[[Any, str], str] | None = None
+    limits: Callable[[Any], dict[str, float]] | None = None
     note: str = ""
 
 
@@ -67,6 +73,8 @@ def mutant(
     budget: Budget = "quick",
     observe_state: Callable[[Any], Any] | None = None,
     actions: Callable[..., Any] | None = None,
+    shell: Callable[[Any, str], str] | None = None,
+    limits: Callable[[Any], dict[str, float]] | None = None,
 ) -> Callable[[MakeT], MakeT]:
     """Enter the decorated class or factory into `MUTANTS`; its docstring becomes the note."""
 
@@ -79,6 +87,8 @@ def mutant(
             killed_by=frozenset(killed_by),
             observe_state=observe_state,
             actions=actions,
+            shell=shell,
+            limits=limits,
             budget=budget,
             family=make.__module__.rpartition(".")[2],
             note=" ".join((make.__doc__ or "").split()),
@@ -90,13 +100,17 @@ def mutant(
 
 
 def good(
-    *, observe_state: Callable[[Any], Any] | None = None, actions: Callable[..., Any] | None = None
+    *,
+    observe_state: Callable[[Any], Any] | None = None,
+    actions: Callable[..., Any] | None = None,
+    shell: Callable[[Any, str], str] | None = None,
+    limits: Callable[[Any], dict[str, float]] | None = None,
 ) -> Callable[[MakeT], MakeT]:
     """Enter the decorated class or factory into `KNOWN_GOOD`."""
 
     def enter(make: MakeT) -> MakeT:
         note = " ".join((make.__doc__ or "").split())
-        KNOWN_GOOD.append(Good(kebab(make.__name__), make, observe_state, actions, note))
+        KNOWN_GOOD.append(Good(kebab(make.__name__), make, observe_state, actions, shell, limits, note))
         return make
 
     return enter

@@ -18,7 +18,8 @@ only=(api restore.trace_equality restore.after_done restore.after_close freshnes
     isolation.environment durable.round_trip durable.released resources.killed_owner concurrency.partial_fork)
 # A step in the browser takes 65 ms; it shows the pages of the engine that the text environment plays.
 certify webshop-browser sandboxgym/WebShopBrowser-v0 "${only[@]/#/--only=}"
-hooks=(--hook actions=sandboxgym.envs.swebench.probing:actions --hook shell=sandboxgym.envs.swebench.probing:shell)
+probing=sandboxgym.envs.swebench.probing
+hooks=(--hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --budget full \
     --html docs/conformance/swebench-overlay.html
 # The same in a namespace of an ordinary user, and by plain copies: what another backend can change.

@@ -2,9 +2,12 @@
 
 sandboxgym bench sandbox [--repeats 40] [--boxes 300] [--nested 60] [--image IMAGE]
     [--write docs/results/sandbox.md]
+sandboxgym bench sandbox --against CHECKOUT [--rounds 6] [--repeats 20] [--boxes 40]
+    [--backends overlay overlay-rootless overlay-full docker]
 
 All ways snapshot the same amounts of what was written. Times are on the wall: fastest, median and 95th percentile in
-milliseconds; a way that this machine lacks is left out.
+milliseconds; a way that this machine lacks is left out. With ``--against`` it is this checkout against another one:
+the same operations in children of both, in turn.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib.util
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.bench import page
+from sandboxgym.bench import against, cost, page
+from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import RootFS
 from sandboxgym.sandbox.namespace import OverlayBackend
 from sandboxgym.sandbox.rootfs import resolve
@@ -94,11 +99,12 @@ def layers(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
                 backend.start(tree)
             files = str(tree.layers[0].files)
             if number < max(3, repeats // 8):
-                _time_command(times["tar"], ["tar", "-C", files, "-cf", f"{folder}/tar", "."])
-                _time_command(times["cp -a"], ["cp", "-a", "--reflink=never", files, f"{folder}/copy"])
-                if not _time_command(times["cp --reflink"], ["cp", "-a", "--reflink=always", files, f"{folder}/link"]):
-                    times["cp --reflink"].seconds.clear()
-                subprocess.run(f"rm -rf {folder}/*", shell=True, check=True)
+                with tempfile.TemporaryDirectory(dir=folder) as copies:
+                    _time_command(times["tar"], ["tar", "-C", files, "-cf", f"{copies}/tar", "."])
+                    _time_command(times["cp -a"], ["cp", "-a", "--reflink=never", files, f"{copies}/copy"])
+                    linked = ["cp", "-a", "--reflink=always", files, f"{copies}/link"]
+                    if not _time_command(times["cp --reflink"], linked):
+                        times["cp --reflink"].seconds.clear()
             tree.release()
     return {name: value for name, value in times.items() if value.seconds}
 
@@ -337,6 +343,36 @@ def nested(rootfs: RootFS, number: int) -> list[str]:
     return [*lines, ""]
 
 
+def _compare(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """Compare this checkout with another one, on the host's files, or with ``--image`` on those of an image."""
+    try:
+        other = against.checkout(arguments.against)
+    except ValueError as error:
+        parser.error(str(error))
+    repeats, boxes = arguments.repeats or 20, arguments.boxes or 40
+    if min(arguments.rounds, repeats, boxes) < 1:
+        parser.error("--rounds, --repeats, --boxes: expected at least 1")
+    if "docker" in arguments.backends and not arguments.image:
+        parser.error("--backends docker needs --image")
+    given = list(sys.argv[1:] if argv is None else argv)
+    shown = ["CHECKOUT" if word == arguments.against else word.replace(arguments.against, "CHECKOUT") for word in given]
+    rootfs = f"docker:{arguments.image}" if arguments.image else "host"
+    lines = [
+        *page.head("Sandboxes: two checkouts", "sandbox", shown),
+        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}; load {os.getloadavg()[0]:.1f}.",
+        "",
+        *against.tables(
+            other,
+            arguments.backends,
+            rootfs,
+            rounds=arguments.rounds,
+            repeats=repeats,
+            boxes=boxes,
+        ),
+    ]
+    page.publish(lines, arguments.write)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: Markdown tables."""
     parser = argparse.ArgumentParser(
@@ -344,12 +380,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repeats", type=int, default=40, help="of each measurement; an eighth of it for slow ways")
-    parser.add_argument("--boxes", type=int, default=300, help="live at the same time")
+    parser.add_argument("--repeats", type=int, help="of each measurement; an eighth of it for slow ways (default: 40)")
+    parser.add_argument("--boxes", type=int, help="live at the same time (default: 300)")
     parser.add_argument("--nested", type=int, default=60, help="snapshots of snapshots")
     parser.add_argument("--image", help="Docker image with bash, under ours and under Docker's sandboxes alike")
     parser.add_argument("--write", metavar="FILE", help="write the tables there")
+    parser.add_argument("--against", metavar="CHECKOUT", help="another checkout to compare this one with")
+    parser.add_argument("--rounds", type=int, default=6, help="with --against: pairs of processes (default: 6)")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=against.BACKENDS,
+        choices=[*backends.NAMES, cost.FULL],
+        metavar="NAME",
+        help=f"with --against: {', '.join([*backends.NAMES, cost.FULL])} (default: {' '.join(against.BACKENDS)})",
+    )
     arguments = parser.parse_args(argv)
+    if arguments.against:
+        _compare(parser, arguments, argv)
+        return
+    arguments.repeats, arguments.boxes = arguments.repeats or 40, arguments.boxes or 300
     image = arguments.image
     reason = why_no_docker(image)
     rootfs = resolve("host" if reason else f"docker:{image}")

@@ -25,7 +25,6 @@ import resource
 import shutil
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from sandboxgym import interpreter
 from sandboxgym.envs.webshop.analysis import terms
 from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
 from sandboxgym.envs.webshop.index import K1, B, Index
@@ -358,10 +358,10 @@ def measure_quality(engine: str, data: Path, directory: Path) -> dict[str, float
 
 
 def _in_a_process(step: str, engine: str, arguments: argparse.Namespace, directory: Path, number: int) -> Any:
-    command = [sys.executable, "-m", "sandboxgym.bench.search", "--step", step, "--engine", engine]
+    command = interpreter.module_command("sandboxgym.bench.search", "--step", step, "--engine", engine)
     command += ["--data", str(arguments.data), "--directory", str(directory), "--documents", str(number)]
     command += ["--queries", str(arguments.queries), "--seed", str(arguments.seed)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{engine}, {step}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

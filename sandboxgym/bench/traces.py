@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Literal
 
+from sandboxgym import interpreter
 from sandboxgym.sandbox import process_table
 
 _REAP = "import sandboxgym.leftovers as leftovers; print(len(leftovers.reap()))"
@@ -59,10 +60,11 @@ class Folder:
         """A process that clears what killed owners left, as each one does when it starts."""
         return self._python("-c", _REAP)
 
-    def _python(self, *arguments: str) -> subprocess.Popen[str]:
-        env = {**os.environ, "SANDBOXGYM_RUNTIME": str(self.path)}
+    def _python(self, option: Literal["-c", "-m"], code: str, *arguments: str) -> subprocess.Popen[str]:
+        command = (interpreter.command if option == "-c" else interpreter.module_command)(code, *arguments)
+        env = {**interpreter.environment(), "SANDBOXGYM_RUNTIME": str(self.path)}
         pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, *arguments], env=env, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
         self._roots.add(process.pid)
         return process
 

@@ -1,9 +1,13 @@
-"""``sandboxgym doctor``: what this machine can run, and the command that adds the rest."""
+"""``sandboxgym doctor``: what this machine can run, and the command that adds the rest.
+
+With ``--attack``: whether its sandboxes keep their promises, by hundreds of attempts to break them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="sandboxgym doctor",
         description="What this machine can run. Every line is tried here, as you, and cleaned up after.",
-        epilog="Exit status 0, whatever is found; 1 if a component of --require is not ok.",
+        epilog="Exit status 0, whatever is found; 1 if a component of --require is not ok. With --attack: 0 if no "
+        "attempt passed, 1 if one did, 2 if none could be made.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
@@ -29,7 +34,18 @@ def main(argv: Sequence[str]) -> int:
         metavar="A,B",
         help="fail unless these are ok: docker, overlay, browser, textworld, swebench, data, or any name of the list",
     )
+    attacks = parser.add_argument_group("attacks on this machine's sandboxes")
+    attacks.add_argument("--attack", action="store_true", help="try to break out of throw-away sandboxes, and the like")
+    attacks.add_argument("--backend", action="append", metavar="NAME", help="only this one; may be repeated")
+    attacks.add_argument("--attempt", metavar="PATTERN", help="only these, as in 'escape/device-*'")
+    attacks.add_argument("--thorough", action="store_true", help="all attempts, in place of a sample")
+    attacks.add_argument("--image", metavar="NAME", help="for docker, with Python 3 (default: one made for this)")
+    attacks.add_argument("--list", action="store_true", help="name the attempts, make none")
+    attacks.add_argument("--markdown", action="store_true", help="the table as it stands in docs/security.md")
+    attacks.add_argument("--verbose", action="store_true", help="name what was blocked or not applicable, too")
     options = parser.parse_args(argv)
+    if options.attack or options.list:
+        return _attack(options)
     findings = examine()
     by_name = {finding.name: finding for finding in findings}
     required = [name for name in options.require.split(",") if name]
@@ -44,6 +60,44 @@ def main(argv: Sequence[str]) -> int:
     for finding in failed:
         print(f"required, but {finding.status}: {finding.name} ({finding.detail})", file=sys.stderr)
     return FAILED if failed else OK
+
+
+def _attack(options: argparse.Namespace) -> int:
+    """``--attack`` and ``--list``."""
+    from sandboxgym.attack import BACKENDS, SAMPLE, attack, matching
+
+    only = options.attempt or ("*" if options.thorough or options.list else SAMPLE)
+    chosen = matching(only)
+    backends = options.backend or BACKENDS
+    unknown = [name for name in backends if name not in BACKENDS]
+    if unknown:
+        raise CommandError(f"no backend {unknown[0]!r}; there are: {', '.join(BACKENDS)}", status=USAGE)
+    if not chosen:
+        raise CommandError(f"no attempt fits {options.attempt!r}; --list names them", status=USAGE)
+    if options.list:
+        if options.json:
+            print(json.dumps([{"name": found.name, "group": found.group, "about": found.about} for found in chosen]))
+        else:
+            for found in chosen:
+                print(f"{found.name}: {found.about}")
+        return OK
+    logging.getLogger("sandboxgym").addHandler(logging.NullHandler())  # attacked sandboxes warn of much
+    done = 0
+
+    def told(_: object) -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            print(f"\r{done} attempts made", end="", file=sys.stderr, flush=True)
+
+    report = attack(backends, only=only, image=options.image, told=told)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if options.json:
+        print(report.json())
+    else:
+        print(report.markdown() if options.markdown else report.text(verbose=options.verbose))
+    return report.status
 
 
 def examine() -> list[Finding]:

@@ -3,7 +3,7 @@
 1. Run directories whose owner is gone (`leftovers.reap`).
 2. Partial downloads and half-unpacked archives that nobody has touched for a day and nobody holds.
 3. Temporary files of interrupted atomic writes, older than a day, in the directories of this package.
-4. With ``--all``, the caches: what is there can be made again.
+4. With ``--all``, the caches: what is there can be made again. Prepared tasks that a living process uses stay.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from sandboxgym.leftovers import Leftover
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
 """Names that `format.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
 _HIDDEN = re.compile(r"\..+")
+PREPARED = Path("swebench", "prepared")
+"""Of the caches: entries that processes use, some of which the Docker daemon holds."""
+_TREES = ("root", "files")
+"""Directories in caches that are file systems of sandboxes, whose hidden files are nobody's to judge."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +39,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     found = leftovers.reap(dry_run=options.dry_run)
     for path, what in [*stale_files(), *(caches() if options.all else ())]:
-        found.append(_remove(path, what, options.dry_run))
+        if path == data.cache_dir() / PREPARED.parent and (path / PREPARED.name).is_dir():
+            found += _remove_prepared(path, what, options.dry_run)
+        else:
+            found.append(_remove(path, what, options.dry_run))
     for item in found:
         verb = "removed" if item.removed else "would remove" if options.dry_run and not item.note else "kept"
         note = f": {item.note}" if item.note else ""
@@ -59,7 +66,8 @@ def stale_files() -> Iterator[tuple[Path, str]]:
     for root in sorted({*roots, data.data_dir(), data.cache_dir(), leftovers.runtime_dir(create=False)}):
         yield from ((path, "temporary file") for path in _temporaries(root, _TEMPORARY))
     for cache, _ in caches():
-        for folder, _, _ in os.walk(cache):  # all ours, so every hidden file there is one not yet in place
+        for folder, folders, _ in os.walk(cache):  # all ours, so every hidden file there is one not yet in place
+            folders[:] = [name for name in folders if name not in _TREES]
             yield from ((path, "temporary file") for path in _temporaries(Path(folder), _HIDDEN))
 
 
@@ -91,6 +99,17 @@ def _in_use(scratch: Path) -> bool:
             return not leftovers.try_lock(file)
     except FileNotFoundError:
         return False
+
+
+def _remove_prepared(path: Path, what: str, dry_run: bool) -> list[Leftover]:
+    """A cache with prepared tasks in it: all of it, unless some are in use."""
+    from sandboxgym.envs.swebench import prepared
+
+    found = prepared.clear(dry_run=dry_run)
+    used = [item for item in found if item.note]
+    if used:
+        return used if dry_run else found
+    return [*(() if dry_run else found), _remove(path, what, dry_run)]
 
 
 def _remove(path: Path, what: str, dry_run: bool) -> Leftover:

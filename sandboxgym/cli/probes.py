@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sandboxgym import data, leftovers
+from sandboxgym import data, interpreter, leftovers
 from sandboxgym.cli.screen import nbytes_text
 
 Status = Literal["ok", "limited", "missing"]
@@ -193,7 +193,11 @@ def criu() -> Finding:
         return Finding("criu", "missing", "no `criu` command", enables, program.HOW_TO_GET)
     if os.geteuid():
         return Finding("criu", "limited", f"{found[0]} is there, but it needs root", enables, "run as root")
-    tried = _run([sys.executable, "-m", "sandboxgym.sandbox.criu"], seconds=program.SECONDS)
+    tried = _run(
+        interpreter.module_command("sandboxgym.sandbox.criu"),
+        seconds=program.SECONDS,
+        environment=interpreter.environment(),
+    )
     if tried is None or tried.returncode:
         why = "it did not answer" if tried is None else tried.stdout.strip() or _why(tried)
         return Finding("criu", "limited", why, enables, program.HOW_TO_GET)
@@ -332,11 +336,14 @@ def _unshare(*namespaces: str, script: str, arguments: tuple[str, ...] = ()) -> 
     return _run([command, *namespaces, *kill, "sh", "-c", script, "sh", *arguments]) or failed
 
 
-def _run(command: list[str], *, seconds: float = SECONDS) -> subprocess.CompletedProcess[str] | None:
+def _run(
+    command: list[str], *, seconds: float = SECONDS, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
     """The finished command; None if it could not be started or did not finish in time."""
     try:
         process = subprocess.Popen(
             command,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Progress of a transfer: a bar on a terminal that has tqdm, else a plain line now and then."""
+"""Progress of a transfer, or of a number of things: a bar on a terminal that has tqdm, else a line now and then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ SECONDS = 5.0
 class PlainProgress:
     """One line at the start, every few seconds, and at the end."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, unit: str = "B") -> None:
         self._out = out
+        self._unit = unit
         self._name: str | None = None
         self._done, self._total, self._printed = 0, None, 0.0
 
@@ -38,8 +39,12 @@ class PlainProgress:
 
     def _print(self) -> None:
         self._printed = time.monotonic()
-        of = f" of {nbytes_text(self._total)} ({self._done / max(1, self._total):.0%})" if self._total else ""
-        print(f"  {self._name}: {nbytes_text(self._done)}{of}", file=self._out, flush=True)
+        share = f" ({self._done / max(1, self._total):.0%})" if self._total else ""
+        if self._unit == "B":
+            so_far = nbytes_text(self._done) + (f" of {nbytes_text(self._total)}" if self._total else "")
+        else:
+            so_far = f"{self._done:,}" + (f" of {self._total:,} " if self._total else " ") + self._unit
+        print(f"  {self._name}: {so_far}{share}", file=self._out, flush=True)
 
     _total: int | None
 
@@ -47,14 +52,13 @@ class PlainProgress:
 class BarProgress:
     """A bar of tqdm's."""
 
-    def __init__(self, tqdm: Any, out: TextIO) -> None:
+    def __init__(self, tqdm: Any, out: TextIO, unit: str = "B") -> None:
         self._tqdm, self._out, self._bar = tqdm, out, None
+        self._unit = {"unit": unit, "unit_scale": unit == "B"}
 
     def start(self, name: str, done: int, total: int | None) -> None:
         """See `transfer.Progress`."""
-        self._bar = self._tqdm(
-            desc=name, initial=done, total=total, unit="B", unit_scale=True, file=self._out, dynamic_ncols=True
-        )
+        self._bar = self._tqdm(desc=name, initial=done, total=total, **self._unit, file=self._out, dynamic_ncols=True)
 
     def advance(self, nbytes: int) -> None:
         """See `transfer.Progress`."""
@@ -70,8 +74,8 @@ class BarProgress:
     _bar: Any
 
 
-def progress(out: TextIO | None = None) -> PlainProgress | BarProgress:
-    """What suits where it is printed, by default standard error."""
+def progress(out: TextIO | None = None, *, unit: str = "B") -> PlainProgress | BarProgress:
+    """What suits where it is printed, by default standard error; of bytes, or of what ``unit`` names."""
     out = out or sys.stderr
     if out.isatty():
         try:
@@ -79,5 +83,5 @@ def progress(out: TextIO | None = None) -> PlainProgress | BarProgress:
         except ImportError:
             pass
         else:
-            return BarProgress(tqdm, out)
-    return PlainProgress(out)
+            return BarProgress(tqdm, out, unit)
+    return PlainProgress(out, unit)

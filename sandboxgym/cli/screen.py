@@ -82,3 +82,11 @@ def nbytes_text(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.1f} TB"
+
+
+def harmless(text: str) -> str:
+    """Text that somebody else chose, for a terminal: what would control it becomes backslash escapes."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for letter in text
+    )

@@ -16,6 +16,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("what", choices=("webshop",), help="what to serve")
     parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
     parser.add_argument("--port", type=int, default=3000, help="0 takes a free one (default: 3000)")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a host name that visitors reach it by; may be repeated (always: localhost, and the address itself)",
+    )
     parser.add_argument("--catalogue", default="embedded", metavar="DIR", help="official files (default: embedded)")
     parser.add_argument("--goals", choices=("synthetic", "human"), default="synthetic", help="(default: synthetic)")
     parser.add_argument("--split", default=None, help="test, eval, train or product-test, … (default: all tasks)")
@@ -31,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError, LookupError, ImportError) as error:
         raise CommandError(str(error)) from error
     try:
-        server = Server(site, host=options.host, port=options.port)
+        server = Server(site, host=options.host, port=options.port, names=options.name)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"cannot listen on {options.host}:{options.port}: {reason}") from error

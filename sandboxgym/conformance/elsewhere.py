@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandboxgym import interpreter
 from sandboxgym.conformance.subject import MakeSpec, Op, Outcome, Subject
 
 TIMEOUT = 120
@@ -95,9 +96,8 @@ def popen(
     **options: Any,
 ) -> subprocess.Popen[bytes]:
     """A new interpreter running this module with this process's import path."""
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    environment = {**os.environ, **(variables or {}), "PYTHONPATH": path, "PYTHONHASHSEED": hash_seed}
-    command = [sys.executable, "-m", "sandboxgym.conformance.elsewhere", *arguments]
+    environment = {**interpreter.environment(), **(variables or {}), "PYTHONHASHSEED": hash_seed}
+    command = interpreter.module_command("sandboxgym.conformance.elsewhere", *arguments)
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
     return subprocess.Popen(command, env=environment, cwd=folder, **{**pipes, **options})
 

@@ -53,6 +53,7 @@ THEMES = (
     "machine",
     "stochastic",
     "probes",
+    "hostile",
     "durable",
     "resources",
     "concurrency",

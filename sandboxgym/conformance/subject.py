@@ -136,6 +136,8 @@ class Subject:
         shell: runs a command (POSIX shell, several lines) in the sandbox as an agent would; what it printed.
         lossy: from the environment and a snapshot that it was restored from to what that snapshot does not hold, by its
             own account, in words; default: ``info["lossy"]`` of the restore.
+        limits: from an environment that was reset to the limits that its sandbox holds as a whole, of ``disk`` (bytes),
+            ``files`` (their number) and ``seconds`` (of one command); what is missing or None is not declared.
     """
 
     make_env: Callable[[], AnyEnv]
@@ -148,6 +150,7 @@ class Subject:
     declared: SnapshotSpec | None = None
     shell: Callable[[AnyEnv, str], str] | None = None
     lossy: Callable[[AnyEnv, Any], Sequence[str]] | None = None
+    limits: Callable[[AnyEnv], Mapping[str, float | None]] | None = None
     seed: int = 0
     _controls: dict[tuple[int, int], Control] = field(default_factory=dict, repr=False)
 

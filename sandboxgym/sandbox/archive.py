@@ -4,13 +4,14 @@ The members ``layers/<number>/<path>`` are the layers, topmost first. What tar h
 ``SANDBOXGYM.whiteout`` (the name was deleted), ``.opaque`` (a directory that hides what lies below), ``.redirect`` (its
 path there, if it was renamed), ``.mtime`` in nanoseconds, ``.extents`` of a sparse file, ``.xattr.<name>`` in base64.
 Sockets are left out, and so are set-user-id bits and file capabilities, which have no effect in a sandbox.
+
+All that an archive holds is read and bounded before anything of it is written (``members.py``).
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import io
 import json
 import os
@@ -19,9 +20,12 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, Any
 
+from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym.sandbox.base import RootFS, SandboxError, SandboxFull
+from sandboxgym.sandbox import members as checked
+from sandboxgym.sandbox.base import RootFS, SandboxError
 from sandboxgym.sandbox.layers import Layer, LayerStore, OverlayTree
+from sandboxgym.sandbox.members import LARGEST_FILE, LARGEST_HEADERS, LONGEST_NAME, MOST, Member, number
 from sandboxgym.sandbox.squash import extents, is_whiteout, mark_deletions, own_attribute, prefix, squash
 
 FORMAT, VERSION = "sandboxgym-overlay", 1
@@ -29,15 +33,17 @@ FORMAT, VERSION = "sandboxgym-overlay", 1
 _HEAD, _END = "sandboxgym.json", "sandboxgym.end"
 _KEY = "SANDBOXGYM."
 _SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
-_LARGEST = 1 << 44
 _CHUNK = 1 << 20
+_LONGEST_IDENTITY = 200
+_DEEPEST = 500
+"""Layers of an archive; more than the kernel stacks."""
 
 
 def pack(tree: OverlayTree) -> bytes:
     """See the module; the inverse of `unpack`.
 
     Raises:
-        SandboxError: it cannot be read as a whole.
+        SandboxError: it cannot be read as a whole, or is more than `unpack` would take.
     """
     squash(tree, deepest=1, kept=0)
     layers = tree.layers
@@ -51,6 +57,12 @@ def pack(tree: OverlayTree) -> bytes:
                 linked: dict[tuple[int, int], str] = {}
                 for path, name in _walk(str(layer.files), f"layers/{at}"):
                     number += _add(archive, path, name, linked, rootless=tree.rootless)
+                    archive.members.clear()  # type: ignore[attr-defined]  # of no use in writing
+                    if number > MOST - 2 or len(os.fsencode(name)) >= LONGEST_NAME:
+                        raise SandboxError(
+                            f"what was written cannot be packed: expected at most {MOST - 2} files, with paths of "
+                            f"less than {LONGEST_NAME} bytes"
+                        )
         except OSError as error:
             raise SandboxError(f"what was written cannot be packed: {error}") from error
         _add_json(archive, _END, {"members": number})
@@ -115,6 +127,8 @@ def _add(archive: tarfile.TarFile, path: str, name: str, linked: dict[tuple[int,
             if info.size < status.st_size:
                 headers["size"] = str(status.st_size)
                 headers["extents"] = " ".join(f"{start}+{length}" for start, length in pieces)
+                if len(headers["extents"]) > LARGEST_HEADERS // 2:
+                    raise SandboxError(f"what was written cannot be packed: {name} has {len(pieces)} holes")
             else:
                 pieces = [(0, status.st_size)]
         info.pax_headers = {_KEY + key: value for key, value in headers.items()}
@@ -153,72 +167,94 @@ class _Pieces:
         return b"".join(found)
 
 
-def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool) -> OverlayTree:
+def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool, limit: int | None = None) -> OverlayTree:
     """The tree of an archive of `pack`.
+
+    Args:
+        data: the archive.
+        store: for its layers.
+        rootfs: below it.
+        rootless: whether it is written without privileges.
+        limit: bytes that it may take on disk; None: any that there is room for.
 
     Raises:
         SnapshotCorrupt: it is no such archive, or a member would leave its layer, is a device or set-user-id. Nothing
             is left of it.
         SnapshotMismatch: it is of another base, or cannot be had without privileges.
+        SandboxFull: it would take more than ``limit`` bytes, or than the disk has; nothing was written.
     """
     layers: list[Layer] = []
     try:
-        try:
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:", errors="surrogateescape") as archive:
-                identity = _Unpacking(archive, store, rootfs, layers, rootless=rootless).run()
-        except (tarfile.TarError, EOFError, KeyError, TypeError, ValueError, UnicodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise SandboxFull(f"the disk is full: {error}") from error
-            raise SnapshotCorrupt(f"expected an archive of a sandbox's files: {error}") from error
+        with checked.refusing():
+            identity = _Unpacking(data, store, rootfs, layers, rootless=rootless, limit=limit).run()
         return OverlayTree(store, rootfs, layers, rootless=rootless, identity=identity)
     finally:
         store.drop(layers)
 
 
 class _Unpacking:
-    """The members of an archive one after the other, each checked before it is written."""
+    """The members of an archive, each checked before it is written."""
 
     def __init__(
-        self, archive: tarfile.TarFile, store: LayerStore, rootfs: RootFS, layers: list[Layer], *, rootless: bool
+        self,
+        data: bytes,
+        store: LayerStore,
+        rootfs: RootFS,
+        layers: list[Layer],
+        *,
+        rootless: bool,
+        limit: int | None,
     ) -> None:
-        self.archive = archive
+        self.data = memoryview(data)
+        self.members = checked.read(data, prefixes=(_KEY,))
         self.store = store
         self.rootfs = rootfs
         self.layers = layers
         self.rootless = rootless
+        self.limit = limit
         self.kinds: dict[str, bytes] = {}
         """Kind of every member written so far, by name."""
         self.folders: list[tuple[str, int]] = []
+        self.numbers: frozenset[str] = frozenset()
 
     def run(self) -> str:
         """Write all; the identity of the tree."""
-        head = self._json(self.archive.next(), _HEAD)
+        members = self.members
+        head = self._json(members[0] if members else None, _HEAD)
         if head.get("format") != FORMAT or head.get("version") != VERSION:
-            raise SnapshotCorrupt(f"expected an archive of {FORMAT} version {VERSION}, found {str(head)[:100]}")
-        if head["base"] != self.rootfs.id:
-            raise SnapshotMismatch(f"expected files written over {self.rootfs.id}, found some over {head['base']}")
-        number = int(head["layers"])
-        if not 0 <= number <= 500:
-            raise SnapshotCorrupt(f"expected at most 500 layers, found {number}")
-        self.layers += [self.store.new() for _ in range(number)]
-        members = 0
-        while (member := self.archive.next()) is not None and member.name != _END:
-            self._member(member)
-            members += 1
-        if member is None or self._json(member, _END).get("members") != members:
+            raise SnapshotCorrupt(f"expected an archive of {FORMAT} version {VERSION}, found {brief(head)}")
+        depth, identity = head.get("layers"), head.get("id")
+        if type(depth) is not int or not 0 <= depth <= _DEEPEST or not isinstance(identity, str):
+            raise SnapshotCorrupt(f"expected a name and at most {_DEEPEST} layers, found {brief(head)}")
+        if head.get("base") != self.rootfs.id:
+            raise SnapshotMismatch(
+                f"expected files written over {self.rootfs.id}, found some over {brief(head.get('base'))}"
+            )
+        end = members[-1] if len(members) > 1 and members[-1].name == _END else None
+        if end is None or self._json(end, _END).get("members") != len(members) - 2:
             raise SnapshotCorrupt("the archive was cut short")
+        files = members[1:-1]
+        nbytes = sum(map(_nbytes, files))
+        checked.check_fits(nbytes, self.limit)
+        self.store.check_room(nbytes)
+        self.layers += [self.store.new() for _ in range(depth)]
+        self.numbers = frozenset(map(str, range(depth)))
+        for member in files:
+            self._member(member)
         for path, mtime in reversed(self.folders):
             os.utime(path, ns=(mtime, mtime))
-        return str(head["id"])
+        return identity[:_LONGEST_IDENTITY]
 
-    def _json(self, member: tarfile.TarInfo | None, name: str) -> dict[str, Any]:
-        if member is None or member.name != name or not member.isreg() or member.size > _CHUNK:
-            raise SnapshotCorrupt(f"expected the member {name}, found {member and member.name!r}")
-        file = self.archive.extractfile(member)
-        content = json.loads(file.read()) if file else None
+    def _json(self, member: Member | None, name: str) -> dict[str, Any]:
+        if member is None or member.name != name or member.kind != tarfile.REGTYPE or member.size > _CHUNK:
+            raise SnapshotCorrupt(f"expected the member {name}, found {member and brief(member.name)}")
+        content = json.loads(bytes(self._content(member)).decode())
         if not isinstance(content, dict):
             raise SnapshotCorrupt(f"expected an object in the member {name}")
         return content
+
+    def _content(self, member: Member) -> memoryview:
+        return self.data[member.start : member.start + member.size]
 
     def _place(self, name: str) -> str:
         """Where a member goes.
@@ -226,51 +262,46 @@ class _Unpacking:
         Its directory must have come before, as a directory: no link is ever followed.
         """
         parts = name.split("/")
-        if len(parts) < 2 or parts[0] != "layers" or not parts[1].isdecimal() or int(parts[1]) >= len(self.layers):
+        if len(parts) < 2 or parts[0] != "layers" or parts[1] not in self.numbers:
             raise SnapshotCorrupt(f"the member {name!r} belongs to no layer")
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise SnapshotCorrupt(f"the member {name!r} leaves its layer")
         if name in self.kinds:
             raise SnapshotCorrupt(f"the member {name!r} comes twice")
         if len(parts) > 2 and self.kinds.get("/".join(parts[:-1])) != tarfile.DIRTYPE:
             raise SnapshotCorrupt(f"the directory of the member {name!r} is missing")
-        return os.path.join(self.layers[int(parts[1])].files, *parts[2:])
+        return os.path.join(self.layers[int(parts[1])].files, "/".join(parts[2:]))
 
-    def _member(self, member: tarfile.TarInfo) -> None:
+    def _member(self, member: Member) -> None:
         path = self._place(member.name)
         top = member.name.count("/") == 1
-        headers = {key.removeprefix(_KEY): value for key, value in member.pax_headers.items() if key.startswith(_KEY)}
-        if (member.mode & _SPECIAL_BITS and not member.isdir()) or member.mode & ~0o7777:
+        headers = {key.removeprefix(_KEY): value for key, value in member.headers.items() if key.startswith(_KEY)}
+        kind = member.kind
+        if member.mode & _SPECIAL_BITS and kind != tarfile.DIRTYPE:
             raise SnapshotCorrupt(f"the member {member.name!r} is set-user-id or set-group-id")
-        kind = member.type
-        if top != (top and member.isdir()):
+        if top and kind != tarfile.DIRTYPE:
             raise SnapshotCorrupt(f"the member {member.name!r} should be a directory")
         if "whiteout" in headers:
             os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
             mark_deletions(os.path.dirname(path), rootless=self.rootless)
             self.kinds[member.name] = b"whiteout"
             return
-        if member.isdir():
+        if kind == tarfile.DIRTYPE:
             if not top:
                 os.mkdir(path)
             self._mark(path, headers)
-        elif member.issym():
+        elif kind == tarfile.SYMTYPE:
             os.symlink(member.linkname, path)
-        elif member.islnk():
+        elif kind == tarfile.LNKTYPE:
             same_layer = member.linkname.split("/")[:2] == member.name.split("/")[:2]
             if not same_layer or self.kinds.get(member.linkname) != tarfile.REGTYPE:
                 raise SnapshotCorrupt(f"the member {member.name!r} is a link to {member.linkname!r}, which is no file")
             first = member.linkname.split("/")
-            os.link(os.path.join(self.layers[int(first[1])].files, *first[2:]), path, follow_symlinks=False)
+            os.link(os.path.join(self.layers[int(first[1])].files, "/".join(first[2:])), path, follow_symlinks=False)
             self.kinds[member.name] = kind
             return
-        elif member.isfifo():
+        elif kind == tarfile.FIFOTYPE:
             os.mkfifo(path)
-        elif member.isreg():
-            kind = tarfile.REGTYPE
-            self._write(path, member, headers)
         else:
-            raise SnapshotCorrupt(f"the member {member.name!r} is a device, or of a kind unknown here")
+            self._write(path, member)
         self.kinds[member.name] = kind
         self._attributes(path, member, headers)
 
@@ -288,37 +319,21 @@ class _Unpacking:
                 raise SnapshotCorrupt(f"a renamed directory has the path {redirect!r}")
             os.setxattr(path, own + "redirect", redirect)
 
-    def _write(self, path: str, member: tarfile.TarInfo, headers: dict[str, str]) -> None:
-        size = int(headers.get("size", member.size))
-        pieces = [(0, member.size)]
-        if "extents" in headers:
-            pieces = [
-                (int(start), int(length)) for start, _, length in (p.partition("+") for p in headers["extents"].split())
-            ]
-        end = 0
-        for start, length in pieces:
-            if start < end or length < 0:
-                raise SnapshotCorrupt(f"the parts of the sparse member {member.name!r} overlap")
-            end = start + length
-        if not end <= size <= _LARGEST or sum(length for _, length in pieces) != member.size:
-            raise SnapshotCorrupt(f"the parts of the member {member.name!r} do not fit its size")
-        source = self.archive.extractfile(member)
-        assert source is not None
-        with open(path, "xb") as target:
+    def _write(self, path: str, member: Member) -> None:
+        size, pieces = _pieces(member)
+        content, at = self._content(member), 0
+        with open(path, "xb", buffering=0) as target:
             for start, length in pieces:
                 target.seek(start)
                 while length:
-                    data = source.read(min(length, _CHUNK))
-                    if not data:
-                        raise SnapshotCorrupt(f"the member {member.name!r} was cut short")
-                    target.write(data)
-                    length -= len(data)
+                    written = target.write(content[at : at + min(length, _CHUNK)])
+                    at, length = at + written, length - written
             target.truncate(size)
 
-    def _attributes(self, path: str, member: tarfile.TarInfo, headers: dict[str, str]) -> None:
+    def _attributes(self, path: str, member: Member, headers: dict[str, str]) -> None:
         if not self.rootless:
             os.chown(path, member.uid, member.gid, follow_symlinks=False)
-        if not member.issym():
+        if member.kind != tarfile.SYMTYPE:
             os.chmod(path, member.mode)
         for key, value in headers.items():
             name = key.removeprefix("xattr.")
@@ -326,7 +341,28 @@ class _Unpacking:
                 if not _portable(name):
                     raise SnapshotCorrupt(f"the member {member.name!r} has the extended attribute {name!r}")
                 os.setxattr(path, name, base64.b64decode(value, validate=True), follow_symlinks=False)
-        mtime = int(headers["mtime"])
+        mtime = number(headers["mtime"])
         os.utime(path, ns=(mtime, mtime), follow_symlinks=False)
-        if member.isdir():
+        if member.kind == tarfile.DIRTYPE:
             self.folders.append((path, mtime))
+
+
+def _pieces(member: Member) -> tuple[int, list[tuple[int, int]]]:
+    """The size of a file and where its content goes, each piece a place and a length."""
+    size = number(member.headers.get(_KEY + "size", str(member.size)))
+    pieces = [(0, member.size)]
+    if (listed := member.headers.get(_KEY + "extents")) is not None:
+        pieces = [(number(start), number(length)) for start, _, length in (p.partition("+") for p in listed.split())]
+    end = 0
+    for start, length in pieces:
+        if start < end or length < 0:
+            raise SnapshotCorrupt(f"the parts of the sparse member {member.name!r} overlap")
+        end = start + length
+    if not end <= size <= LARGEST_FILE or sum(length for _, length in pieces) != member.size:
+        raise SnapshotCorrupt(f"the parts of the member {member.name!r} do not fit its size")
+    return size, pieces
+
+
+def _nbytes(member: Member) -> int:
+    """Bytes on disk that a member takes."""
+    return checked.blocks(_pieces(member)[1]) if member.kind == tarfile.REGTYPE else member.nbytes

@@ -10,34 +10,60 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
+
+from sandboxgym import leftovers
+from sandboxgym.errors import OutsideError
 
 CONTROL = "/run/.sandboxgym"
-"""Where a sandbox sees its control directory, `Backend.control` on the host, except for backends without isolation."""
+"""Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
+READ_LIMIT = 16 * 2**20
+"""Bytes that are read of a file inside, unless more is asked for."""
+LONGEST_COMMAND = 2 * 2**20
+"""Characters of a command, or typed at one time, from which on it is refused."""
 
 
 class SandboxError(Exception):
     """Base class of what can go wrong with a sandbox."""
 
 
-class SandboxUnavailable(SandboxError):
+class SandboxUnavailable(OutsideError, SandboxError):
     """Such a sandbox cannot run on this machine; the message says what is missing and how to get it."""
 
 
-class SandboxClosed(SandboxError):
+class SandboxClosed(OutsideError, SandboxError):
     """The sandbox was closed, or the owner of its processes died."""
 
 
-class SandboxFull(SandboxError):
-    """What was written reached the disk limit, or the store its quota; refused before the disk fills."""
+class SandboxFull(OutsideError, SandboxError):
+    """A limit of the disk was reached, which the message names: of the sandbox, or of the disk before it is full."""
 
 
 class SnapshotLossy(SandboxError):
     """With ``strict=True``: a snapshot would lose what the message lists (processes, descriptors)."""
+
+
+class FileTooLarge(OSError):
+    """A file inside holds more than would be read of it (``errno.EFBIG``); nothing of it was handed out."""
+
+    @classmethod
+    def of(cls, path: str, *, size: int | None, limit: int) -> Self:
+        """The error for a file.
+
+        Args:
+            path: of it, inside.
+            size: bytes that it holds; None if that is not known, for it has no size or grows.
+            limit: bytes that would have been read.
+        """
+        holds = "more" if size is None else f"{size:,} bytes"
+        return cls(errno.EFBIG, f"it holds {holds}, and at most {limit:,} bytes are read", path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +71,18 @@ class Limits:
     """What one sandbox may use; None is no limit."""
 
     seconds: float = 60.0
-    """Wall time of one command, after which its whole process tree is killed."""
+    """Wall time of one command, after which all that it started is killed, wherever it went."""
     memory: int | None = 4 * 2**30
     """Bytes of memory of all processes together; with rlimits only, of each."""
     processes: int | None = 512
     """Processes and threads at one time."""
     disk: int | None = 2 * 2**30
-    """Bytes written to the file system since the root file system."""
+    """Bytes on the disk that the live sandbox wrote: files, directories, links, blocks that were only reserved, and
+    files without a name that are open, mapped or under way through sockets."""
     output: int = 1_000_000
     """Bytes kept of one command's output: the first and the last half; the rest is counted and dropped."""
+    files: int | None = 500_000
+    """Files, directories and links that the live sandbox made, with or without a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +100,21 @@ class Capabilities:
     snapshot_cost: Literal["constant", "written"]
     """What the cost of a snapshot grows with."""
     limits: frozenset[str]
-    """Which of `Limits` hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``seconds``."""
+    """Which of `Limits` hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``files``,
+    ``seconds``."""
     keeps: frozenset[str]
     """What a tree keeps beside names and contents: of ``modes``, ``owners``, ``xattrs``, ``hardlinks``, ``sparse``,
     ``mtimes``, ``tmp`` (/tmp), ``shm`` (/dev/shm)."""
+    private_ids: bool = False
+    """Root inside is nobody outside: user ids that nothing else on the machine has, so that no right of the host's
+    depends on system calls alone."""
     notes: tuple[str, ...] = ()
     """What a user of this backend must know, one sentence each."""
+    leaves_open: frozenset[str] = frozenset()
+    """What isolation does not cover: ``locks`` (file locks, leases and notifications on files of the host that are
+    shown inside), ``statistics`` (of the kernel, in /proc), ``quotas`` (what the kernel counts for each user or for the
+    machine, as inotify instances), ``calls`` (system calls that somebody else's filter lets through), ``paths`` (of the
+    host, in the table of mounts), ``burst`` (disk space beyond the limit, until somebody looks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +135,8 @@ class Result:
     """The command does not parse; it was not run, ``output`` is bash's message."""
     ended: bool = False
     """The command ended the shell (``exit``, ``exec``, ``set -e``); a new one with the last known state replaced it."""
+    raw: bytes = field(default=b"", repr=False)
+    """The first bytes of the output as they were written, as many as were asked for; none by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +147,9 @@ class ProcessInfo:
     """As the host (or the container daemon) numbers it."""
     parent: int
     command: str
-    """Its command line."""
+    """Its command line, as far as a kilobyte goes; bytes that are no text as backslash escapes."""
     descriptors: tuple[str, ...] = ()
-    """What its file descriptors above 2 point to, as ``"7 -> /tmp/log"``."""
+    """What its file descriptors above 2 point to, as ``"7 -> /tmp/log"``; only the first, if there are many."""
 
 
 class Process(Protocol):
@@ -160,10 +200,18 @@ class Backend(Protocol):
     """Files and processes of one live sandbox. Not thread-safe; several backends may share a store."""
 
     capabilities: Capabilities
-    control: Path
-    """A directory on the host that the sandbox sees as `CONTROL` (the plain backend: under the same path), readable
-    and writable by the sandbox's user; for pipes and scripts of the shell. Not part of any tree."""
     control_inside: str
+    """Where the sandbox sees `control`: `CONTROL`, but for backends without isolation."""
+
+    @property
+    def control(self) -> Path:
+        """A directory of the live sandbox for the pipes and scripts of its shell, as this process can open it.
+
+        It is fresh whenever the sandbox is started, and part of no tree: nothing in it outlives what is live.
+        """
+
+    def shell_directory(self) -> Path:
+        """A directory below `control` for one more shell: with the files that the shell may write to, or writable."""
 
     def base(self) -> Tree:
         """The root file system with nothing written. Starts nothing."""
@@ -205,6 +253,15 @@ class Backend(Protocol):
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes by the numbers that `processes` gives; those gone already are ignored."""
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Within it nothing inside runs, as far as the capabilities' notes do not say otherwise.
+
+        What is killed meanwhile does not run again: it has ended soon after. Not to be nested; nothing can be started.
+
+        Raises:
+            SandboxClosed: there is nothing that runs.
+        """
+
     def freeze(self, *, keep_processes: bool = False) -> Tree:
         """The files as they stand.
 
@@ -222,18 +279,20 @@ class Backend(Protocol):
             SnapshotMismatch: of another base.
         """
 
-    def read_file(self, path: str) -> bytes:
+    def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file, links resolved inside the sandbox.
 
+        Args:
+            path: absolute, inside.
+            limit: bytes that it may hold.
+
         Raises:
-            OSError: as `open` would, with the path as seen inside.
+            FileTooLarge: it holds more; found out before it is read, where it has a size.
+            OSError: as `open` would, with the path as seen inside; no regular file; not read in time.
         """
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the sandbox's user, making missing parents."""
-
-    def discard(self, path: Path) -> None:
-        """Take a directory out of `control`, now; it is deleted at some time, when this process ends at the latest."""
 
     def twin(self) -> Backend:
         """Another backend of the same kind, root file system, limits and store, not started."""
@@ -269,6 +328,17 @@ def clean_environment(rootfs: RootFS, extra: Mapping[str, str] | None = None) ->
         "SHELL": "/bin/bash",
     }
     return {**env, **(rootfs.env or {}), **(extra or {})}
+
+
+def new_shell_directory(control: Path) -> Path:
+    """A directory that the sandbox's user can write to, below a control directory on disk; earlier ones go."""
+    for earlier in list(control.iterdir()):
+        with contextlib.suppress(OSError):  # another user's, without root
+            leftovers.remove_tree(earlier)
+    folder = control / f"shell.{os.urandom(4).hex()}"
+    folder.mkdir()
+    folder.chmod(0o777)  # who may be another one
+    return folder
 
 
 def check_inside(path: str) -> str:

@@ -4,6 +4,9 @@ An embryo has its namespaces, control groups, ``/proc`` and ``/dev`` before anyb
 sends what it is to become: the layers, what is bound into them, the limits. From there on it is confined like all it
 starts, starts processes when the owner says so, and collects orphans. It ends with its socket.
 
+With private ids all that is mounted by root, who then goes to a user namespace that owns none of it: not even a program
+that gained all capabilities in there could change a mount.
+
 For that it becomes the program ``init.c``, where there is one: every page that a fork of Python writes to, if only to
 count references, is its own from then on. A box with restored processes keeps its init as it is, for a program that was
 just executed can be traced for a moment, and they are there already.
@@ -24,7 +27,7 @@ import struct
 import sys
 import termios
 
-from sandboxgym.sandbox import join, kernel, wire
+from sandboxgym.sandbox import ids, join, kernel, mounts, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,29 +37,17 @@ READY = b"ready"
 COLUMNS = 200
 """Width of terminals."""
 
-_HIDDEN_FILES = ("kcore", "keys", "timer_list", "timer_stats", "sched_debug", "latency_stats", "interrupts", "kmsg")
-_HIDDEN_FOLDERS = ("acpi", "asound", "scsi")
-_FIXED = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-NODES = ("null", "zero", "full", "random", "urandom", "tty")
-DEV_FOLDERS = ("shm", "pts")
-DEV_LINKS = {
-    "ptmx": "pts/ptmx",
-    "fd": "/proc/self/fd",
-    "stdin": "/proc/self/fd/0",
-    "stdout": "/proc/self/fd/1",
-    "stderr": "/proc/self/fd/2",
-}
-"""What `mount_dev` puts into ``/dev``."""
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 _TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
 _SAFE = kernel.NOSUID | kernel.NODEV
+_LOWEST_PORT = "/proc/sys/net/ipv4/ip_unprivileged_port_start"
 
 
 def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
     """Be a box, in new namespaces, until the owner closes the other end of ``channel``."""
     try:
         try:
-            init = Init(_only(channel), spec)
+            init = Init(*_only(channel, spec["ids"]), spec)
         except OSError as error:
             wire.send(channel, _failure(error))
         else:
@@ -67,14 +58,20 @@ def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
         os._exit(0)
 
 
-def _only(channel: _socket.socket) -> _socket.socket:
-    """The socket as the first descriptor after the standard ones, with nothing else open."""
+def _only(channel: _socket.socket, namespace: int) -> tuple[_socket.socket, int]:
+    """The socket as the first descriptor after the standard ones, a user namespace after it, with nothing else open."""
+    if namespace >= 0:
+        namespace = fcntl.fcntl(namespace, fcntl.F_DUPFD_CLOEXEC, 5)
     if channel.fileno() != 3:
         os.dup2(channel.fileno(), 3, inheritable=False)
         channel.detach()
         channel = _socket.socket(fileno=3)
-    kernel.close_from(4)
-    return channel
+    if namespace < 0:
+        kernel.close_from(4)
+        return channel, -1
+    os.dup2(namespace, 4, inheritable=False)
+    kernel.close_from(5)
+    return channel, 4
 
 
 def _opened(path: str) -> int:
@@ -93,10 +90,11 @@ def _failure(error: OSError) -> bytes:
 class Init:
     """Process 1."""
 
-    def __init__(self, channel: _socket.socket, spec: dict[str, Any]) -> None:
-        """Make the embryo."""
+    def __init__(self, channel: _socket.socket, namespace: int, spec: dict[str, Any]) -> None:
+        """Make the embryo; ``namespace`` is the user namespace that it goes to in the end, or -1."""
         self.channel = channel
         self.spec = spec
+        self.ids = None if namespace < 0 else mounts.Ids(namespace, spec["base"])
         self.statuses: dict[int, int] = {}
         """Where the exit status of a started process goes, by its id."""
         self.pts = -1
@@ -121,8 +119,10 @@ class Init:
         kernel.unshare(kernel.NEWCGROUP)
         if spec["namespaces"] & kernel.NEWNET:
             _raise_loopback()
+            if self.ids:  # the network is not of their user namespace, so that they had no right to any port below
+                _quietly(kernel.write_text, _LOWEST_PORT, "0")
         kernel.set_hostname(b"sandbox")
-        self.proc, self.dev = _special_mounts(spec["stage"])
+        self.proc, self.dev = mounts.special(spec["stage"], rootless=spec["rootless"], owner=spec["base"])
         wire.send(channel, READY)
 
     def serve(self) -> NoReturn:
@@ -166,27 +166,32 @@ class Init:
     # From an embryo to a box
 
     def become(self, request: dict[str, Any], _: list[int]) -> list[int]:
-        """Mount the layers, go there, give up privileges; a descriptor of the root directory."""
+        """Mount the layers, go there, give up privileges; descriptors of the root and of the control directory."""
         sys.meta_path.clear()  # nothing is imported from in there
-        root = mount_layers(request, rootless=self.spec["rootless"])
-        binds = [
-            (kernel.copy_mount(source, attributes=_SAFE | kernel.RDONLY), target) for source, target in request["binds"]
-        ]
-        binds.append((kernel.copy_mount(request["control"], attributes=_SAFE), request["control_inside"]))
-        kernel.attach(root, self.spec["root"])
-        os.close(root)
+        prepared = mounts.Prepared(self.spec["stage"], request, rootless=self.spec["rootless"], ids=self.ids)
+        prepared.close()
+        kernel.attach(prepared.root, self.spec["root"])
+        os.close(prepared.root)
         os.chdir(self.spec["root"])
         kernel.enter_root()
         os.umask(0o022)
+        if self.ids:
+            kernel.act_on_files_as(self.ids.base)
         _directory("/dev/shm", 0o1777)
         _directory("/tmp", 0o1777)
         _directory("/proc")
+        _directory("/run")
         shared = kernel.copy_mount("/dev/shm", attributes=_SAFE)
-        for mounted, target in ((self.proc, "/proc"), (self.dev, "/dev"), (shared, "/dev/shm"), *binds):
+        # What is mounted upon cannot be renamed: the control directory below stays where the shell looks for it.
+        run = kernel.copy_mount("/run", attributes=_SAFE)
+        own = ((self.proc, "/proc"), (self.dev, "/dev"), (shared, "/dev/shm"), (run, "/run"))
+        for mounted, target in (*own, *prepared.binds):
             _target(target, mounted)
             kernel.attach(mounted, target)
             os.close(mounted)
-        return self._settle(request)
+        if self.ids:
+            kernel.act_on_files_as(0)
+        return [*self._settle(request), prepared.control]
 
     def restorer(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
         """Start a CRIU that is to restore processes here, and go where it is: among the host's files.
@@ -210,12 +215,8 @@ class Init:
         return []
 
     def mount(self, request: dict[str, Any], _: list[int]) -> list[int]:
-        """Mount what the processes are to be restored upon, where CRIU sees it: the layers, and a new ``/dev``."""
-        layers = mount_layers(request, rootless=False)
-        kernel.attach(layers, self.spec["root"])
-        os.close(layers)
-        mount_dev(self.spec["stage"])
-        return []
+        """Mount what the processes are to be restored upon, see `mounts.for_criu`; that of the control directory."""
+        return [mounts.for_criu(self.spec["stage"], self.spec["root"], request)]
 
     def enter(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
         """Go where processes were restored, give up privileges; a descriptor of the root directory.
@@ -243,6 +244,9 @@ class Init:
             hard = resource.getrlimit(which)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(which, (value, value))
+        if self.ids:
+            ids.enter(self.ids.descriptor)
+            os.close(self.ids.descriptor)
         kernel.drop_privileges()
         kernel.install_filter(self.spec["filter"])
         kernel.undumpable()
@@ -390,67 +394,6 @@ def _raise_loopback() -> None:
     flags = struct.unpack("16sh14x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))[1]
     fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
     any_socket.close()
-
-
-def _special_mounts(stage: str) -> tuple[int, int]:
-    """``/proc`` and ``/dev`` of a box, to be attached later."""
-    kernel.mount("tmpfs", stage, options=[("mode", "0755")])
-    proc, dev = os.path.join(stage, "proc"), os.path.join(stage, "dev")
-    os.mkdir(proc)
-    os.mkdir(dev)
-    kernel.mount("proc", proc, attributes=_SAFE | kernel.NOEXEC)
-    for name in _FIXED:
-        if os.path.exists(path := os.path.join(proc, name)):
-            kernel.bind(path, path, attributes=_SAFE | kernel.NOEXEC | kernel.RDONLY)
-    for name in _HIDDEN_FILES:
-        if os.path.exists(path := os.path.join(proc, name)):
-            kernel.bind("/dev/null", path, attributes=kernel.NOSUID | kernel.NOEXEC)
-    for name in _HIDDEN_FOLDERS:
-        if os.path.exists(path := os.path.join(proc, name)):
-            kernel.mount("tmpfs", path, options=[("mode", "0555")], attributes=_SAFE | kernel.RDONLY)
-
-    mount_dev(dev)
-    for name in NODES:
-        kernel.bind(f"/dev/{name}", os.path.join(dev, name), attributes=kernel.NOSUID | kernel.NOEXEC)
-    options = [("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620"), ("max", "256")]
-    kernel.mount("devpts", os.path.join(dev, "pts"), options=options, attributes=kernel.NOSUID | kernel.NOEXEC)
-    mounts = kernel.copy_mount(proc), kernel.copy_mount(dev)
-    kernel.unmount(stage)
-    return mounts
-
-
-def mount_dev(path: str) -> None:
-    """A ``/dev`` in which nothing is mounted yet."""
-    kernel.mount("tmpfs", path, options=[("mode", "0755"), ("size", "64k")], attributes=kernel.NOSUID | kernel.NOEXEC)
-    for name in NODES:
-        os.close(os.open(os.path.join(path, name), os.O_CREAT | os.O_CLOEXEC, 0o666))
-    for name in DEV_FOLDERS:
-        os.mkdir(os.path.join(path, name))
-    for name, target in DEV_LINKS.items():
-        os.symlink(target, os.path.join(path, name))
-
-
-def mount_layers(request: dict[str, Any], *, rootless: bool) -> int:
-    """The layers as one file system, mounted nowhere yet.
-
-    They are named by descriptors: such names are short whatever the paths are, and say nothing about the host to
-    whoever reads the table of mounts inside.
-    """
-    opened = [os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY) for path in request["lowers"]]
-    upper = os.open(request["upper"], os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
-    work = os.open(request["work"], os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
-    try:
-        options: list[tuple[str, str | None]] = [("lowerdir+", f"/proc/self/fd/{fd}") for fd in opened]
-        options += [("upperdir", f"/proc/self/fd/{upper}"), ("workdir", f"/proc/self/fd/{work}"), ("volatile", None)]
-        # A directory of a lower layer can then be renamed as one of the upper layer can: taking a snapshot changes
-        # nothing. The kernel forbids it to users without privileges.
-        options += (
-            [("userxattr", None)] if rootless else [("redirect_dir", "on"), ("metacopy", "off"), ("index", "off")]
-        )
-        return kernel.new_mount("overlay", options, attributes=_SAFE)
-    finally:
-        for descriptor in (*opened, upper, work):
-            os.close(descriptor)
 
 
 def _directory(path: str, mode: int = 0o755) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from sandboxgym import leftovers
-from sandboxgym.sandbox import kernel, seccomp, supervisor, wire, zygote
-from sandboxgym.sandbox.base import CONTROL, RootFS, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox import accountant, kernel, mounts, names, seccomp, supervisor, wire, zygote
+from sandboxgym.sandbox.base import CONTROL, Limits, RootFS, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.layers import FILES, WORK, Layer, LayerStore
 from sandboxgym.sandbox.limits import RECORD, Group, Groups
 from sandboxgym.sandbox.processes import readable
@@ -36,21 +36,32 @@ leftovers.register_reaper(KIND, "sandboxgym.sandbox.reaper:clear")
 _SKELETON = ("proc", "sys", "dev/shm", "tmp", "run", "root", CONTROL.strip("/"))
 _STOP_SECONDS = 10.0
 
-Flavour = tuple[bool, bool]
-"""Rootless, network."""
+Flavour = tuple[bool, bool, bool]
+"""Rootless, network, private ids."""
+
+VARIABLE = "SANDBOXGYM_PRIVATE_IDS"
+"""Environment variable; ``0`` goes without private ids, for root file systems with ids above 65,535."""
 
 
 class Box:
     """The init of a box, and the way to it."""
 
-    def __init__(self, channel: socket.socket, pidfd: int, pid: int, group: Group | None, layer: Layer) -> None:
+    def __init__(
+        self, channel: socket.socket, pidfd: int, pid: int, group: Group | None, layer: Layer, base: int = 0
+    ) -> None:
         self.channel = channel
         self.pidfd = pidfd
         self.pid = pid
         self.group = group
         self.layer = layer
+        self.base = base
+        """What the ids of files inside begin at outside; 0 where they are the same."""
         self.root = -1
         """Descriptor of the root directory."""
+        self.control = -1
+        """Descriptor of the control directory."""
+        self.frozen = False
+        """Whether its control group was frozen."""
         self.pages = -1
         """Tells when all memory of restored processes is there: by `join.DONE`, or by its end if it never will be."""
         self._waiting = False
@@ -126,11 +137,24 @@ class Box:
         """Whether every process is gone."""
         return self.pidfd < 0 or readable(self.pidfd, 0)
 
+    def freeze(self) -> bool:
+        """Stop every process until `thaw`; False if that cannot be done here."""
+        self.frozen = self.group is not None and self.group.freeze()
+        return self.frozen
+
+    def thaw(self) -> None:
+        """Let them go on. Idempotent."""
+        if self.frozen and self.group is not None:
+            self.frozen = False
+            with contextlib.suppress(OSError):  # they have ended, and the group with them
+                self.group.thaw()
+
     def kill(self) -> None:
         """Kill every process, without waiting for their end. Idempotent."""
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.thaw()  # what is frozen does not even die
 
     def end(self) -> None:
         """Kill every process and wait for the last. Idempotent.
@@ -140,10 +164,10 @@ class Box:
         """
         if self.pidfd < 0:
             return
-        for descriptor in (self.root, self.pages):
+        for descriptor in (self.root, self.control, self.pages):
             if descriptor >= 0:
                 os.close(descriptor)
-        self.root = self.pages = -1
+        self.root = self.control = self.pages = -1
         self.kill()
         gone = readable(self.pidfd, _STOP_SECONDS)
         self.channel.close()
@@ -164,11 +188,11 @@ class Runtime:
         self.groups = Groups.make(f"sandboxgym-{self.directory.name}")
         if self.groups is not None:
             (self.directory / RECORD).write_text("\n".join(self.groups.paths))
-        for name in ("stage", "root", "control", "empty", "trash"):
+        for name in ("stage", "root"):
             (self.directory / name).mkdir()
         self.store = LayerStore(self.directory, remove=self.remove)
-        self._controls = 0
-        self._discarded = itertools.count()
+        self._private: dict[tuple[Path, ...], str] = {}
+        self._shown: dict[str, list[tuple[str, str, str]]] = {}
         self._features = -1
         self._ready: dict[Flavour, deque[Box]] = {}
         self._asked: deque[tuple[Flavour, Group | None, Path]] = deque()
@@ -232,7 +256,7 @@ class Runtime:
                 self._ask(flavour)
 
     def _ask(self, flavour: Flavour) -> None:
-        rootless, network = flavour
+        rootless, network, private = flavour
         namespaces = kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS
         namespaces |= (0 if network else kernel.NEWNET) | (kernel.NEWUSER if rootless else 0)
         group = self.groups.new() if self.groups else None
@@ -240,6 +264,7 @@ class Runtime:
         spec = {
             "namespaces": namespaces,
             "rootless": rootless,
+            "private": private,
             "cgroups": group.paths if group else [],
             "directories": [str(path), str(path / FILES), str(path / WORK)],
         }
@@ -253,11 +278,11 @@ class Runtime:
         except (EOFError, OSError) as error:
             raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
         flavour, group, path = self._asked.popleft()
-        pid, code, message = marshal.loads(payload)
+        pid, code, message, base = marshal.loads(payload)
         layer = self.store.adopt(path)
         if pid:
             channel, pidfd = descriptors
-            box = Box(socket.socket(fileno=channel), pidfd, pid, group, layer)
+            box = Box(socket.socket(fileno=channel), pidfd, pid, group, layer, base)
             self._ready.setdefault(flavour, deque()).append(box)
             return
         self.store.drop([layer])
@@ -290,7 +315,7 @@ class Runtime:
         with theirs:
             try:
                 spec = {"program": program, "init": box.pid}
-                self._tell("capture", spec, descriptors=[theirs.fileno(), self.features()])
+                self._tell("capture", spec, descriptors=[theirs.fileno(), self.features(program)])
             except BaseException:
                 ours.close()
                 raise
@@ -308,7 +333,7 @@ class Runtime:
         with theirs:
             try:
                 request = {"program": program, "work": os.fspath(work)}
-                box.tell("restorer", request, [theirs.fileno(), self.features()])
+                box.tell("restorer", request, [theirs.fileno(), self.features(program)])
             except BaseException:
                 ours.close()
                 raise
@@ -332,7 +357,7 @@ class Runtime:
         places = {"layer": layer, "images": images, "work": work}
         spec = {"program": program, "init": box.pid, **{name: os.fspath(path) for name, path in places.items()}}
         try:
-            self._tell("pages", spec, descriptors=[told, done, self.features()])
+            self._tell("pages", spec, descriptors=[told, done, self.features(program)])
         except BaseException:
             os.close(ready)
             raise
@@ -341,35 +366,29 @@ class Runtime:
             os.close(done)
         return ready
 
-    def features(self) -> int:
+    def features(self, program: str) -> int:
         """The mount namespace for every CRIU, see `join.keep_features`; made at the first call."""
         with self.lock:
             if self._features < 0:
                 ours, theirs = socket.socketpair()
                 with ours:
                     with theirs:
-                        self._tell("features", descriptors=[theirs.fileno()])
+                        self._tell("features", str(self.directory), program, descriptors=[theirs.fileno()])
                     try:
                         _, (self._features,) = wire.receive(ours)
                     except EOFError as error:
                         raise SandboxUnavailable("no mount namespace for CRIU can be made") from error
             return self._features
 
-    def watch(self, box: Box, nbytes: int | None) -> None:
-        """Hold a box to what it may write."""
-        self._tell("watch", box.pid, str(box.layer.files), nbytes if nbytes is not None else 1 << 62)
+    def watch(self, box: Box, limits: Limits) -> None:
+        """Hold a box to what it may take of the disk."""
+        most = [accountant.NONE if limit is None else limit for limit in (limits.disk, limits.files)]
+        self._tell("watch", box.pid, str(box.layer.files), *most)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Delete directories in the background."""
         with contextlib.suppress(SandboxUnavailable):  # then they go with the run directory
             self._tell("remove", list(paths))
-
-    def discard_directory(self, path: Path) -> None:
-        """Take a directory away, to be deleted in the background."""
-        gone = self.directory / "trash" / str(next(self._discarded))
-        with contextlib.suppress(OSError):  # it is gone, or the whole run directory is
-            path.rename(gone)
-            self.remove([str(gone)])
 
     def forget(self) -> None:
         """Close the ways to a zygote that was killed, and to the embryos that went with it."""
@@ -389,18 +408,33 @@ class Runtime:
         readable(read, seconds)
         os.close(read)
 
-    def control(self) -> Path:
-        """A new control directory."""
+    def why_not_private(self, rootfs: RootFS) -> str:
+        """Why boxes over a root file system cannot have ids of their own; empty if they can, which is tried once."""
+        if os.environ.get(VARIABLE) == "0":
+            return f"{VARIABLE}=0 is set"
         with self.lock:
-            self._controls += 1
-            path = self.directory / "control" / str(self._controls)
-        path.mkdir(mode=0o755)
-        return path
+            if rootfs.lowers not in self._private:
+                read, write = os.pipe()
+                try:
+                    self._tell("private", [str(self.directory), *map(str, rootfs.lowers)], descriptors=[write])
+                finally:
+                    os.close(write)
+                with os.fdopen(read, "rb") as answer:
+                    self._private[rootfs.lowers] = answer.read().decode(errors="backslashreplace")
+            return self._private[rootfs.lowers]
+
+    def shown(self, rootfs: RootFS) -> list[tuple[str, str, str]]:
+        """What is shown of the host: path, how (see ``mounts.py``), path inside."""
+        key = _digest(rootfs)
+        with self.lock:
+            if key not in self._shown:
+                points = leftovers.mount_points() if rootfs.binds else []
+                self._shown[key] = [(str(path), _how(path, points), inside) for path, inside in rootfs.binds]
+            return self._shown[key]
 
     def skeleton(self, rootfs: RootFS) -> Path:
         """A directory with what has to be there to be mounted upon, to lie below everything else."""
-        digest = hashlib.sha256(repr([(str(path), inside) for path, inside in rootfs.binds]).encode()).hexdigest()[:16]
-        path = self.directory / f"skeleton-{digest}"
+        path = self.directory / f"skeleton-{_digest(rootfs)}"
         with self.lock:
             if not path.exists():
                 path.mkdir(mode=0o755)
@@ -417,6 +451,11 @@ class Runtime:
                         target.touch()
         return path
 
+    def names(self, rootfs: RootFS, *, network: bool) -> Path:
+        """A layer with the files that names are resolved by, see ``names.py``, to lie above a root file system."""
+        with self.lock:
+            return names.layer(self.directory, rootfs.lowers, names.contents(network=network))
+
     def close(self) -> None:
         """End the zygote, which ends every box, and give the run directory back."""
         with contextlib.suppress(SandboxUnavailable):
@@ -428,6 +467,19 @@ class Runtime:
             self.process.kill()
             self.process.wait()
         leftovers.give_back(self.directory)
+
+
+def _digest(rootfs: RootFS) -> str:
+    return hashlib.sha256(repr([(str(path), inside) for path, inside in rootfs.binds]).encode()).hexdigest()[:16]
+
+
+def _how(path: Path, mount_points: Sequence[Path]) -> str:
+    if not path.is_dir():
+        return mounts.BIND
+    if next(path.iterdir(), None) is None:
+        return mounts.EMPTY
+    whole = path.resolve()
+    return mounts.BIND if any(whole in point.parents for point in mount_points) else mounts.OVERLAY
 
 
 _runtime: Runtime | None = None

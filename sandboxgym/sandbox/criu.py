@@ -10,6 +10,7 @@ which is encoded here by hand.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -38,6 +39,9 @@ HOW_TO_GET = (
 NO_PAGES = "the kernel has no userfaultfd that CRIU could use for that (criu check --feature uffd-noncoop)"
 
 _MESSAGE = 1 << 16
+_GONE = (BrokenPipeError, ConnectionResetError)
+_AFTER_WHICH_ALL_RUNS = ("pre-resume", "post-resume")
+"""Notifications, of which it waits for the answer."""
 _NOISE = "rlimit: Can't setup RLIMIT_NOFILE"
 """What CRIU says first of all where it may not raise its own limit of open files, which harms nothing."""
 
@@ -144,6 +148,7 @@ _FIELDS = {
     "ghost_limit": 35,
     "irmap_scan_paths": 36,
     "external": 37,
+    "freeze_cgroup": 44,
     "timeout": 45,
     "lazy_pages": 48,
     "orphan_pts_master": 50,
@@ -252,21 +257,28 @@ class Criu:
         """
         log = self._place / str(options["log_file"])
         descriptors: list[int] = []
+        last = ""
         deadline = time.monotonic() + SECONDS
         try:
             self._send(_field(_REQUEST_TYPE, kind) + _field(_REQUEST_OPTIONS, encode_options(options)))
             while True:
                 self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
-                message, extra, _, _ = self._channel.recvmsg(
-                    _MESSAGE, socket.CMSG_SPACE(16 * 4), socket.MSG_CMSG_CLOEXEC
-                )
+                message, extra = b"", list[tuple[int, int, bytes]]()
+                with contextlib.suppress(*_GONE if last in _AFTER_WHICH_ALL_RUNS else ()):
+                    message, extra, _, _ = self._channel.recvmsg(
+                        _MESSAGE, socket.CMSG_SPACE(16 * 4), socket.MSG_CMSG_CLOEXEC
+                    )
                 descriptors += [number for _, _, content in extra for number in memoryview(content).cast("i")]
                 if not message:
+                    if last in _AFTER_WHICH_ALL_RUNS:  # killed by what it restored, say, which is there
+                        return Answer(0, tuple(descriptors))
                     raise CriuError(f"it ended without an answer{errors(log)}")
                 answer = decode(message)
                 if answer.get(_TYPE) == NOTIFY:
-                    notified(bytes(decode(bytes(answer[_NOTIFIED]))[1]).decode())  # type: ignore[arg-type]
-                    self._send(_field(_REQUEST_TYPE, NOTIFY) + _field(_REQUEST_NOTIFY_SUCCESS, True))
+                    last = bytes(decode(bytes(answer[_NOTIFIED]))[1]).decode()  # type: ignore[arg-type]
+                    notified(last)
+                    with contextlib.suppress(*_GONE if last == "post-resume" else ()):  # which the next look tells
+                        self._send(_field(_REQUEST_TYPE, NOTIFY) + _field(_REQUEST_NOTIFY_SUCCESS, True))
                 elif not answer.get(_SUCCESS):
                     raise CriuError(_reason(answer) + errors(log))
                 else:
@@ -299,7 +311,10 @@ class Criu:
             raise CriuError(f"it does not end: {error}") from error
 
     def close(self) -> None:
-        """Give up the socket; a CRIU that was asked nothing ends. Idempotent."""
+        """End it, if it was asked nothing, and wait until it is gone. Idempotent."""
+        with contextlib.suppress(OSError, CriuError):
+            self._channel.shutdown(socket.SHUT_WR)
+            self.wait()
         self._channel.close()
 
 

@@ -12,14 +12,18 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import itertools
+import json
+import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sandboxgym.sandbox import docker_files
+from sandboxgym import leftovers
+from sandboxgym.sandbox import docker_files, names
 from sandboxgym.sandbox.base import (
     CONTROL,
+    READ_LIMIT,
     Capabilities,
     Limits,
     ProcessInfo,
@@ -28,11 +32,14 @@ from sandboxgym.sandbox.base import (
     SandboxFull,
     SandboxUnavailable,
     check_inside,
+    new_shell_directory,
 )
+from sandboxgym.sandbox.disk import remove_directories
 from sandboxgym.sandbox.docker_archive import pack
 from sandboxgym.sandbox.docker_client import daemon_errors, image_attributes
 from sandboxgym.sandbox.docker_exec import INIT, Container, ContainerProcess, live_errors
-from sandboxgym.sandbox.docker_images import Image, Ownership, committed
+from sandboxgym.sandbox.docker_images import LABEL, Image, Ownership, committed
+from sandboxgym.sandbox.members import check_fits
 from sandboxgym.sandbox.tree_archive import Reader
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
@@ -44,9 +51,16 @@ _MAX_LAYERS = 100
 _NOTES = (
     "Extended attributes of users, holes, /dev/shm and other mounted file systems are not in a tree.",
     "Times of files are kept in whole seconds.",
-    "/etc/hosts, /etc/hostname and /etc/resolv.conf are the daemon's: changes to them are lost.",
-    "Each file is limited to the disk limit, and a tree over it is refused; all files together are not limited.",
+    "/etc/hosts, /etc/hostname and /etc/resolv.conf are the daemon's: a snapshot does not keep changes to them.",
+    "Each file is limited to the disk limit, and a tree over it is refused; all files of a live sandbox "
+    "together, and their number, are not limited.",
     "A snapshot costs what was written since the last one; a restore starts a container.",
+    "The daemon's filter decides which system calls are allowed: older ones allow io_uring, 32-bit calls, vsock.",
+    "What the kernel counts by user (watches of files, waiting signals, descriptors in flight between sockets) or for "
+    "the machine (terminals, asynchronous I/O) is shared with the daemon's root.",
+    "Statistics of the kernel in /proc and the control directory's path on the host can be read inside; the control "
+    "directory lies on the machine's disk, fresh for each start, and is not limited.",
+    "Directories nested deeper than a path can be long may be missing from a tree.",
     "The daemon hands out whole images: packing a tree takes the time and the disk of the base image too.",
 )
 
@@ -129,9 +143,9 @@ class DockerBackend:
         self._ownership = Ownership.of_this_process()
         self._base = _Base(self._ownership, image)
         self._folder = self._ownership.path / self._ownership.next_name().rpartition(".")[2]
-        self.control: Path = self._folder / "control"
-        self.control.mkdir(parents=True)
-        self.control.chmod(0o777)  # the user inside may be another one; the run directory lets nobody else in
+        self._folder.mkdir(parents=True)
+        self._controls = itertools.count()
+        self.control: Path = self._new_control()
         self.control_inside = CONTROL
         self._container: Container | None = None
         self._running: Image | None = None
@@ -146,6 +160,7 @@ class DockerBackend:
             limits=frozenset({"memory", "processes", "seconds"}),
             keeps=frozenset({"modes", "owners", "hardlinks", "tmp"}),
             notes=_NOTES,
+            leaves_open=frozenset({"calls", "quotas", "statistics", "paths"}),
         )
 
     @property
@@ -172,6 +187,9 @@ class DockerBackend:
             raise SandboxUnavailable(f"expected a tree of the image {self._base.id}, found one of {tree.base}")
         if tree is not None and self._limits.disk is not None and tree.nbytes > self._limits.disk:
             raise SandboxFull(f"{tree.nbytes} bytes were written, the limit is {self._limits.disk}")
+        old, self.control = self.control, self._new_control()
+        with contextlib.suppress(OSError):  # another user's, without root
+            leftovers.remove_tree(old)
         identity = self._create(image)
         try:
             with daemon_errors():
@@ -206,6 +224,12 @@ class DockerBackend:
         """Kill processes of the container by their numbers on the host."""
         self._live().kill(pids)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The container is paused meanwhile; see `base.Backend.paused`."""
+        with self._live().paused():
+            yield
+
     def freeze(self, *, keep_processes: bool = False) -> DockerTree:
         """The files as an image. The processes are paused meanwhile; they go on, or end.
 
@@ -227,6 +251,7 @@ class DockerBackend:
         """The inverse of `DockerTree.pack`: an image with one layer above the base."""
         self._check_open()
         reader = Reader(archive, base=self._base.id)
+        check_fits(reader.nbytes, self._limits.disk)
         identity = self._create(self._base.image)
         try:
             with daemon_errors():
@@ -236,7 +261,7 @@ class DockerBackend:
                     for paths in _portions(reader.header.deleted):
                         status, output = container.execute(["rm", "-rf", "--", *(f"/{path}" for path in paths)])
                         if status:
-                            raise SandboxError(f"paths could not be deleted: {output.decode(errors='replace')}")
+                            raise SandboxError(f"paths could not be deleted: {output.decode(errors='replace'):.1000}")
                 self._ownership.api.put_archive(identity, "/", reader.rest())
             with committed(self._ownership, identity, self._base.image, pause=True) as image:
                 tree = DockerTree(image, self._base)
@@ -245,9 +270,34 @@ class DockerBackend:
         finally:
             self._remove(identity)
 
-    def read_file(self, path: str) -> bytes:
+    def publish(self, name: str, labels: Mapping[str, str]) -> str:
+        """Make the files as they stand an image that outlives this process, under a name; its id. All goes on.
+
+        Args:
+            name: repository and tag.
+            labels: of the image, beside those of its base.
+        """
+        container = self._live()
+        repository, _, tag = name.rpartition(":")
+        changes = [f"LABEL {json.dumps(key)}={json.dumps(value)}" for key, value in {**labels, LABEL: ""}.items()]
+        with live_errors():
+            made = self._ownership.api.commit(container.id, repository=repository, tag=tag, changes=changes)
+        identity: str = made["Id"]
+        return identity
+
+    def published(self, identity: str) -> DockerTree:
+        """The tree of an image that `publish` made of the same base image; the image stays when nobody holds it.
+
+        Raises:
+            SandboxUnavailable: there is no such image here.
+        """
+        self._check_open()
+        image_attributes(self._ownership.client, identity)
+        return DockerTree(Image(self._ownership, identity, tag=None, parent=None), self._base)
+
+    def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file."""
-        return docker_files.read_file(self._live(), path)
+        return docker_files.read_file(self._live(), path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the image's user, making missing parents."""
@@ -255,9 +305,15 @@ class DockerBackend:
             self._owner = self._user()
         docker_files.write_file(self._live(), path, data, mode=mode, owner=self._owner)
 
-    def discard(self, path: Path) -> None:
-        """Delete a directory of `control`; see `base.Backend.discard`."""
-        shutil.rmtree(path, ignore_errors=True)
+    def shell_directory(self) -> Path:
+        """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""
+        return new_shell_directory(self.control)
+
+    def _new_control(self) -> Path:
+        folder = self._folder / f"control-{next(self._controls)}"
+        folder.mkdir()
+        folder.chmod(0o777)  # the user inside may be another one; the run directory lets nobody else in
+        return folder
 
     def twin(self) -> DockerBackend:
         """Another backend of the same image and settings, not started."""
@@ -269,7 +325,7 @@ class DockerBackend:
             return
         self._closed = True
         self._end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_directories([os.fspath(self._folder)])
         self._base.image.release()
         self._ownership.sweep()
 
@@ -300,12 +356,14 @@ class DockerBackend:
                 ulimits=ulimits,
                 binds={str(self.control): {"bind": CONTROL, "mode": "rw"}},
                 log_config={"Type": "none"},
+                # With a network the daemon gives it an address there.
+                extra_hosts=None if self._network else {names.HOST: names.OWN_ADDRESS},
             )
             made = api.create_container(
                 image.id,
                 entrypoint=list(INIT),
                 command=[],
-                hostname="sandbox",
+                hostname=names.HOST,
                 labels=self._ownership.labels,
                 host_config=settings,
                 healthcheck={"Test": ["NONE"]},
@@ -349,8 +407,12 @@ class DockerBackend:
             return int(user), int(group or 0)
         status, output = self._live().execute(["sh", "-c", "id -u; id -g"])
         if status:
-            raise SandboxError(f"the image's user {self._base.user!r} has no number: {output.decode(errors='replace')}")
-        return int(output.split()[0]), int(output.split()[1])
+            raise SandboxError(f"the image's user {self._base.user!r} has no number: {output[:1000]!r}")
+        try:
+            number, its_group = map(int, output.split())
+        except ValueError:
+            raise SandboxError(f"expected numbers of the user {self._base.user!r}, found {output[:1000]!r}") from None
+        return number, its_group
 
 
 def _portions(paths: Sequence[str], number: int = 500) -> Iterable[Sequence[str]]:

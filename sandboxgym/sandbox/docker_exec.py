@@ -22,10 +22,12 @@ from urllib.parse import urlsplit
 from sandboxgym.sandbox.base import SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.docker_client import daemon_address, daemon_errors
 from sandboxgym.sandbox.process_table import Row, descendants, kill_all, kill_until_none, table
+from sandboxgym.sandbox.processes import readable
+from sandboxgym.sandbox.reading import start_of
 
 # Arguments: "tty" or "pipe", the directory, NAME=VALUE …, program, arguments.
 _LAUNCH = """
-if [ "$1" = tty ]; then stty -echo cols 200 rows 24 2>/dev/null; printf '\\036'; else exec 2>&1; fi
+if [ "$1" = tty ]; then stty -echo -opost cols 200 rows 24 2>/dev/null; printf '\\036'; else exec 2>&1; fi
 cd -- "$2" || exit 126
 shift 2
 exec env -i "$@"
@@ -34,6 +36,10 @@ _READY = b"\x1e"
 """Printed once the terminal is set: what is typed earlier would be echoed."""
 _FRAME = struct.Struct(">BxxxL")
 _CHUNK = 1 << 16
+_SAID = 1 << 20  # bytes that a program of ours may print
+_SECONDS = 60.0  # that it may take, or a terminal to be set
+_ENDING = 2.0  # until it has ended, once it printed its last
+_HELLO = 1 << 12  # bytes printed before a terminal is set
 
 
 class Container:
@@ -58,6 +64,8 @@ class Container:
                 "(Docker Desktop, a remote DOCKER_HOST): their processes cannot be seen from here"
             )
         self._started = started[0].started
+        self._is_paused = False
+        self._deferred: list[int] = []
 
     @property
     def running(self) -> bool:
@@ -75,7 +83,29 @@ class Container:
             kill_all(ours)
         except PermissionError:  # an ordinary user who may use the daemon: from inside, by the numbers there
             inside = [number for pid in ours if (number := _number_inside(pid)) is not None]
-            self.execute(["sh", "-c", 'kill -9 "$@" 2>/dev/null', "sh", *map(str, inside)])
+            if self._is_paused:  # nothing can be started there
+                self._deferred += inside
+            elif inside:
+                self._kill_from_inside(inside)
+
+    def _kill_from_inside(self, numbers: Sequence[int]) -> None:
+        self.execute(["sh", "-c", 'kill -9 "$@" 2>/dev/null', "sh", *map(str, numbers)])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing in it runs meanwhile."""
+        with live_errors():
+            self.api.pause(self.id)
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            deferred, self._deferred = self._deferred, []
+            with live_errors():
+                self.api.unpause(self.id)
+            if deferred:
+                self._kill_from_inside(deferred)
 
     def kill_tree(self, leader: int) -> None:
         """Kill a process, its session and its descendants."""
@@ -87,12 +117,30 @@ class Container:
 
         kill_until_none(left, kill=self.kill)
 
-    def execute(self, argv: Sequence[str]) -> tuple[int, bytes]:
-        """Run a program to its end: (exit status, stdout and stderr)."""
+    def execute(
+        self, argv: Sequence[str], *, limit: int = _SAID, seconds: float = _SECONDS
+    ) -> tuple[int | None, bytes]:
+        """Run a program of ours, which those inside may have replaced by theirs.
+
+        Args:
+            argv: program and arguments.
+            limit: bytes of output after which it is ended.
+            seconds: after which it is ended.
+
+        Returns:
+            Exit status, None if it was ended; stdout and stderr, more than ``limit`` bytes if that was why.
+        """
         with live_errors():
             made = self.api.exec_create(self.id, list(argv))["Id"]
-            output: bytes = self.api.exec_start(made)
-            return self.api.exec_inspect(made)["ExitCode"], output
+        with _attach(self.api, made, terminal=False) as connection:
+            output, complete = _unframed(connection, limit, time.monotonic() + seconds)
+        deadline = time.monotonic() + (_ENDING if complete else 0.0)
+        with live_errors():
+            while (state := self.api.exec_inspect(made))["Running"] and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if state["Running"] and state["Pid"]:
+                self.kill_tree(state["Pid"])
+        return state["ExitCode"] if complete and not state["Running"] else None, output
 
     def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str, terminal: bool, stdin: int | None
@@ -141,7 +189,11 @@ class ContainerProcess:
         self.output: int | None = None
         # The daemon answers before it has started the program, and a container that is paused meanwhile never answers.
         state = self._inspect()
+        deadline = time.monotonic() + _SECONDS
         while not state["Pid"] and state["ExitCode"] is None:
+            if time.monotonic() > deadline:
+                connection.close()
+                raise SandboxUnavailable(f"the Docker daemon started no process in {_SECONDS:g} s")
             time.sleep(0.002)
             state = self._inspect()
         self.pid: int | None = state["Pid"] or None
@@ -272,11 +324,33 @@ def _await_terminal(connection: socket.socket) -> None:
         SandboxUnavailable: the program that sets it could not be started.
     """
     said = b""
+    deadline = time.monotonic() + _SECONDS
     while not said.endswith(_READY):
+        if not readable(connection.fileno(), max(deadline - time.monotonic(), 0.0)):
+            raise SandboxUnavailable(f"the container set no terminal in {_SECONDS:g} s: {said[-200:]!r}")
         byte = connection.recv(1)
-        if not byte:
-            raise SandboxUnavailable(f"the container started no process: {said.decode(errors='replace').strip()}")
+        if not byte or len(said) > _HELLO:  # those inside may have replaced the program that sets it
+            last = said[-200:].decode(errors="replace").strip()
+            raise SandboxUnavailable(f"the container started no process: {last}")
         said += byte
+
+
+def _unframed(connection: socket.socket, limit: int, deadline: float) -> tuple[bytes, bool]:
+    """The content of the daemon's frames, and whether it came to its end within bytes and time."""
+    output = bytearray()
+    header, left = b"", 0
+    while len(output) <= limit:
+        if not readable(connection.fileno(), max(deadline - time.monotonic(), 0.0)):
+            return bytes(output), False
+        block = connection.recv(min(left, _CHUNK) if left else _FRAME.size - len(header))
+        if not block:
+            return bytes(output), True
+        if left:
+            left -= len(block)
+            output += block
+        elif len(header := header + block) == _FRAME.size:
+            header, left = b"", _FRAME.unpack(header)[1]
+    return bytes(output), False
 
 
 def _start(function: Callable[[Any, Any], None], *arguments: Any) -> None:
@@ -310,6 +384,6 @@ def _feed(source: int, connection: socket.socket) -> None:
 
 def _number_inside(pid: int) -> int | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"^NSpid:.*\s(\d+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.M)
+        found = re.search(r"^NSpid:.*\s(\d+)$", start_of(f"/proc/{pid}/status", 1 << 16).decode(errors="replace"), re.M)
         return int(found[1]) if found else None
     return None

@@ -1,7 +1,7 @@
 """Files of a container through the daemon's archive API, which needs no program inside.
 
 The API sees the container's layers, not what is mounted over them: /dev, /proc, /sys and the control directory are
-read by a program inside.
+read by a program inside. Of an archive no more is read than its first member, and of that no more than is asked for.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import posixpath
 import stat
 import tarfile
 import time
-from typing import Any
+from typing import Any, cast
 
-from sandboxgym.sandbox.base import CONTROL, check_inside
+from sandboxgym.sandbox.base import CONTROL, FileTooLarge, check_inside
 from sandboxgym.sandbox.docker_exec import Container, live_errors
 
 _MOUNTED = ("/dev", "/proc", "/sys", CONTROL)
 _REASONS = (("not a directory", errno.ENOTDIR), ("too many", errno.ELOOP))
+_BLOCK = 1 << 16
+_READING = 60.0  # seconds in which a file must have come
 _GO_SYMLINK = 1 << 27
 _GO_DIR = 1 << 31
 _GO_IRREGULAR = (1 << 26) | (1 << 25) | (1 << 24) | (1 << 21) | (1 << 19)
 
 
-def read_file(container: Container, path: str) -> bytes:
+def read_file(container: Container, path: str, *, limit: int) -> bytes:
     """Content of a regular file, links resolved inside."""
     path = check_inside(path)
     if any(path == mount or path.startswith(mount + "/") for mount in _MOUNTED):
-        return _read_by_program(container, path)
+        return _read_by_program(container, path, limit)
     resolved, status = _resolve(container, path)
     if status is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -39,15 +41,36 @@ def read_file(container: Container, path: str) -> bytes:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if status["mode"] & _GO_IRREGULAR:
         raise OSError(errno.EINVAL, "not a regular file", path)
-    with live_errors():
-        blocks, _ = container.api.get_archive(container.id, resolved)
-        archive = io.BytesIO(b"".join(blocks))
-    with tarfile.open(fileobj=archive) as tar:
+    if status["size"] > limit:
+        raise FileTooLarge.of(path, size=status["size"], limit=limit)
+    api = container.api
+    url = api._url("/containers/{0}/archive", container.id)
+    options = {"params": {"path": resolved}, "timeout": api.timeout, "headers": {"Accept-Encoding": "identity"}}
+    with live_errors(), api.get(url, stream=True, **options) as answer:
+        api._raise_for_status(answer)
+        try:
+            return _first_file(cast("io.BufferedReader", answer.raw), path, limit)
+        except tarfile.TarError as error:
+            raise OSError(errno.EIO, f"the daemon's archive cannot be read: {error}", path) from error
+
+
+def _first_file(stream: io.BufferedReader, path: str, limit: int) -> bytes:
+    """The content of the first member of an archive that need not be what was there a moment ago."""
+    end = time.monotonic() + _READING
+    with tarfile.open(fileobj=stream, mode="r|") as tar:
         member = tar.next()
-        content = tar.extractfile(member) if member is not None else None
-        if content is None:
+        if member is None or not member.isreg() or member.issparse():
             raise OSError(errno.EINVAL, "not a regular file", path)
-        return content.read()
+        if member.size > limit:
+            raise FileTooLarge.of(path, size=member.size, limit=limit)
+        content = tar.extractfile(member)
+        assert content is not None
+        data = bytearray()
+        while block := content.read(_BLOCK):
+            data += block
+            if time.monotonic() > end:
+                raise TimeoutError(errno.ETIMEDOUT, f"not read in {_READING:g} s", path)
+        return bytes(data)
 
 
 def write_file(container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int]) -> None:
@@ -112,9 +135,14 @@ def _status(container: Container, path: str) -> dict[str, Any] | None:
     raise OSError(number, os.strerror(number), path)
 
 
-def _read_by_program(container: Container, path: str) -> bytes:
-    checks = '[ -e "$1" ] || exit 44; [ -d "$1" ] && exit 45; [ -f "$1" ] || exit 46; exec cat -- "$1"'
-    status, output = container.execute(["sh", "-c", checks, "sh", path])
+def _read_by_program(container: Container, path: str, limit: int) -> bytes:
+    checks = '[ -e "$1" ] || exit 44; [ -d "$1" ] && exit 45; [ -f "$1" ] || exit 46; exec head -c "$2" -- "$1"'
+    # Whatever the programs inside have become, no more is taken of what they print, and they are not waited for longer.
+    status, output = container.execute(["sh", "-c", checks, "sh", path, str(limit + 1)], limit=limit, seconds=_READING)
+    if len(output) > limit:
+        raise FileTooLarge.of(path, size=None, limit=limit)
+    if status is None:
+        raise TimeoutError(errno.ETIMEDOUT, f"not read in {_READING:g} s", path)
     if status == 0:
         return output
     number = {44: errno.ENOENT, 45: errno.EISDIR, 46: errno.EINVAL}.get(status, errno.EACCES)

@@ -1,7 +1,8 @@
 """Boxes captured whole: files and running processes at one instant, and any number of boxes that go on from there.
 
-1. The shell and all that descends from it are stopped and captured by CRIU (`capture`); they stay stopped. The layer
-   they wrote to is then what it was at that instant, and becomes part of the tree as in any other snapshot.
+1. The box is frozen, where it has a control group for that and none of its processes is stopped; then the shell and all
+   that descends from it are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to is then
+   what it was at that instant, and becomes part of the tree as in any other snapshot.
 2. The captured box itself is made anew (``revive.py``), for its layer is frozen now; only then the stopped processes
    are ended. If that fails, `resume` lets them go on, and nothing was lost.
 3. What CRIU wrote (``image.py``) is kept in the store of layers, held and given back like a layer.
@@ -18,12 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from sandboxgym.sandbox.base import CONTROL, SandboxError, SandboxUnavailable
-from sandboxgym.sandbox.box import DEV_FOLDERS, DEV_LINKS, NODES
 from sandboxgym.sandbox.criu import DUMP, Criu, CriuError, Value
 from sandboxgym.sandbox.image import (
-    CONTROL_PLACE,
-    DEV_PLACE,
-    EMPTY_PLACE,
     OPTIONS,
     Content,
     Image,
@@ -33,13 +30,16 @@ from sandboxgym.sandbox.image import (
     images_of,
 )
 from sandboxgym.sandbox.layers import OverlayTree
-from sandboxgym.sandbox.processes import offspring, send, state
+from sandboxgym.sandbox.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
+from sandboxgym.sandbox.processes import descendants, offspring, send, state
 from sandboxgym.sandbox.revive import Successor, await_pages, revive
 from sandboxgym.sandbox.shell import Shell, number_inside
 
 if TYPE_CHECKING:
+    from sandboxgym.sandbox.boxes import Box
     from sandboxgym.sandbox.namespace import OverlayBackend
 
+_STOPPED_IN = ("do_signal_stop", "ptrace_stop")
 GHOST_LIMIT = 64 * 2**20
 """Bytes of a deleted file that is still open, up to which it is captured."""
 
@@ -111,6 +111,7 @@ def snapshot(
         raise CriuError("no shell was started")
     assert box is not None
     await_pages(box)
+    _freeze(box)
     try:
         with Capturer(backend, program) as capturer, Successor(backend, program) as successor:
             if found := obstacles():
@@ -119,6 +120,28 @@ def snapshot(
             return _captured(backend, shell, leader, capturer, successor)
     except SandboxUnavailable as error:
         raise CriuError(str(error)) from error
+    finally:
+        box.thaw()
+
+
+def _freeze(box: Box) -> None:
+    """Freeze what runs before any CRIU is among them, which it could see, and kill.
+
+    Not where something is stopped, for CRIU cannot seize what is stopped and frozen.
+    """
+    members = descendants(box.pid)
+    if any(state(pid) in "Tt" for pid in members) or not box.freeze():
+        return
+    if any(_waits_in(pid) in _STOPPED_IN for pid in descendants(box.pid)):  # since the look
+        box.thaw()
+
+
+def _waits_in(pid: int) -> str:
+    """The function of the kernel that a process waits in, as far as it is told."""
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""
 
 
 def _captured(
@@ -172,6 +195,9 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
         "irmap_scan_paths": ["/tmp", "/root", "/testbed", "/run"],
         "external": [f"mnt[{point}]:{point}" for point in mounts],
     }
+    box = backend.box
+    if box is not None and box.group is not None and box.frozen:
+        options["freeze_cgroup"] = os.fspath(box.group.folders["freezer"])
     try:
         began = time.monotonic()
         capturer.criu.ask(DUMP, options)
@@ -213,42 +239,27 @@ def _inside(pid: int) -> int:
 
 
 def _foreign_mounts(backend: OverlayBackend, leader: int) -> dict[str, str]:
-    """The mounts of a box that show something of the host: mount point inside, and where that is on the host."""
+    """The mounts of a box that are not CRIU's to make: mount point inside, and the place of what is shown there."""
     rows = []
     for line in Path(f"/proc/{leader}/mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
-        rows.append((fields[2], fields[3], _unescaped(fields[4]), after.split()[0]))
-    own = {device for device, _, point, kind in rows if point in ("/", "/dev/pts") or kind == "proc"}
-    binds = sorted(((inside, path) for path, inside in backend.rootfs.binds), reverse=True)
+        rows.append((fields[2], _unescaped(fields[4]), after.split()[0]))
+    own = {device for device, point, kind in rows if point in ("/", "/dev/pts") or kind == "proc"}
+    bound = attached_points(backend.runtime.shown(backend.rootfs), CONTROL)
     found: dict[str, str] = {}
-    for device, root, point, _ in rows:
-        if point == "/dev":
-            if _untouched(f"/proc/{leader}/root/dev"):
-                found[point] = DEV_PLACE
-        elif device in own:
+    for device, point, _ in rows:
+        if device in own:
             continue
-        elif point == CONTROL:
-            found[point] = CONTROL_PLACE
+        if point == "/dev":
+            found[point] = DEV_PLACE
         elif point.startswith("/proc/"):
-            hidden = os.path.isdir(f"/proc/{leader}/root{point}")
-            found[point] = EMPTY_PLACE if hidden else "/dev/null"
-        elif point.startswith("/dev/"):
-            found[point] = f"/dev{root}"
-        else:
-            for inside, path in binds:
-                if point == inside or point.startswith(f"{inside}/"):
-                    found[point] = os.fspath(path) + point.removeprefix(inside)
-                    break
-            else:
-                raise CriuError(f"expected a mount that the sandbox was made with, found one at {point}")
+            found[point] = EMPTY_PLACE if os.path.isdir(f"/proc/{leader}/root{point}") else NOTHING_PLACE
+        elif point in bound:
+            found[point] = BIND_PLACE.format(bound.index(point))
+        elif not any(point.startswith(f"{above}/") for above in bound):  # what is mounted below comes along
+            raise CriuError(f"expected a mount that the sandbox was made with, found one at {point}")
     return found
-
-
-def _untouched(dev: str) -> bool:
-    """Whether a ``/dev`` holds nothing but what it was made with, so that CRIU need not pack it up with tar."""
-    found = {entry.name: os.readlink(entry.path) if entry.is_symlink() else "" for entry in os.scandir(dev)}
-    return found == {**dict.fromkeys((*NODES, *DEV_FOLDERS), ""), **DEV_LINKS}
 
 
 def _unescaped(path: str) -> str:

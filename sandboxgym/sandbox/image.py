@@ -13,13 +13,11 @@ from pathlib import Path
 from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.criu import Value
 from sandboxgym.sandbox.layers import Layer, LayerStore
+from sandboxgym.sandbox.mounts import SHELL
 from sandboxgym.sandbox.shell import Seat
 
 TIMEOUT = 60
 """Seconds that CRIU may take to stop processes."""
-CONTROL_PLACE, DEV_PLACE, EMPTY_PLACE = "control", "dev", "empty"
-"""Stand for places of the host that each box has of its own, in `Content.mounts`."""
-
 _IMAGES, _CONTROL = "images", "control"
 _IGNORE_CGROUPS, _NO_NETWORK_LOCK = 0, 3
 OPTIONS: Mapping[str, Value] = {
@@ -43,7 +41,7 @@ class Content:
     """Process id of the shell, inside."""
     last_pid: int
     mounts: Mapping[str, str]
-    """What is not CRIU's to capture: mount point inside, and what is to be shown there (a path of the host)."""
+    """What is not CRIU's to capture: mount point inside, and what is shown there, a place of `mounts.for_criu`."""
     resident: int
     """Bytes of memory in it."""
     seconds: float
@@ -128,20 +126,16 @@ def control_of(layer: Path) -> Path:
 
 
 def copy_control(source: Path, target: Path) -> None:
-    """Copy the directories of shells: small files, and pipes, which are made anew."""
-    target.mkdir(exist_ok=True)
-    for folder in source.iterdir():
-        if folder.is_symlink() or not folder.is_dir():
+    """Copy the directory of a shell: small files, which keep their place where there are such, and pipes, made anew."""
+    for folder in (source / SHELL, target / SHELL):
+        folder.mkdir(parents=True, exist_ok=True)
+    for entry in os.scandir(source / SHELL):
+        copy = target / SHELL / entry.name
+        status = entry.stat(follow_symlinks=False)
+        if stat.S_ISFIFO(status.st_mode):
+            os.mkfifo(copy)
+        elif stat.S_ISREG(status.st_mode):
+            shutil.copyfile(entry.path, copy, follow_symlinks=False)
+        else:
             continue
-        copy = target / folder.name
-        copy.mkdir()
-        copy.chmod(0o777)
-        for entry in os.scandir(folder):
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISFIFO(status.st_mode):
-                os.mkfifo(copy / entry.name)
-            elif stat.S_ISREG(status.st_mode):
-                shutil.copyfile(entry.path, copy / entry.name, follow_symlinks=False)
-            else:
-                continue
-            (copy / entry.name).chmod(stat.S_IMODE(status.st_mode))
+        copy.chmod(stat.S_IMODE(status.st_mode))

@@ -4,8 +4,10 @@ What CRIU shares with the processes it looks at, it neither captures nor makes: 
 control group are those of the box, which exist already. Mounts and System V IPC are captured. CRIU itself sees the
 host's files, in a mount namespace of its own, so that nothing of the box is executed by a privileged process.
 
-1. `capture` and `bring_pages` run in forks of the zygote, outside the box.
-2. A CRIU that restores is started by the box's own init (``box.py``), which is in the box's control groups already: to
+1. `capture` and `bring_pages` run in forks of the zygote, outside the box. What is captured is frozen before.
+2. In their mount namespace little of the host is mounted: who is in the box can read its table of mounts in the moment
+   in which restored processes run already and CRIU has not ended.
+3. A CRIU that restores is started by the box's own init (``box.py``), which is in the box's control groups already: to
    move a process there takes the kernel 10 to 30 ms.
 """
 
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
 DONE = b"+"
 """Says that all pages have been brought."""
 _TRIES = 64
+_NEEDED = ["/bin", "/lib", "/lib64", "/usr/lib", "/usr/bin", "/etc", "/dev/null", "/dev/pts", "/proc", "/tmp"]
+_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))  # of a table of mounts
 
 
-def keep_features() -> int:
+def keep_features(needed: list[str]) -> int:
     """A mount namespace in which CRIU can keep what it found out about the kernel, which takes it 0.1 s; by descriptor.
 
-    It keeps that in /run, if a tmpfs is there.
+    It keeps that in /run. Of the host nothing is mounted but what ``needed`` and programs lie on, and freezers.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -38,8 +42,8 @@ def keep_features() -> int:
         try:
             kernel.unshare(kernel.NEWNS)
             kernel.make_private()
-            if kernel.file_system("/run") != kernel.TMPFS:
-                kernel.mount("tmpfs", "/run", options=[("mode", "0755")])
+            _leave_only([*_NEEDED, *needed])
+            kernel.mount("tmpfs", "/run", options=[("mode", "0755")])
             os.write(write, b"+")
             os.close(write)
             kernel.die_with_parent()
@@ -56,6 +60,29 @@ def keep_features() -> int:
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+def _leave_only(needed: list[str]) -> None:
+    """Unmount what none of these paths lies on, or below."""
+    kept = [os.path.realpath(path) for path in needed]
+    points = []
+    descriptor = os.open("/proc/self/mountinfo", os.O_RDONLY)
+    with os.fdopen(descriptor, errors="surrogateescape") as table:
+        for line in table:
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split()[:3]
+            point = before.split()[4]
+            for code, character in _ESCAPES:
+                point = point.replace(code, character)
+            if kind == "cgroup2" or (kind == "cgroup" and "freezer" in options.split(",")):
+                kept.append(point)
+            points.append(point)
+    for point in reversed(points):
+        if point != "/" and not any(path == point or path.startswith(f"{point}/") for path in kept):
+            try:
+                kernel.unmount(point)
+            except OSError:  # went with what it was mounted upon
+                continue
 
 
 def copy_mounts(namespace: int) -> None:

@@ -30,7 +30,7 @@ TMPFS = 0x01021994
 """What `file_system` gives for a tmpfs."""
 
 RDONLY, NOSUID, NODEV, NOEXEC = 0x1, 0x2, 0x4, 0x8
-"""Attributes of a mount, for `fsmount` and `set_attributes`."""
+"""Attributes of a mount, for `new_mount`, `copy_mount` and `set_attributes`."""
 
 AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
@@ -38,20 +38,22 @@ _AT_RECURSIVE = 0x8000
 _OPEN_TREE_CLONE = 0x1
 _CLOEXEC = os.O_CLOEXEC if hasattr(os, "O_CLOEXEC") else 0
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
+_IDMAP = 0x00100000
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 0x2
 _RESOLVE_IN_ROOT = 0x10
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_PR_SET_SECUREBITS = 28
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _SIGCHLD = 17
 
 _NUMBERS = {
-    "x86_64": {"clone": 56, "capset": 126, "pivot_root": 155},
-    "aarch64": {"clone": 220, "capset": 91, "pivot_root": 41},
+    "x86_64": {"clone": 56, "capget": 125, "capset": 126, "pivot_root": 155},
+    "aarch64": {"clone": 220, "capget": 90, "capset": 91, "pivot_root": 41},
 }
 _COMMON = {  # since 5.1 a new system call has one number everywhere
     "open_tree": 428,
@@ -62,6 +64,7 @@ _COMMON = {  # since 5.1 a new system call has one number everywhere
     "clone3": 435,
     "close_range": 436,
     "openat2": 437,
+    "pidfd_getfd": 438,
     "mount_setattr": 442,
 }
 
@@ -247,29 +250,34 @@ def mount(kind: str, target: str, *, options: Sequence[tuple[str, str | None]] =
     os.close(mounted)
 
 
-def copy_mount(path: str, *, attributes: int = 0) -> int:
+def copy_mount(path: str, *, attributes: int = 0, ids: int = -1, recursive: bool = True) -> int:
     """What is seen at ``path``, with the mounts below it, as a mount of its own that is nowhere yet (a bind mount).
 
     Args:
         path: a directory or file.
         attributes: set on it and on the mounts below it.
+        ids: a user namespace: its 0 is who owns what belongs to 0 on the disk, and so on.
+        recursive: copy the mounts below it too.
 
     Returns:
         A descriptor for `attach`.
     """
-    tree = _syscall("open_tree", AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | _CLOEXEC | _AT_RECURSIVE)
-    if attributes:
+    flags = _OPEN_TREE_CLONE | _CLOEXEC | (_AT_RECURSIVE if recursive else 0)
+    tree = _syscall("open_tree", AT_FDCWD, os.fsencode(path), flags)
+    if attributes or ids >= 0:
         try:
-            _set_attributes(tree, attributes)
+            set_attributes(tree, attributes, ids=ids, recursive=recursive)
         except OSError:
             os.close(tree)
             raise
     return tree
 
 
-def _set_attributes(tree: int, attributes: int) -> None:
-    change = struct.pack("=QQQQ", attributes, 0, 0, 0)
-    _syscall("mount_setattr", tree, b"", _AT_EMPTY_PATH | _AT_RECURSIVE, change, len(change))
+def set_attributes(tree: int, attributes: int, *, ids: int = -1, recursive: bool = True) -> None:
+    """Add attributes to a mount, and to those below it; ``ids`` as for `copy_mount`."""
+    mapped = _IDMAP if ids >= 0 else 0
+    change = struct.pack("=QQQQ", attributes | mapped, 0, 0, max(ids, 0))
+    _syscall("mount_setattr", tree, b"", _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0), change, len(change))
 
 
 def attach(mounted: int, target: str) -> None:
@@ -315,6 +323,11 @@ def open_beneath(root: int, path: str, flags: int, mode: int = 0) -> int:
 # Privileges
 
 
+def get_descriptor(pidfd: int, number: int) -> int:
+    """A copy of a descriptor of another process."""
+    return _syscall("pidfd_getfd", pidfd, number, 0)
+
+
 def _prctl(option: int, *values: int) -> None:
     rest = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     _check(_libc.prctl(ctypes.c_int(option), *rest), f"prctl {option}")
@@ -323,6 +336,31 @@ def _prctl(option: int, *values: int) -> None:
 def die_with_parent() -> None:
     """Be killed when the thread that made this process ends; forgotten when credentials change."""
     _prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def set_secure_bits(bits: int) -> None:
+    """How this thread's capabilities follow its user ids, see capabilities(7)."""
+    _prctl(_PR_SET_SECUREBITS, bits)
+
+
+def act_on_files_as(user: int) -> None:
+    """Make files as a user and group, by their number, with all capabilities that there were; this thread only.
+
+    The kernel drops what concerns files when the user changes: it is taken up again.
+
+    Raises:
+        OSError: this thread may not.
+    """
+    for call in (_libc.setfsgid, _libc.setfsuid):
+        call(ctypes.c_uint(user))
+        if call(ctypes.c_uint(0xFFFFFFFF)) & 0xFFFFFFFF != user:  # asks only
+            raise OSError(1, f"files cannot be made as user {user}")
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), 8)
+    sets = ctypes.create_string_buffer(24)
+    number = ctypes.c_long(_number("capget"))
+    _check(int(_libc.syscall(number, header, sets)), "capget")
+    _, low, inherited_low, _, high, inherited_high = struct.unpack("=6I", sets.raw)
+    _syscall("capset", header.raw, struct.pack("=6I", low, low, inherited_low, high, high, inherited_high))
 
 
 def undumpable() -> None:

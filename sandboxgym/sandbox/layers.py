@@ -26,14 +26,23 @@ FILES, WORK = "files", "work"
 """Parts of a layer's directory: what was written, and the scratch directory that overlayfs wants beside it."""
 FLOOR = 512 * 2**20
 """Free bytes that a store's file system must have for a new box."""
+FLOOR_FILES = 10_000
+"""Files that there must be room for, on file systems that count them."""
 
 
 class Layer:
-    """One directory of a store, with a count of who holds it."""
+    """One directory of a store, with a count of who holds it.
 
-    def __init__(self, store: LayerStore, path: Path) -> None:
+    Args:
+        store: whose trees it is in.
+        path: of the directory.
+        borrowed: it lies elsewhere, others use it too, and it stays when nobody here holds it any more.
+    """
+
+    def __init__(self, store: LayerStore, path: Path, *, borrowed: bool = False) -> None:
         self.store = store
         self.path = path
+        self.borrowed = borrowed
         self.holds = 1
         self.redirects: bool | None = None
         """Whether a directory in it was renamed, once that is known."""
@@ -104,7 +113,7 @@ class LayerStore:
             nbytes: that will be written at once.
 
         Raises:
-            SandboxFull: less than `FLOOR` bytes are free beside these.
+            SandboxFull: less than `FLOOR` bytes are free beside these, or there is room for less than `FLOOR_FILES`.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize
@@ -114,6 +123,12 @@ class LayerStore:
                 f"{(FLOOR + nbytes) / 2**20:,.0f}: release snapshots, or set SANDBOXGYM_RUNTIME to a directory on a "
                 "larger disk"
             )
+        if status.f_files and status.f_favail < FLOOR_FILES:
+            raise SandboxFull(
+                f"there is room for {status.f_favail:,} files where sandboxes write ({self.directory}), expected at "
+                f"least {FLOOR_FILES:,}: release snapshots, or set SANDBOXGYM_RUNTIME to a directory on a disk with "
+                "more inodes"
+            )
 
     def name(self) -> Path:
         """Where a new layer may be made."""
@@ -122,6 +137,13 @@ class LayerStore:
     def adopt(self, path: Path) -> Layer:
         """The layer at a path of `name`, whose directories exist; held once."""
         return Layer(self, path)
+
+    def borrow(self, path: Path) -> Layer:
+        """A frozen layer that lies elsewhere, in the form that the layers here have; held once and never deleted.
+
+        Whoever lends it keeps it as it is for as long as the object lives.
+        """
+        return Layer(self, path, borrowed=True)
 
     def new(self) -> Layer:
         """An empty layer, held once."""
@@ -149,7 +171,7 @@ class LayerStore:
             gone = []
             for layer in layers:
                 layer.holds -= 1
-                if layer.holds == 0:
+                if layer.holds == 0 and not layer.borrowed:
                     gone.append(str(layer.path))
         if gone:
             self._remove(gone)

@@ -20,6 +20,13 @@ from pathlib import Path
 from sandboxgym.sandbox.base import Limits
 
 _WANTED = ("memory", "pids", "freezer")
+# What the kernel counts for a user as a whole, and one sandbox could take from all others (and, without ids of its own,
+# from the machine's root).
+_COUNTED_BY_USER = (
+    [(resource.RLIMIT_SIGPENDING, 4096), (resource.RLIMIT_MSGQUEUE, 1 << 20), (resource.RLIMIT_MEMLOCK, 64 << 20)]
+    if hasattr(resource, "RLIMIT_SIGPENDING")
+    else []
+)
 RECORD = "groups"
 """File in a run directory that lists the groups in which its boxes have theirs, one a line."""
 
@@ -181,7 +188,7 @@ def rlimits(limits: Limits, *, grouped: frozenset[str]) -> list[tuple[int, int]]
         limits: of the box.
         grouped: the controllers it has a group of.
     """
-    found = [(resource.RLIMIT_CORE, 0)]
+    found = [(resource.RLIMIT_CORE, 0), *_COUNTED_BY_USER]
     if limits.disk is not None:
         found.append((resource.RLIMIT_FSIZE, limits.disk))
     if limits.memory is not None and "memory" not in grouped:

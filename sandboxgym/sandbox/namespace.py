@@ -3,7 +3,8 @@
 1. A box has mount, process, IPC, host name and (unless ``network=True``) network namespaces of its own, a private
    ``/proc`` and a minimal ``/dev``. It sees its root file system and what it wrote, nothing else of the host.
 2. What runs inside is root without the capabilities that reach out, cannot gain privileges, and is held to a filter of
-   system calls and to a control group, where this process may make them.
+   system calls and to a control group, where this process may make them. With private ids (as root, where the kernel
+   can map the ids of files) it is nobody outside.
 3. `freeze` ends the processes and keeps the layer they wrote: nothing is copied, whatever its size.
 4. Boxes are made by a small process beside this one (``zygote.py``), a little ahead of demand. Every process ends when
    its owner does.
@@ -21,13 +22,15 @@ import stat
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sandboxgym.errors import SnapshotMismatch
-from sandboxgym.sandbox import archive, kernel, zygote
+from sandboxgym.sandbox import accountant, archive, kernel, mounts
 from sandboxgym.sandbox.base import (
     CONTROL,
+    READ_LIMIT,
     Capabilities,
     Limits,
     ProcessInfo,
@@ -39,13 +42,17 @@ from sandboxgym.sandbox.base import (
     check_inside,
     clean_environment,
 )
-from sandboxgym.sandbox.boxes import Box, Runtime, advice, runtime
+from sandboxgym.sandbox.boxes import Box, Flavour, Runtime, advice, runtime
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.limits import Groups, rlimits
 from sandboxgym.sandbox.processes import NamespaceProcess, offspring, readable, send, state
+from sandboxgym.sandbox.reading import FLAGS, regular_file
 from sandboxgym.sandbox.squash import copy_layer, squash
+from sandboxgym.sandbox.written import Written, look
 
 _DEFAULT_LIMITS = Limits()
+_STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
+_LOOKS = 3  # in a row that must find nothing running: a chain of short processes may slip through one
 
 
 class OverlayBackend:
@@ -74,9 +81,11 @@ class OverlayBackend:
         self.rootless = os.geteuid() != 0 if rootless is None else rootless
         self.env = clean_environment(rootfs, env)
         self.runtime = runtime()
-        self.control = self.runtime.control()
         self.control_inside = CONTROL
-        self.capabilities = _capabilities(self.rootless, self.runtime.groups)
+        shared_ids = "it is root of no more than its user" if self.rootless else self.runtime.why_not_private(rootfs)
+        self.private = not shared_ids
+        """Whether the box has user ids of its own."""
+        self.capabilities = _capabilities(self.rootless, self.runtime.groups, shared_ids)
         self._extra_env = env
         self.box: Box | None = None
         """The live box, or one that was killed; for those who measure."""
@@ -87,9 +96,8 @@ class OverlayBackend:
         self.below: OverlayTree | None = None
         """What the live box stands on."""
         self._closed = False
-        self._cleaner = weakref.finalize(self, _clean, self.runtime, str(self.control), held := _Held(self.runtime))
-        self._cleaner.atexit = False
-        self._held = held
+        self._held = _Held(self.runtime)
+        weakref.finalize(self, self._held.give_back).atexit = False
 
     def __repr__(self) -> str:
         return f"OverlayBackend({self.rootfs.id}, {'live' if self.live else 'not live'})"
@@ -102,6 +110,42 @@ class OverlayBackend:
     def live(self) -> bool:
         """Whether there is a box and its init runs."""
         return self.box is not None and not self.box.ended
+
+    @property
+    def flavour(self) -> Flavour:
+        """The kind of its boxes."""
+        return self.rootless, self.network, self.private
+
+    @property
+    def control(self) -> Path:
+        """The live box's control directory, see `base.Backend.control`.
+
+        Raises:
+            SandboxClosed: there is no live box.
+        """
+        return Path(f"/proc/self/fd/{self._live_box().control}")
+
+    def shell_directory(self) -> Path:
+        """The one directory for a shell, emptied; see `base.Backend.shell_directory`."""
+        folder = self.control / mounts.SHELL
+        for entry in list(os.scandir(folder)):
+            if entry.name in mounts.WRITABLE:
+                os.truncate(entry.path, 0)
+            else:
+                os.unlink(entry.path)
+        return folder
+
+    def keep_processes(self, *, lazy_pages: int | None = None) -> None:
+        """Have what is started from now on such that it can be captured: without ids of its own, among others.
+
+        Args:
+            lazy_pages: see the attribute.
+        """
+        self.adopts, self.lazy_pages, self.private = True, lazy_pages, False
+        why = "processes are captured and restored by CRIU, which must be root where they are"
+        found = _capabilities(self.rootless, self.runtime.groups, why)
+        note = "With stopped processes it runs until CRIU has seized it, and can prevent that: files are captured then."
+        self.capabilities = replace(found, notes=(*found.notes, note))
 
     def start(self, tree: OverlayTree | None = None) -> None:
         """Become live on ``tree``; see `base.Backend.start`."""
@@ -128,9 +172,8 @@ class OverlayBackend:
         shared.store.check_room()
         squash(tree)
         below = tree.retain()
-        flavour = (self.rootless, self.network)
         try:
-            box = shared.box(flavour)
+            box = shared.box(self.flavour)
             try:
                 self._become(box, below)
             except BaseException:
@@ -140,8 +183,8 @@ class OverlayBackend:
             below.release()
             raise
         self.settle(box, below)
-        shared.watch(box, self.limits.disk)
-        shared.prepare(flavour)
+        shared.watch(box, self.limits)
+        shared.prepare(self.flavour)
 
     def settle(self, box: Box, below: OverlayTree) -> None:
         """Be live in ``box``, which stands on ``below``; both are held from here on."""
@@ -151,24 +194,29 @@ class OverlayBackend:
     def _become(self, box: Box, below: OverlayTree) -> None:
         if box.group:
             box.group.limit(self.limits)
-        lowers = [*(layer.files for layer in below.layers), *self.rootfs.lowers, self.runtime.skeleton(self.rootfs)]
         grouped = frozenset(box.group.folders) if box.group else frozenset()
-        request = {
-            "lowers": [os.fspath(path) for path in lowers],
-            "upper": os.fspath(box.layer.files),
-            "work": os.fspath(box.layer.work),
-            "binds": [(os.fspath(path), inside) for path, inside in self.rootfs.binds],
-            "control": os.fspath(self.control),
-            "control_inside": CONTROL,
-            "rlimits": rlimits(self.limits, grouped=grouped),
-        }
+        request = {**self.mounts(box, below), "rlimits": rlimits(self.limits, grouped=grouped)}
         try:
-            box.layer.dress(lowers[0])
-            (box.root,) = box.ask("become", request)
+            box.layer.dress(Path(request["lowers"][0]))
+            box.root, box.control = box.ask("become", request)
         except OSError as error:
             raise SandboxUnavailable(advice(error, rootless=self.rootless)) from error
         except EOFError as error:
             raise SandboxUnavailable(f"the init of a sandbox ended while it was made: {error}") from error
+
+    def mounts(self, box: Box, below: OverlayTree) -> dict[str, Any]:
+        """What is to be mounted in a box, as `mounts.Prepared` takes it."""
+        rootfs = self.rootfs
+        lowers = [*(layer.files for layer in below.layers), self.runtime.names(rootfs, network=self.network)]
+        lowers += [*rootfs.lowers, self.runtime.skeleton(rootfs)]
+        return {
+            "store": os.fspath(self.runtime.directory),
+            "lowers": [os.fspath(path) for path in lowers],
+            "upper": os.fspath(box.layer.files),
+            "work": os.fspath(box.layer.work),
+            "shown": self.runtime.shown(self.rootfs),
+            "control_inside": CONTROL,
+        }
 
     def _revive(self) -> None:
         """Where the zygote was killed, go on with another; trees live in the directory of the first."""
@@ -185,9 +233,18 @@ class OverlayBackend:
         return self.box
 
     def _check_full(self, box: Box) -> None:
-        note = box.layer.path / zygote.FULL
+        note = box.layer.path / accountant.FULL
         if note.exists():
-            raise SandboxFull(f"the sandbox was ended by its limit of disk space: {note.read_text()}")
+            raise SandboxFull(f"the sandbox was ended by its limit of {note.read_text()}")
+
+    def written(self) -> Written | None:
+        """What the live box wrote above the tree that it was started on; see `written.look`.
+
+        Raises:
+            SandboxClosed, SandboxFull: there is no live box.
+        """
+        box, below = self._live_box(), self.below
+        return None if below is None else look(box.layer.files, below.id)
 
     def spawn(
         self,
@@ -240,6 +297,12 @@ class OverlayBackend:
         for pid in mine.intersection(pids):
             send(pid, signal.SIGKILL)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing inside runs meanwhile; see `base.Backend.paused`."""
+        with self._stopped(self._live_box()):
+            yield
+
     def freeze(self, *, keep_processes: bool = False) -> OverlayTree:
         """The files as they stand; see `base.Backend.freeze`."""
         box = self._live_box()
@@ -277,13 +340,14 @@ class OverlayBackend:
             return
         stopped: set[int] = set()
         try:
-            while found := {info.pid for info in offspring(box.pid) if state(info.pid) not in "Tt"} - stopped:
-                for pid in found:
+            deadline, calm = time.monotonic() + _STOPPING, 0
+            # One that was stopped may be let go on by another before that is stopped too: each look counts anew.
+            while calm < _LOOKS and time.monotonic() < deadline:
+                running = {info.pid for info in offspring(box.pid) if state(info.pid) not in "TtZX"}
+                for pid in running:
                     send(pid, signal.SIGSTOP)
-                stopped |= found
-            deadline = time.monotonic() + 1.0
-            while any(state(pid) not in "TtZX" for pid in stopped) and time.monotonic() < deadline:
-                time.sleep(0.001)
+                stopped |= running
+                calm = 0 if running else calm + 1
             yield
         finally:
             for pid in stopped:
@@ -292,30 +356,29 @@ class OverlayBackend:
     def unpack(self, data: bytes) -> OverlayTree:
         """The inverse of `OverlayTree.pack`; see `base.Backend.unpack`."""
         self.runtime.store.check_room()
-        return archive.unpack(data, self.runtime.store, self.rootfs, rootless=self.rootless)
+        return archive.unpack(data, self.runtime.store, self.rootfs, rootless=self.rootless, limit=self.limits.disk)
 
-    def read_file(self, path: str) -> bytes:
+    def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file; see `base.Backend.read_file`."""
-        root = self._live_box().root
-        descriptor = kernel.open_beneath(root, check_inside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        with os.fdopen(descriptor, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if stat.S_ISDIR(mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-            if not stat.S_ISREG(mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            return file.read()
+        descriptor = kernel.open_beneath(self._live_box().root, check_inside(path), FLAGS)
+        try:
+            return regular_file(descriptor, path, limit=limit)
+        finally:
+            os.close(descriptor)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as root of the box, making missing parents; see `base.Backend.write_file`."""
-        root = self._live_box().root
+        box = self._live_box()
         path = check_inside(path)
+        if self.limits.disk is not None and len(data) > self.limits.disk:
+            raise SandboxFull(f"{len(data):,} bytes are to be written, {self.limits.disk:,} are allowed (Limits.disk)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
-        try:
-            descriptor = kernel.open_beneath(root, path, flags, 0o600)
-        except FileNotFoundError:
-            _make_parents(root, path)
-            descriptor = kernel.open_beneath(root, path, flags, 0o600)
+        with _acting_as(box.base):
+            try:
+                descriptor = kernel.open_beneath(box.root, path, flags, 0o600)
+            except FileNotFoundError:
+                _make_parents(box.root, path)
+                descriptor = kernel.open_beneath(box.root, path, flags, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
@@ -323,16 +386,13 @@ class OverlayBackend:
             file.write(data)
             os.fchmod(file.fileno(), mode)
 
-    def discard(self, path: Path) -> None:
-        """Take a directory out of `control`, to be deleted in the background; see `base.Backend.discard`."""
-        self.runtime.discard_directory(path)
-
     def twin(self) -> OverlayBackend:
         """Another backend of the same kind, not started."""
         twin = OverlayBackend(
             self.rootfs, limits=self.limits, network=self.network, rootless=self.rootless, env=self._extra_env
         )
         twin.adopts, twin.lazy_pages = self.adopts, self.lazy_pages
+        twin.private, twin.capabilities = self.private, self.capabilities
         return twin
 
     def part(self) -> _Held:
@@ -345,7 +405,6 @@ class OverlayBackend:
         """End every process and delete what no tree holds. Idempotent."""
         self._closed = True
         self.part().give_back()
-        self._cleaner()
 
 
 @dataclass(slots=True)
@@ -366,10 +425,17 @@ class _Held:
             self.below.release()
 
 
-def _clean(shared: Runtime, control: str, held: _Held) -> None:
-    held.give_back()
-    if shared.pid == os.getpid():
-        shared.remove([control])
+@contextlib.contextmanager
+def _acting_as(base: int) -> Iterator[None]:
+    """What this thread makes in a box meanwhile belongs to root of the box."""
+    if not base:
+        yield
+        return
+    kernel.act_on_files_as(base)
+    try:
+        yield
+    finally:
+        kernel.act_on_files_as(0)
 
 
 def _make_parents(root: int, path: str) -> None:
@@ -386,12 +452,14 @@ def _make_parents(root: int, path: str) -> None:
         folder += f"/{part}"
 
 
-def _capabilities(rootless: bool, groups: Groups | None) -> Capabilities:
+def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Capabilities:
     grouped = frozenset(groups.parents) if groups else frozenset()
-    limits = {"disk", "seconds"}
+    limits = {"disk", "files", "seconds"}
     notes = [
         "A file with several names that is older than the last snapshot becomes one of its own when it is written to.",
-        "The disk limit holds for each file at once, and for all of them four times a second: then the box is ended.",
+        "Statistics of the kernel can be read in /proc.",
+        "The disk limit holds for each file at once; for all that a box takes, and for the number of its files, four "
+        "times a second: then the box is ended.",
     ]
     if "memory" in grouped:
         limits.add("memory")
@@ -399,18 +467,36 @@ def _capabilities(rootless: bool, groups: Groups | None) -> Capabilities:
         notes.append("No control group for memory can be made here: the limit holds for each process.")
     if "freezer" not in grouped:
         notes.append("No control group can freeze processes here: they are stopped by signals, which shells notice.")
-    if "pids" in grouped or rootless:
+    if "pids" in grouped or rootless or not shared_ids:
         limits.add("processes")
     else:
         notes.append("No control group for processes can be made here: their number is not limited.")
+    leaves_open = {"statistics"}
+    if shared_ids:
+        leaves_open.add("quotas")
+        notes.append(
+            "What the kernel counts by user (watches of files, waiting signals, message queues, descriptors in flight "
+            "between sockets) is counted together with all that this user runs."
+        )
     keeps = {"modes", "xattrs", "hardlinks", "sparse", "mtimes", "tmp", "shm"}
     if rootless:
         notes.append("There is one user, root: files cannot be given to others.")
+        leaves_open.add("locks")
+        notes.append("Device nodes are the machine's, read-only: locks on them are shared with it.")
+        if os.geteuid() == 0:
+            notes.append(
+                "Made by root, it has root's id outside, without any capability there: let an ordinary user make it."
+            )
         notes.append(
             "Renaming a directory that is older than the last snapshot fails with EXDEV; mv copies it instead."
         )
     else:
         keeps.add("owners")
+        notes.append(
+            f"Root inside is root of the machine, held back by capabilities and a filter alone: {shared_ids}."
+            if shared_ids
+            else "Files of the root file system that belong to ids above 65,535 are nobody's inside."
+        )
     return Capabilities(
         name="overlay-rootless" if rootless else "overlay",
         isolated=True,
@@ -419,7 +505,9 @@ def _capabilities(rootless: bool, groups: Groups | None) -> Capabilities:
         snapshot_cost="constant",
         limits=frozenset(limits),
         keeps=frozenset(keeps),
+        private_ids=not shared_ids,
         notes=tuple(notes),
+        leaves_open=frozenset(leaves_open),
     )
 
 

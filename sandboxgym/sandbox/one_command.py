@@ -1,10 +1,14 @@
-"""One command in a process of its own, its output in a pipe."""
+"""One command in a process of its own, its output in a pipe.
+
+What it started may hold the pipe when it has ended: no more is read then than a pipe holds.
+"""
 
 from __future__ import annotations
 
 import os
 import select
 import time
+from collections.abc import Callable
 
 from sandboxgym.sandbox.base import Process, Result
 from sandboxgym.sandbox.processes import readable
@@ -14,11 +18,19 @@ from sandboxgym.sandbox.terminal import Capture, decode
 
 _READ = 1 << 16
 _GLANCE = 0.05  # seconds between two looks at a process that nobody tells of
+_PIPE = 1 << 20  # bytes that a pipe holds at most, whoever made it larger
 _RELAY = 2.0  # seconds in which a relayed output must end once its process did, unless something else holds it open
 
 
-def collect(process: Process, timeout: float, limit: int) -> Result:
-    """Read what a process prints until it ends, or is killed at the time limit."""
+def collect(process: Process, timeout: float, limit: int, *, end: Callable[[], None] | None = None) -> Result:
+    """Read what a process prints until it ends, or is killed at the time limit.
+
+    Args:
+        process: without a terminal.
+        timeout: seconds.
+        limit: bytes that are kept of the output.
+        end: ends all that the process started, wherever it went; called at the time limit, before the process is.
+    """
     assert process.output is not None
     began = time.monotonic()
     capture = Capture(limit)
@@ -27,32 +39,37 @@ def collect(process: Process, timeout: float, limit: int) -> Result:
     poll.register(process.output, select.POLLIN)
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
-    timed_out = False
-    reading = True
+    timed_out = ended = False
+    reading, rest = True, _PIPE
     try:
-        while True:
+        while rest > 0:
             left = began + timeout - time.monotonic()
-            if left <= 0 and not timed_out:
+            if left <= 0 and not (timed_out or ended):
                 timed_out = True
+                if end is not None:
+                    end()
                 process.kill()
-            waits = 0.0 if timed_out else left if pidfd is not None else min(left, _GLANCE)
+            waits = 0.0 if timed_out or ended else left if pidfd is not None else min(left, _GLANCE)
             ready = dict(poll.poll(waits * 1000))
+            ended = ended or pidfd in ready
             if reading and process.output in ready:
                 chunk = os.read(process.output, _READ)
                 capture.feed(chunk)
+                if timed_out or ended:
+                    rest -= len(chunk)
                 if not chunk:
                     reading = False
                     poll.unregister(process.output)
             # A process that left the session may hold the pipe: it is read no longer than the command lives.
-            elif timed_out or pidfd in ready or (not ready and process.wait(0) is not None):
+            elif timed_out or ended or (not ready and process.wait(0) is not None):
                 break
     finally:
         if pidfd is not None:
             os.close(pidfd)
     status = process.wait()
     if process.relayed and reading:  # what it printed last may still be on its way
-        end = time.monotonic() + _RELAY
-        while (left := end - time.monotonic()) > 0 and readable(process.output, left):
+        until = time.monotonic() + _RELAY
+        while (left := until - time.monotonic()) > 0 and readable(process.output, left):
             if not (chunk := os.read(process.output, _READ)):
                 break
             capture.feed(chunk)

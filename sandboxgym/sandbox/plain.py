@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import pty
-import shutil
 import signal
 import struct
 import subprocess
@@ -27,19 +26,25 @@ import sys
 import termios
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sandboxgym import leftovers
+from sandboxgym.brief import brief
+from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.sandbox.base import (
+    READ_LIMIT,
     Capabilities,
     Limits,
     ProcessInfo,
     RootFS,
     SandboxClosed,
+    SandboxError,
     SandboxUnavailable,
     check_inside,
+    new_shell_directory,
 )
+from sandboxgym.sandbox.members import LONGEST_NAME, check_fits
 from sandboxgym.sandbox.plain_processes import (
     MARK,
     SESSIONS,
@@ -52,6 +57,7 @@ from sandboxgym.sandbox.plain_processes import (
     stop_all,
 )
 from sandboxgym.sandbox.process_table import start_times
+from sandboxgym.sandbox.reading import FLAGS, check_regular, regular_file
 from sandboxgym.sandbox.tree_archive import Header, Reader, Writer, changes
 from sandboxgym.sandbox.tree_copy import copy_tree
 
@@ -73,7 +79,9 @@ _NOTES = (
     "Only files under the private root are snapshotted; paths are not remapped, /testbed is {root}/testbed.",
     "A fork has another root: absolute paths that files mention still name the root they were written in.",
     "A process that clears its environment, leaves its session and outlives its parents is neither seen nor killed.",
-    "Memory is limited for each process, the size of each file by the disk limit, the number of processes not at all.",
+    "Processes are stopped one by one: a chain of them, each ending as soon as it started the next, may outrun that.",
+    "Memory is limited for each process, the size of each file by the disk limit; all files together, their number and "
+    "that of processes are not limited.",
 )
 _warned = False
 
@@ -107,12 +115,19 @@ class CopyTree:
         return self._held.files()
 
     def pack(self) -> bytes:
-        """What differs from the root file system, as an archive that `CopyBackend.unpack` takes."""
+        """What differs from the root file system, as an archive that `CopyBackend.unpack` takes.
+
+        Raises:
+            SandboxError: it cannot be read as a whole, or is nested deeper than a path can be long.
+        """
         path = self.path
-        changed, deleted = changes(self._held.origin, path)
-        writer = Writer(Header(self.base, tuple(deleted), {"root": self.root}))
-        for name in changed:
-            writer.file(path, name)
+        try:
+            changed, deleted = changes(self._held.origin, path)
+            writer = Writer(Header(self.base, tuple(deleted), {"root": self.root}))
+            for name in changed:
+                writer.file(path, name)
+        except OSError as error:
+            raise SandboxError(f"what was written cannot be packed: {os.strerror(error.errno or 0)}") from error
         return writer.finish()
 
     def retain(self) -> CopyTree:
@@ -201,7 +216,8 @@ class CopyBackend:
 
     Args:
         rootfs: None or the host's root file system for an empty root, else an unpacked directory, which is copied.
-        limits: ``memory`` holds for each process, ``disk`` for each file; ``processes`` is not enforced.
+        limits: ``memory`` holds for each process, ``disk`` for each file and for what is unpacked; ``processes`` and
+            ``files`` are not enforced.
         allow_unsafe: must be true: commands can do whatever this user can.
         env: added to the environment of `spawn`'s processes where it does not name them.
 
@@ -285,7 +301,9 @@ class CopyBackend:
         self._check_open()
         self._end_processes()
         self._live = False
-        leftovers.remove_tree(self.root)
+        for folder in (self.root, self.control):
+            leftovers.remove_tree(folder)
+        self.control.mkdir()
         if tree is not None and tree.base != self._base:
             raise SandboxUnavailable(f"expected a tree of {self._base}, found one of {tree.base}")
         try:
@@ -360,17 +378,24 @@ class CopyBackend:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What was started here and can be found is stopped meanwhile; see `base.Backend.paused`."""
+        self._check_live()
+        stopped = stop_all(self._mark, self._leaders())
+        try:
+            yield
+        finally:
+            go_on(stopped)
+
     def freeze(self, *, keep_processes: bool = False) -> CopyTree:
         """The files under the root: moved away, or copied while the processes are stopped."""
         self._check_live()
         held = _Held(self._base, self._origin, str(self.root))
         try:
             if keep_processes:
-                stopped = stop_all(self._mark, self._leaders())
-                try:
+                with self.paused():
                     copy_tree(self.root, held.files())
-                finally:
-                    go_on(stopped)
             else:
                 self._end_processes()
                 self._live = False
@@ -383,7 +408,11 @@ class CopyBackend:
     def unpack(self, archive: bytes) -> CopyTree:
         """The inverse of `CopyTree.pack`."""
         reader = Reader(archive, base=self._base)
-        held = _Held(self._base, self._origin, reader.header.facts.get("root", str(self.root)))
+        check_fits(reader.nbytes, self._limits.disk, directory=self.root.parent)
+        origin = reader.header.facts.get("root", str(self.root))
+        if not os.path.isabs(origin) or origin == "/" or len(origin) >= LONGEST_NAME:
+            raise SnapshotCorrupt(f"expected the path that the files were packed from, found {brief(origin)}")
+        held = _Held(self._base, self._origin, origin)
         try:
             if self._origin is not None:
                 copy_tree(self._origin, held.files())
@@ -395,13 +424,14 @@ class CopyBackend:
             raise
         return CopyTree(held)
 
-    def read_file(self, path: str) -> bytes:
+    def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file under the root (see `inside`)."""
         self._check_live()
-        where = Path(self.inside(path))
-        if where.exists() and not where.is_dir() and not where.is_file():
-            raise OSError(f"{path} is not a regular file")
-        return where.read_bytes()
+        descriptor = os.open(self.inside(path), FLAGS)
+        try:
+            return regular_file(descriptor, path, limit=limit)
+        finally:
+            os.close(descriptor)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file under the root, making missing parents.
@@ -414,12 +444,16 @@ class CopyBackend:
         if not where.resolve().is_relative_to(self.root.resolve()):
             raise PermissionError(f"{path} leads to {where.resolve()}, outside the sandbox's root {self.root}")
         where.parent.mkdir(parents=True, exist_ok=True)
-        where.write_bytes(data)
-        where.chmod(mode)
+        descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            check_regular(descriptor, path)
+            os.ftruncate(descriptor, 0)
+            file.write(data)
+            os.fchmod(descriptor, mode)
 
-    def discard(self, path: Path) -> None:
-        """Delete a directory of `control`; see `base.Backend.discard`."""
-        shutil.rmtree(path, ignore_errors=True)
+    def shell_directory(self) -> Path:
+        """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""
+        return new_shell_directory(self.control)
 
     def twin(self) -> CopyBackend:
         """Another backend with the same settings and a root of its own."""

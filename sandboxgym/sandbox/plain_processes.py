@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sandboxgym.sandbox.base import ProcessInfo
 from sandboxgym.sandbox.process_table import Row, descendants, kill_until_none, send_signal, start_times, table
+from sandboxgym.sandbox.reading import start_of
 
 MARK = "SANDBOXGYM_BOX"
 """Environment variable that every process of a sandbox inherits."""
@@ -22,6 +23,8 @@ MARK = "SANDBOXGYM_BOX"
 SESSIONS = "sessions.json"
 """File in a run directory: the leaders of its sessions and when they started."""
 
+_ENVIRONMENT = 8 * 2**20
+"""Bytes of a process's environment that the mark is looked for in; the kernel allows 6 MiB."""
 _PATIENCE = 10.0
 """Seconds to wait for processes to stop; one in an uninterruptible call writes nothing either."""
 
@@ -64,9 +67,8 @@ def stop_all(mark: str, leaders: Collection[int]) -> list[int]:
     end = time.monotonic() + _PATIENCE
     while running := [row.pid for row in _rows_of(mark, leaders) if row.state not in "Tt"]:
         for pid in running:
-            if pid not in stopped:
-                send_signal(pid, signal.SIGSTOP)
-                stopped[pid] = None
+            send_signal(pid, signal.SIGSTOP)  # again too: another may have let it go on
+            stopped[pid] = None
         if time.monotonic() > end:
             break
         time.sleep(0.0005)
@@ -103,14 +105,15 @@ def reap(run: Path) -> None:
 
 def _rows_of(mark: str, leaders: Collection[int]) -> list[Row]:
     rows = [row for row in table() if row.runs and row.pid != os.getpid()]
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"\0{MARK}={mark}\0".encode()
     roots = {row.pid for row in rows if row.session in leaders or wanted in _environment(row.pid)}
     ours = descendants(rows, roots)
     return [row for row in rows if row.pid in ours]
 
 
-def _environment(pid: int) -> list[bytes]:
+def _environment(pid: int) -> bytes:
+    """Each variable between two zero bytes."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return b"\0%b\0" % start_of(f"/proc/{pid}/environ", _ENVIRONMENT)
     except OSError:
-        return []
+        return b""

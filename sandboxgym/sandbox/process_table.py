@@ -1,11 +1,13 @@
 """The processes of this machine: who started whom, in which session, and what they hold open.
 
-Read from /proc; where there is none from ``ps``, which tells process groups in place of sessions.
+Read from /proc; where there is none from ``ps``, which tells process groups in place of sessions. Command lines and
+lists of descriptors are cut: they are as long as those who run there want them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -14,12 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from sandboxgym.sandbox.base import ProcessInfo, SandboxError
+from sandboxgym.sandbox.reading import start_of
 
 _PATIENCE = 10.0
 """Seconds after which processes that do not die are an error."""
+# What a process shows of itself is its own choice, and there may be hundreds of them.
+_COMMAND = 1024  # bytes of a command line
+_DESCRIPTORS = 64  # of one process that are told
+_TARGET = 256  # characters of what one points to
+_NAMED = 10  # processes that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Row:
 
     def info(self) -> ProcessInfo:
         """As a backend hands it out."""
-        return ProcessInfo(self.pid, self.parent, self.command, _descriptors(self.pid))
+        return ProcessInfo(self.pid, self.parent, self.command, descriptors(self.pid))
 
 
 def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[Row]:
@@ -82,7 +89,8 @@ def kill_until_none(left: Callable[[], list[Row]], *, kill: Callable[[list[int]]
         if not rows:
             return
         if time.monotonic() > end:
-            raise SandboxError(f"these processes do not end: {', '.join(f'{r.pid} ({r.command})' for r in rows)}")
+            named = ", ".join(f"{row.pid} ({row.command:.80})" for row in rows[:_NAMED])
+            raise SandboxError(f"these {len(rows)} processes do not end: {named}")
         (kill or kill_all)([row.pid for row in rows])
         time.sleep(0.001)
 
@@ -102,12 +110,43 @@ def send_signal(pid: int, number: int) -> None:
 def _row(pid: int) -> Row | None:
     try:
         # The second field is the program's name in parentheses and may hold anything.
-        head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+        head, _, tail = start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")
+        command = command_line(pid)
     except OSError:  # gone meanwhile
         return None
-    fields = tail.split()
-    return Row(pid, int(fields[1]), int(fields[3]), fields[0], fields[19], command or head.partition("(")[2])
+    fields = tail.decode().split()
+    name = head.partition(b"(")[2].decode(errors="backslashreplace")
+    return Row(pid, int(fields[1]), int(fields[3]), _state(pid, fields), fields[19], command or name)
+
+
+def state(pid: int) -> str:
+    """The letter that the kernel gives for what a process is doing; X if there is none."""
+    try:
+        return _state(pid, start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].decode().split())
+    except OSError:
+        return "X"
+
+
+def _state(pid: int, fields: list[str]) -> str:
+    """The state among the fields after the name; that of another thread if only the first has ended."""
+    if fields[0] != "Z" or int(fields[17]) <= 1:
+        return fields[0]
+    letters = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                letters.add(start_of(f"/proc/{pid}/task/{thread}/stat", 4096).rpartition(b")")[2].decode().split()[0])
+    return min(letters - {"Z", "X"}, key=lambda letter: letter in "Tt", default="Z")
+
+
+def command_line(pid: int) -> str:
+    """The start of a process's command line.
+
+    Raises:
+        OSError: it is gone.
+    """
+    shown = start_of(f"/proc/{pid}/cmdline", _COMMAND)
+    return shown.rstrip(b"\0").replace(b"\0", b" ").strip().decode(errors="backslashreplace")
 
 
 def _table_by_ps() -> list[Row]:
@@ -118,11 +157,23 @@ def _table_by_ps() -> list[Row]:
     return [Row(int(m[1]), int(m[2]), int(m[3]), m[4], m[5], m[6]) for m in found]
 
 
-def _descriptors(pid: int) -> tuple[str, ...]:
-    found = []
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
-            with contextlib.suppress(OSError):
-                if int(name) > 2:
-                    found.append(f"{name} -> {os.readlink(f'/proc/{pid}/fd/{name}')}")
+def descriptors(pid: int) -> tuple[str, ...]:
+    """What the first descriptors above 2 of a process point to; a last entry tells that there are more."""
+    found: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # in the order of their numbers
+        for name in itertools.islice((entry.name for entry in entries if int(entry.name) > 2), _DESCRIPTORS + 1):
+            if len(found) == _DESCRIPTORS:
+                found.append(f"{name} -> and more")
+                break
+            if (target := descriptor_target(pid, name)) is not None:
+                found.append(f"{name} -> {target}")
     return tuple(found)
+
+
+def descriptor_target(pid: int | None, number: str | int) -> str | None:
+    """Where a descriptor of a process leads, as text whatever its name; None if there is none that may be seen."""
+    try:
+        target = os.readlink(b"/proc/%d/fd/%d" % (pid or 0, int(number))).decode(errors="backslashreplace")
+    except OSError:
+        return None
+    return target if len(target) <= _TARGET else f"{target[:_TARGET]}..."

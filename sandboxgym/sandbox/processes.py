@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 
 from sandboxgym.sandbox.base import ProcessInfo, SandboxError
+from sandboxgym.sandbox.process_table import command_line, descriptors
+from sandboxgym.sandbox.process_table import state as state
 
 _PATIENCE = 10.0
 """Seconds after which processes that do not die are an error."""
@@ -67,7 +69,7 @@ class NamespaceProcess:
         end = time.monotonic() + _PATIENCE
         while left := [one for one in stopped if state(one) not in "ZX"]:
             if time.monotonic() > end:
-                raise SandboxError(f"these processes do not end: {', '.join(map(str, left))}")
+                raise SandboxError(f"these {len(left)} processes do not end: {', '.join(map(str, left[:10]))}")
             time.sleep(0.0005)
 
     def close(self) -> None:
@@ -110,37 +112,27 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def descendants(pid: int) -> list[int]:
+    """The numbers of all descendants of a process."""
+    found = []
+    pending = [pid]
+    while pending:
+        children = _children(pending.pop())
+        found += children
+        pending += children
+    return found
+
+
 def offspring(pid: int) -> list[ProcessInfo]:
     """All descendants of a process that have not ended, without it."""
-    found = []
+    found = {}
     pending = [(child, pid) for child in _children(pid)]
     while pending:
         one, parent = pending.pop()
+        if one in found:  # it was given to another parent meanwhile
+            continue
         pending += [(child, one) for child in _children(one)]
         with contextlib.suppress(OSError):
-            with open(f"/proc/{one}/stat", errors="replace") as file:
-                if file.read().rpartition(")")[2].split()[0] in "ZX":
-                    continue
-            with open(f"/proc/{one}/cmdline", "rb") as command:
-                line = command.read().replace(b"\0", b" ").strip().decode(errors="backslashreplace")
-            found.append(ProcessInfo(one, parent, line, _descriptors(one)))
-    return sorted(found, key=lambda info: info.pid)
-
-
-def _descriptors(pid: int) -> tuple[str, ...]:
-    found = []
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
-            if int(name) > 2:
-                with contextlib.suppress(OSError):
-                    found.append(f"{name} -> {os.readlink(f'/proc/{pid}/fd/{name}')}")
-    return tuple(found)
-
-
-def state(pid: int) -> str:
-    """The letter that the kernel gives for what a process is doing; X if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+            if state(one) not in "ZX":
+                found[one] = ProcessInfo(one, parent, command_line(one), descriptors(one))
+    return sorted(found.values(), key=lambda info: info.pid)

@@ -47,7 +47,6 @@ def clear(directory: Path) -> None:
         remove_groups((directory / RECORD).read_text().splitlines())
     layers = directory / "layers"
     if layers.is_dir():
-        # Here and not left to others, for what is in there may be nested deeper than a path can be long.
         remove_directories([os.fspath(layers)])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
@@ -18,7 +19,7 @@ from sandboxgym.sandbox import criu
 from sandboxgym.sandbox.base import Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.boxes import Box
 from sandboxgym.sandbox.criu import RESTORE, SECONDS, Criu, CriuError, Value
-from sandboxgym.sandbox.image import CONTROL_PLACE, DEV_PLACE, EMPTY_PLACE, OPTIONS, Image, copy_control
+from sandboxgym.sandbox.image import OPTIONS, Image, copy_control
 from sandboxgym.sandbox.join import DONE
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.limits import rlimits
@@ -49,7 +50,7 @@ class Successor:
     def __init__(self, backend: OverlayBackend, program: str) -> None:
         self.program = program
         self._shared = backend.runtime
-        self.box = self._shared.box((backend.rootless, backend.network))
+        self.box = self._shared.box(backend.flavour)
         self.work = self.box.layer.path / _WORK
         try:
             self.work.mkdir()
@@ -84,9 +85,6 @@ def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str)
         SandboxUnavailable, SandboxFull: it could not be done, and the backend is still not live.
     """
     with Successor(backend, program) as successor:
-        for entry in backend.control.iterdir():
-            shutil.rmtree(entry)
-        copy_control(image.control, backend.control)
         return revive(backend, tree, image, successor, lazy=_is_lazy(backend, image, program))
 
 
@@ -99,7 +97,7 @@ def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
 def revive(
     backend: OverlayBackend, tree: OverlayTree, image: Image, successor: Successor, *, lazy: bool = False
 ) -> Process:
-    """As `fork`, with the control directory as it is.
+    """As `fork`, with a CRIU that was started before.
 
     Args:
         backend: not live.
@@ -123,18 +121,19 @@ def revive(
             raise SandboxUnavailable(f"the captured processes could not be restored: {error}") from error
         raise
     backend.settle(successor.box, below)
-    shared.watch(successor.box, backend.limits.disk)
-    shared.prepare((backend.rootless, backend.network))
+    shared.watch(successor.box, backend.limits)
+    shared.prepare(backend.flavour)
     return cast("Process", process)
 
 
 def _restored(
     backend: OverlayBackend, below: OverlayTree, image: Image, successor: Successor, *, lazy: bool
 ) -> NamespaceProcess:
-    box, work = successor.box, successor.work
+    box, work, stage = successor.box, successor.work, backend.runtime.directory / "stage"
     ready = _begin_to_bring(backend, image, successor) if lazy else -1
     try:
         _mount(backend, below, box)
+        copy_control(image.control, Path(f"/proc/self/fd/{box.control}"))
         if lazy and not (readable(ready, SECONDS) and os.read(ready, 1)):
             raise CriuError(f"the memory cannot be brought{criu.errors(work / _PAGES_LOG)}")
     finally:
@@ -145,7 +144,7 @@ def _restored(
         "images_dir": os.fspath(image.files),
         "log_file": _LOG,
         "root": os.fspath(backend.runtime.directory / "root"),
-        "external": [f"mnt[{point}]:{_source(backend, place)}" for point, place in image.content.mounts.items()],
+        "external": [f"mnt[{point}]:{stage / place}" for point, place in image.content.mounts.items()],
         "notify_scripts": True,
         "lazy_pages": lazy,
     }
@@ -180,28 +179,13 @@ def _begin_to_bring(backend: OverlayBackend, image: Image, successor: Successor)
 
 
 def _mount(backend: OverlayBackend, below: OverlayTree, box: Box) -> None:
-    """Have the layers mounted where CRIU restores."""
-    lowers = [
-        *(layer.files for layer in below.layers),
-        *backend.rootfs.lowers,
-        backend.runtime.skeleton(backend.rootfs),
-    ]
+    """Have all that processes are restored upon mounted where CRIU sees it."""
     if box.group:
         box.group.limit(backend.limits)
-    box.layer.dress(lowers[0])
-    request = {
-        "lowers": [os.fspath(path) for path in lowers],
-        "upper": os.fspath(box.layer.files),
-        "work": os.fspath(box.layer.work),
-    }
+    request = backend.mounts(box, below)
+    box.layer.dress(Path(request["lowers"][0]))
     box.answer()
-    box.ask("mount", request)
-
-
-def _source(backend: OverlayBackend, place: str) -> str:
-    own = {CONTROL_PLACE: backend.control, DEV_PLACE: backend.runtime.directory / "stage"}
-    own[EMPTY_PLACE] = backend.runtime.directory / "empty"
-    return os.fspath(own.get(place, place))
+    (box.control,) = box.ask("mount", request)
 
 
 def await_pages(box: Box) -> None:

@@ -43,9 +43,6 @@ _FOLDERS |= {"sys": 0o555, "mnt": 0o755, "opt": 0o755, "etc": 0o755, "var/lib": 
 _ETC = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\n",
-    "hosts": "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost\n",
-    "hostname": "sandbox\n",
-    "resolv.conf": "",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\nprotocols: files\nservices: files\n",
     "gitconfig": "[safe]\n\tdirectory = *\n",
     "shells": "/bin/sh\n/bin/bash\n",

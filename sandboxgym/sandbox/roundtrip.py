@@ -23,7 +23,7 @@ def round_trip(program: str) -> None:
     rootfs: RootFS = resolve("host")
     env = clean_environment(rootfs)
     backend: Any = OverlayBackend(rootfs, rootless=False)
-    backend.adopts = True
+    backend.keep_processes()
     twin = backend.twin()
     try:
         backend.start()

@@ -24,14 +24,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from sandboxgym import format as durable
+from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, SnapshotReleased
 from sandboxgym.sandbox import backends, criu
+from sandboxgym.sandbox.aftermath import Moment, births_of, end_started
 from sandboxgym.sandbox.base import (
+    LONGEST_COMMAND,
+    READ_LIMIT,
     Backend,
     Limits,
     Result,
     RootFS,
     SandboxClosed,
+    SandboxError,
     SandboxUnavailable,
     SnapshotLossy,
     Tree,
@@ -42,6 +47,7 @@ from sandboxgym.sandbox.namespace import OverlayBackend
 from sandboxgym.sandbox.one_command import collect
 from sandboxgym.sandbox.shell import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell_state import ShellState
+from sandboxgym.sandbox.written import Written
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.image import Whole
@@ -217,14 +223,15 @@ class Sandbox:
         self._shell().start()
         return self
 
-    def execute(self, command: str, *, timeout: float | None = None) -> Result:
+    def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
         """Run a command in the shell. What it changes there stays, see `ShellState`.
 
         Args:
             command: text for bash, in any number of lines.
             timeout: seconds, by default the limit; then all that the command started is killed.
+            raw: bytes of its output's beginning that `Result.raw` shall hold, as they were written.
         """
-        return self._shell().execute(command, timeout=self.limits.seconds if timeout is None else timeout)
+        return self._shell().execute(command, timeout=self.limits.seconds if timeout is None else timeout, raw=raw)
 
     def interact(self, text: str, *, timeout: float, until: str | None = None) -> Interaction:
         """Start a command that may wait for input, or answer the one that runs (see `Shell.interact`)."""
@@ -241,35 +248,54 @@ class Sandbox:
         timeout: float | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
+        output: int | None = None,
     ) -> Result:
         """Run a command in a bash of its own, without a terminal, its output in a pipe and nothing to read.
 
         Args:
             command: text for bash.
-            timeout: seconds, by default the limit; then it is killed with all that it started.
+            timeout: seconds, by default the limit; then it is killed with all that it started, wherever that went. What
+                the shell and its jobs started meanwhile stays, but for what has left its parents.
             env: added to the sandbox's environment; what the shell exported is not seen.
             cwd: directory, by default the one the sandbox was made with.
+            output: bytes that are kept of what it prints, by default the limit.
         """
         self._live()
+        if len(command) > LONGEST_COMMAND:
+            message = f"bash: a command has at most {LONGEST_COMMAND:,} characters, found {len(command):,}\n"
+            return Result(output=message, exit_code=2, seconds=0.0, syntax_error=True)
+        shell = self._parts.shell
+        older = births_of([] if shell is None or shell.pid is None else [shell.pid])
+        since = Moment.now()
         process = self.backend.spawn(
             ["bash", "--norc", "--noprofile", "-c", command],
             env={**self._env, **(env or {})},
             cwd=self._workdir if cwd is None else cwd,
         )
         try:
-            return collect(process, self.limits.seconds if timeout is None else timeout, self.limits.output)
+            return collect(
+                process,
+                self.limits.seconds if timeout is None else timeout,
+                self.limits.output if output is None else output,
+                end=lambda: end_started(self.backend, since, older=older),
+            )
         finally:
             process.kill()
             process.close()
 
-    def read_file(self, path: str) -> bytes:
+    def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file.
 
+        Args:
+            path: absolute, inside.
+            limit: bytes that it may hold.
+
         Raises:
-            OSError: as `open` would.
+            FileTooLarge: it holds more.
+            OSError: as `open` would; no regular file; not read in time.
         """
         self._live()
-        return self.backend.read_file(path)
+        return self.backend.read_file(path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file, making missing parents."""
@@ -335,6 +361,20 @@ class Sandbox:
                 lost.extend(f"fd {item}" for item in shell.redirected())
         return tuple(lost)
 
+    def written(self, *, alone: bool = False) -> Written | None:
+        """What tells whether files changed since another look, without reading them.
+
+        None where only reading tells: the backend is not an `OverlayBackend`, more than the idle shell runs, or a great
+        deal was written.
+
+        Args:
+            alone: it is known that nothing but the idle shell runs.
+        """
+        self._live()
+        if not isinstance(self.backend, OverlayBackend) or not (alone or not self._beside_files()):
+            return None
+        return self.backend.written()
+
     def snapshot(self, *, strict: bool = False, mode: SnapshotMode | None = None) -> SandboxSnapshot:
         """The files and the shell's state as they are, and the processes if the sandbox was made to capture them.
 
@@ -362,8 +402,8 @@ class Sandbox:
                 whole=None if whole is None or mode == "filesystem" else whole.retain(),
             )
         self._live()
-        state = self.shell_state()
-        lost = self._beside_files()
+        state, lost = self._readable_state()
+        lost += self._beside_files()
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._program is not None and mode != "filesystem" and whole_wanted:
@@ -384,6 +424,17 @@ class Sandbox:
         tree = self.backend.freeze()
         self._park(tree.retain(), state)
         return SandboxSnapshot(tree, state)
+
+    def _readable_state(self) -> tuple[ShellState | None, tuple[str, ...]]:
+        """The shell's state, or the last that could be read, and what that loses: no program may prevent a snapshot."""
+        try:
+            return self.shell_state(), ()
+        except SandboxClosed:
+            raise
+        except SandboxError as error:
+            shell = self._parts.shell
+            assert shell is not None
+            return shell.known_state, (f"what changed in the shell: {error}",)
 
     def _captured(self, state: ShellState | None, program: str) -> SandboxSnapshot:
         from sandboxgym.sandbox import full
@@ -469,22 +520,25 @@ class Sandbox:
         Raises:
             SnapshotCorrupt: not an intact packed snapshot.
             SnapshotMismatch: it has another root file system.
+            SandboxFull: its files are more than the sandbox may write, or than the disk has room for.
         """
         self._check_open()
         content = durable.unpack(data)
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            raise SnapshotCorrupt(f"expected a packed snapshot of version {VERSION}, found {content!r:.100}")
-        try:
-            base, archive, plain, lossy = (content[name] for name in ("base", "tree", "shell", "lossy"))
-            lossy = tuple(map(str, lossy))
-        except (KeyError, TypeError) as error:
-            raise SnapshotCorrupt(f"a packed snapshot without {error}") from error
+        match content:
+            case {
+                "version": int(version),
+                "base": str(base),
+                "tree": bytes(archive),
+                "shell": None | dict() as plain,
+                "lossy": list(lossy),
+            } if version == VERSION and all(isinstance(item, str) for item in lossy):
+                pass
+            case _:
+                raise SnapshotCorrupt(f"expected a packed snapshot of version {VERSION}, found {brief(content)}")
         if base != self._base():
-            raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {base!r:.100}")
-        if not isinstance(archive, bytes):
-            raise SnapshotCorrupt(f"expected an archive of files, found {archive!r:.100}")
+            raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {brief(base)}")
         shell = None if plain is None else ShellState.from_plain(plain)
-        return SandboxSnapshot(self.backend.unpack(archive), shell, lossy)
+        return SandboxSnapshot(self.backend.unpack(archive), shell, tuple(lossy))
 
     def close(self) -> None:
         """End everything and give it back; snapshots stay. Idempotent."""
@@ -625,7 +679,7 @@ def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> s
         raise SandboxUnavailable(f"snapshot={mode!r} cannot be had here: {reason}")
     program = criu.find()
     assert program is not None
-    backend.adopts, backend.lazy_pages = True, lazy_pages
+    backend.keep_processes(lazy_pages=lazy_pages)
     if lazy_pages is not None and not criu.brings_pages(program):
         note = f"Captured memory is restored as a whole, for {criu.NO_PAGES}."
         backend.capabilities = replace(backend.capabilities, notes=(*backend.capabilities.notes, note))

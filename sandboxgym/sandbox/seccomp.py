@@ -1,9 +1,13 @@
 """The system calls that are closed to what runs in a box, as a program for the kernel's filter.
 
-Like Docker's default profile it refuses, with EPERM, what reaches past a container: mounts, namespaces, kernel
-modules, keys, BPF, performance counters, clocks, io_uring. Calls of a foreign architecture (32-bit programs, x32) are
-refused as a whole, and so are address families other than unix, IPv4, IPv6 and netlink: a vsock, say, is not confined
-by a network namespace.
+1. What reaches past a container is refused with EPERM: mounts, namespaces, kernel modules, keys, BPF, performance
+   counters, clocks, io_uring. It is a list of what is closed; calls that came to the kernel after `NEWEST` are closed
+   too (ENOSYS), so that nothing opens by itself with a new kernel.
+2. Calls of a foreign architecture (32-bit programs, x32) are refused as a whole, and so are address families other than
+   unix, IPv4, IPv6 and netlink: a vsock, say, is not confined by a network namespace.
+3. Room on the disk cannot be reserved without writing (``fallocate`` gives EOPNOTSUPP, for which C libraries have an
+   answer): what is reserved in an instant is past a limit that is looked at from time to time. Holes can be punched.
+4. Contexts of asynchronous I/O (``io_setup`` gives ENOSYS) are counted for the machine as a whole: there are none.
 """
 
 from __future__ import annotations
@@ -76,16 +80,22 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
     "vhangup": (153, 58),
 }
+NEWEST = 469
+"""The highest number of a call that was there when this list was made (Linux 6.18); the same on both machines."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SOCKET = {"x86_64": (41, 53), "aarch64": (198, 199)}
 """socket, socketpair"""
+_IO_SETUP = {"x86_64": 206, "aarch64": 0}
+_FALLOCATE = {"x86_64": 285, "aarch64": 47}
+_PUNCH_HOLE = 0x02 | 0x01
+_COLLAPSE_RANGE = 0x08
 _FAMILIES = (1, 2, 10, 16)
 _NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000
 
 # Offsets in the kernel's struct seccomp_data; arguments are 64 bits wide, low half first on both machines.
-_NR, _ARCH, _ARGUMENT = 0, 4, 16
+_NR, _ARCH, _ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -115,6 +125,16 @@ def program(machine: str | None = None) -> bytes:
     ]
     if machine == "x86_64":
         parts += [_code(_JUMP_AT_LEAST, _X32, 0, 1), _code(_RETURN, _ERROR | errno.ENOSYS)]
+    parts += [_code(_JUMP_AT_LEAST, NEWEST + 1, 0, 1), _code(_RETURN, _ERROR | errno.ENOSYS)]
+    parts += [_code(_JUMP_EQUAL, _IO_SETUP[machine], 0, 1), _code(_RETURN, _ERROR | errno.ENOSYS)]
+    parts += [
+        _code(_JUMP_EQUAL, _FALLOCATE[machine], 0, 5),
+        _code(_LOAD, _SECOND_ARGUMENT),
+        _code(_JUMP_EQUAL, _PUNCH_HOLE, 1, 0),
+        _code(_JUMP_EQUAL, _COLLAPSE_RANGE, 0, 1),
+        _code(_RETURN, _ALLOW),
+        _code(_RETURN, _ERROR | errno.EOPNOTSUPP),
+    ]
     # glibc falls back to clone, whose flags can be looked at, when clone3 is not there
     parts += [_code(_JUMP_EQUAL, _CLONE3, 0, 1), _code(_RETURN, _ERROR | errno.ENOSYS)]
     parts += [

@@ -28,7 +28,7 @@ __sg_prepare() {
   local head='{ '
   # A trap for DEBUG or RETURN lives during commands only, so that it never sees what is typed.
   if [[ $__sg_traps == *' DEBUG'* || $__sg_traps == *' RETURN'* ]]; then head+='\builtin eval "$__sg_traps"; '; fi
-  head+='__sg_begin "$__sg_last" && : "$__sg_last"; } >/dev/null 2>&1;'
+  head+='__sg_begin "$__sg_last" && \builtin : "$__sg_last"; } >/dev/null 2>&1;'
   if { __sg_parses '{ :' '}' || [[ $? == 77 ]]; } && { __sg_parses 'if :; then :' 'fi' || [[ $? == 77 ]]; }; then
     __sg_code="$head $__sg_text"$'\n'"$__sg_tail"
   # Two kinds of text are valid by themselves only: an unfinished here-document, and patterns that it switches on itself.
@@ -36,7 +36,7 @@ __sg_prepare() {
     __sg_code="$head"$'\n'"$__sg_text"
   else
     builtin printf '%s syntax 2\n' "$__sg_nonce" >@DIR@/status
-    __sg_code="$head __sg_refuse && :"$'\n'"$__sg_tail"
+    __sg_code="$head __sg_refuse && \builtin :"$'\n'"$__sg_tail"
   fi
 }
 
@@ -103,11 +103,11 @@ builtin trap __sg_abort RTMAX
 
 # Evaluated outside of functions, where traps and positional parameters are the user's.
 __sg_late='if [[ ${__sg_nonce-} ]]; then
-  __sg_end || :
+  __sg_end || \builtin :
   if [[ ${__sg_kept-} ]]; then \builtin eval "$__sg_kept"; __sg_kept=; fi
-  { \builtin trap -p; \builtin printf "\0"; } 1<>@DIR@/traps || :
-  __sg_traps=; IFS= \builtin read -r -d "" __sg_traps <@DIR@/traps || :
+  { \builtin trap -p; \builtin printf "\0"; } 1<>@DIR@/state.$((1 - __sg_slot)) || \builtin :
+  __sg_traps=; IFS= \builtin read -r -d "" __sg_traps <@DIR@/state.$((1 - __sg_slot)) || \builtin :
   \builtin trap - DEBUG RETURN
-  __sg_dump "$@" || :
+  __sg_dump "$@" || \builtin :
 fi'
 __sg_tail='{ __sg_now=$? __sg_arg=$_;\builtin eval "$__sg_late"; } >/dev/null 2>&1'

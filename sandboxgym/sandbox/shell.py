@@ -5,8 +5,8 @@
 2. Its exit code arrives through a pipe beside the terminal, and its output lies between two marks that are new each
    time. No output can be mistaken for a prompt, and no prompt for output. What background jobs print between two
    commands is dropped.
-3. After the time limit Ctrl-C is sent, then everything that the command started is killed. The shell stays, with what
-   the command had changed by then, unless it hangs itself.
+3. After the time limit Ctrl-C is sent, then everything that the command started is killed, wherever it went
+   (``aftermath.py``). The shell stays, with what the command had changed by then, unless it hangs itself.
 4. The shell hands out its whole state after each command (`ShellState`), while nobody waits for it. A shell that ended
    (``exit``, ``exec``, ``set -e``, ``kill -9 $$``) is replaced by one with the state after the last command that was
    completed.
@@ -27,7 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sandboxgym.errors import SnapshotCorrupt
+from sandboxgym.sandbox.aftermath import Moment, birth_of, births_of, end_started, kill_started
 from sandboxgym.sandbox.base import (
+    LONGEST_COMMAND,
     Backend,
     Process,
     ProcessInfo,
@@ -36,6 +38,8 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxUnavailable,
 )
+from sandboxgym.sandbox.process_table import descriptor_target
+from sandboxgym.sandbox.reading import start_of
 from sandboxgym.sandbox.shell_process import ARGV, BashProcess, Connection, Heard
 from sandboxgym.sandbox.shell_state import ShellState
 from sandboxgym.sandbox.terminal import Capture, decode, encode, plain_text
@@ -76,10 +80,10 @@ class _Command:
     capture: Capture
     began: float
     """By `time.monotonic`."""
-    boot_began: float
+    since: Moment
     """By the clock that start times of processes are given in."""
-    older: frozenset[int]
-    """Children of the shell that it found."""
+    older: Mapping[int, str]
+    """Children of the shell that it found, and when they started."""
     exit_code: int | None = None
     syntax_error: bool = False
 
@@ -91,7 +95,7 @@ class Seat:
     connection: Connection
     number: int
     command: _Command | None
-    """Its ``older`` are numbered as inside."""
+    """Its ``older`` are numbered as inside, without their births."""
     state: ShellState | None
     dump: bytes
     slot: int | None
@@ -166,7 +170,7 @@ class Shell:
                 break
         command = self._command
         if command is not None:
-            older = frozenset(number for pid in command.older if (number := number_inside(pid)))
+            older = {number: "" for pid in command.older if (number := number_inside(pid))}
             command = replace(command, capture=copy.deepcopy(command.capture), older=older)
         return Seat(bash.connection, self._number, command, self._state, self._dump, self._slot, self._settled)
 
@@ -179,7 +183,7 @@ class Shell:
     def _copied(self, command: _Command | None) -> _Command | None:
         if command is None:
             return None
-        older = frozenset(pid for pid in _children(self.pid) if number_inside(pid) in command.older)
+        older = {pid: birth_of(pid) for pid in _children(self.pid) if number_inside(pid) in command.older}
         return replace(command, capture=copy.deepcopy(command.capture), older=older)
 
     @property
@@ -201,12 +205,13 @@ class Shell:
         if self._bash is None:
             self._spawn()
 
-    def execute(self, command: str, *, timeout: float) -> Result:
+    def execute(self, command: str, *, timeout: float, raw: int = 0) -> Result:
         """Run a command to its end.
 
         Args:
             command: what bash shall run, in any number of lines.
             timeout: seconds after which everything that it started is killed.
+            raw: bytes of its output's beginning that are also kept as they were written.
 
         Raises:
             SandboxError: a command of `interact` has not ended.
@@ -214,10 +219,9 @@ class Shell:
         """
         if self._command is not None:
             raise SandboxError("a command still runs: go on with interact(), or end it with interrupt()")
-        if "\0" in command:
-            message = "bash: a command cannot hold a null byte\n"
-            return Result(output=message, exit_code=2, seconds=0.0, syntax_error=True)
-        self._begin(command)
+        if refusal := _refusal(command):
+            return Result(output=refusal, exit_code=2, seconds=0.0, syntax_error=True)
+        self._begin(command, raw=raw)
         done = self._wait(time.monotonic() + timeout)
         if not done:
             self._interrupt()
@@ -231,10 +235,18 @@ class Shell:
                 ``\x04`` at the start of a line ends the input.
             timeout: seconds after which it is left waiting. It is not killed.
             until: a regular expression; once the new output matches, it is returned.
+
+        Raises:
+            SandboxError: more than `base.LONGEST_COMMAND` characters are typed.
         """
         if self._command is None:
-            self._begin(text.replace("\0", ""))
+            text = text[: LONGEST_COMMAND + 1].replace("\0", "")
+            if refusal := _refusal(text):
+                return Interaction(output=refusal, exit_code=2, seconds=0.0, syntax_error=True)
+            self._begin(text)
         elif self._bash is not None:
+            if refusal := _refusal(text, typed=True):
+                raise SandboxError(refusal.strip())
             self._bash.type(encode(text))
         if self._wait(time.monotonic() + timeout, until=re.compile(until) if until else None):
             return self._finish(timed_out=False)
@@ -258,11 +270,17 @@ class Shell:
 
         Raises:
             SandboxClosed: the sandbox is gone.
-            SandboxError: it cannot be read, for somebody inside meddled with it, or it takes more than 256 MiB.
+            SandboxError: it cannot be read, for somebody inside meddled with it, or it takes more than
+                `shell_process.MAX_STATE` bytes.
         """
         if self._bash is not None and self._command is None:
             self._settle()
         return self._last_state()
+
+    @property
+    def known_state(self) -> ShellState | None:
+        """The last state that could be read."""
+        return self._state
 
     def rest(self) -> None:
         """Wait until an idle bash has closed what it uses itself between two commands, as far as can be seen.
@@ -289,7 +307,7 @@ class Shell:
                 except FileNotFoundError:
                     target = "closed"
                 if target != terminal:
-                    found.append(f"{number} -> {target}")
+                    found.append(f"{number} -> {descriptor_target(self.pid, number) or 'closed'}")
         return tuple(found)
 
     def owns(self, info: ProcessInfo) -> bool:
@@ -387,7 +405,7 @@ class Shell:
             bash.process.kill()
             bash.gone = True
 
-    def _begin(self, command: str) -> None:
+    def _begin(self, command: str, *, raw: int = 0) -> None:
         bash = self._idle()
         nonce = os.urandom(8).hex()
         bash.command(command, nonce)
@@ -395,10 +413,10 @@ class Shell:
         self._settled = False
         self._command = _Command(
             nonce=nonce,
-            capture=Capture(self._output, begin=mark + b"{\x1e", end=mark + b"}\x1e"),
+            capture=Capture(self._output, begin=mark + b"{\x1e", end=mark + b"}\x1e", raw=raw),
             began=time.monotonic(),
-            boot_began=_boot_time(),
-            older=_children(self.pid),
+            since=Moment.now(),
+            older=births_of(_children(self.pid)),
         )
 
     def _wait(self, deadline: float, *, until: re.Pattern[str] | None = None) -> bool:
@@ -441,7 +459,7 @@ class Shell:
         output, code = plain_text(_ECHOED.sub(b"", data)), command.exit_code
         if command.syntax_error:
             with contextlib.suppress(OSError):
-                output = decode(bash.syntax_error())
+                output = decode(bash.syntax_error(self._output))
         bash.forget_typed()
         self._command = None
         seconds = time.monotonic() - command.began
@@ -458,6 +476,7 @@ class Shell:
             elided=elided,
             syntax_error=command.syntax_error,
             ended=ended,
+            raw=_ECHOED.sub(b"", bytes(command.capture.beginning)),
         )
 
     def _running(self) -> _Command:
@@ -478,7 +497,8 @@ class Shell:
         pause = _BETWEEN
         while not done and time.monotonic() < deadline:
             bash.abort()
-            self._kill_started(command)
+            with contextlib.suppress(SandboxClosed):  # which waiting will tell
+                kill_started(self._backend, command.since, older=command.older, shell=self.pid)
             bash.interrupt()
             done = self._wait(time.monotonic() + pause)
             pause *= 1.5
@@ -486,26 +506,18 @@ class Shell:
             bash.process.kill()
             self._wait(time.monotonic() + PATIENCE)
             bash.gone = True
-        self._kill_started(command, wait=True)
+        if self._backend.live:
+            end_started(self._backend, command.since, older=command.older, shell=self.pid)
 
-    def _kill_started(self, command: _Command, *, wait: bool = False) -> None:
-        """Kill everything that came up since the command began, wherever it went."""
-        if not self._backend.live:
-            return
-        infos = self._backend.processes()
-        older = set(command.older)
-        for _ in infos:  # with their descendants; a child need not follow its parent in the list
-            more = {info.pid for info in infos if info.parent in older} - older
-            if not more:
-                break
-            older |= more
-        pids = [info.pid for info in infos if info.pid not in older and not self.owns(info)]
-        doomed = {pid for pid in pids if not _is_older(pid, command.boot_began)}
-        self._backend.kill(doomed)
-        deadline = time.monotonic() + PATIENCE
-        while wait and doomed and time.monotonic() < deadline:
-            time.sleep(_BETWEEN)
-            doomed &= {info.pid for info in self._backend.processes()} if self._backend.live else set()
+
+def _refusal(text: str, *, typed: bool = False) -> str:
+    """Why a text is not given to bash; empty if it is."""
+    if len(text) > LONGEST_COMMAND:
+        what = "what is typed" if typed else "a command"
+        return f"bash: {what} has at most {LONGEST_COMMAND:,} characters, found {len(text):,}\n"
+    if "\0" in text and not typed:
+        return "bash: a command cannot hold a null byte\n"
+    return ""
 
 
 def number_inside(pid: int) -> int | None:
@@ -522,23 +534,13 @@ def _children(pid: int | None) -> frozenset[int]:
         return frozenset()
 
 
-def _boot_time() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
-
-
-def _is_older(pid: int, moment: float) -> bool:
-    """Whether a process is known to have started before a moment."""
-    fields = _stat(pid)
-    return bool(fields) and int(fields[19]) < int(moment * os.sysconf("SC_CLK_TCK"))
-
-
 def _is_starting(pid: int) -> bool:
     """Whether a process was forked off only now, and is, or may be, about to execute a program."""
     fields = _stat(pid)
     if fields[:1] not in ([b"R"], [b"D"]) or fields[11:13] != [b"0", b"0"]:  # it sleeps, or has run for some time
         return False
     try:  # while it is replaced, a program has no arguments
-        return bool(int(fields[6]) & _FORKED) or not Path(f"/proc/{pid}/cmdline").read_bytes()
+        return bool(int(fields[6]) & _FORKED) or not start_of(f"/proc/{pid}/cmdline", 1)
     except OSError:
         return False
 
@@ -554,7 +556,7 @@ def is_dying(pid: int) -> bool:
 
 def _status(pid: int | None) -> str:
     try:
-        return Path(f"/proc/{pid}/status").read_text(errors="replace")
+        return start_of(f"/proc/{pid}/status", 1 << 16).decode(errors="replace")
     except OSError:
         return ""
 
@@ -562,6 +564,6 @@ def _status(pid: int | None) -> str:
 def _stat(pid: int | None) -> list[bytes]:
     """What the kernel says of a process, from its state on; empty where it says nothing."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()
     except OSError:
         return []

@@ -2,6 +2,9 @@
 
 shell.bash, which is sourced first, defines what the reports are: ``end`` with an exit code, ``syntax``, and ``state``
 with the number of the file that holds the whole state; `BashProcess.ask` adds ``answer``.
+
+Whoever runs inside may write to the pipe and to the files too. So a report is what looks like one to the letter, other
+lines are dropped, however long they are, and no file is read beyond a bound.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ import fcntl
 import functools
 import importlib.resources
 import os
+import re
 import select
 import shlex
 import signal
 import stat
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
+from sandboxgym.sandbox.reading import FLAGS, beginning, check_regular, regular_file
 from sandboxgym.sandbox.shell_state import ShellState, parse_limits
 from sandboxgym.sandbox.terminal import encode
 
@@ -32,10 +38,14 @@ if TYPE_CHECKING:
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 READY = "ready"
 """The nonce of the reports of a bash that has just started."""
+MAX_STATE = 4 * 2**20
+"""Bytes of a shell's whole state from which on it is not read: as a script, it may take twenty times as much."""
 
 _TIOCSIG = 0x40045436 if os.uname().sysname == "Linux" else 0x2000745F
 _CHUNK = 1 << 16
-_MAX_STATE = 1 << 28
+_MAX_LIMITS = 1 << 16  # bytes that ``ulimit -Sa`` prints
+_REPORT = re.compile(rb"([0-9a-f]{16}|%b) (end|syntax|state|answer) ([0-9]{1,3})\Z" % READY.encode())
+_LONGEST_REPORT = 64
 _LINE = 256  # typed at once: less than a terminal takes without anybody reading
 _GLANCE = 0.1  # seconds between two looks at a process that nobody tells of
 
@@ -81,9 +91,9 @@ class BashProcess:
     """
 
     def __init__(self, backend: Backend, *, env: Mapping[str, str], cwd: str, state: ShellState | None) -> None:
-        name = f"shell.{os.urandom(4).hex()}"
-        self._open(backend, name, make=True)
-        inside = f"{backend.control_inside}/{name}"
+        folder = backend.shell_directory()
+        self._open(backend, folder, make=True)
+        inside = f"{backend.control_inside}/{folder.name}"
         try:
             self._write("init", _init(inside, state))
             process = backend.spawn(ARGV, env=env, cwd=cwd, terminal=True)
@@ -109,7 +119,7 @@ class BashProcess:
             connection: of the captured one.
         """
         self = cls.__new__(cls)
-        self._open(backend, connection.name, make=False)
+        self._open(backend, backend.control / connection.name, make=False)
         self._attach(process)
         self._modes, self._received, self._limits = connection.modes, connection.received, connection.limits
         self._typed = connection.typed
@@ -118,30 +128,30 @@ class BashProcess:
     @property
     def connection(self) -> Connection:
         """For `restored`."""
-        return Connection(self._folder.name, self._received, self._limits, self._modes, self._typed)
+        return Connection(self._name, self._received, self._limits, self._modes, self._typed)
 
     def move(self, process: Process) -> None:
         """Go on with a copy of this bash, which has taken its place; the old one is forgotten, not killed."""
         self.process.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
+        self._remove()
+        self._open(self._backend, self._backend.control / self._name, make=False)
         self._attach(process)
 
-    def _open(self, backend: Backend, name: str, *, make: bool) -> None:
+    def _open(self, backend: Backend, folder: Path, *, make: bool) -> None:
         self._backend = backend
-        self._folder = backend.control / name
-        if make:
-            self._folder.mkdir()
-        # Those inside may change whatever lies here: nothing is found by its path again, and no link is followed.
-        self._place = os.open(self._folder, os.O_DIRECTORY | os.O_NOFOLLOW)
-        os.fchmod(self._place, 0o777)  # the user inside may be another one
+        self._name = folder.name
+        # Those inside may change what lies here: nothing is found by its path again, and no link is followed.
+        self._place = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
         if make:
             os.mkfifo("status", dir_fd=self._place)
         # Opened for writing too, so that it never ends.
         self._status = os.open("status", os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self._place)
         os.fchmod(self._status, 0o666)
-        go = shlex.quote(f"{backend.control_inside}/{name}/go")
-        self._reports = shlex.quote(f"{backend.control_inside}/{name}/status").encode()
+        inside = f"{backend.control_inside}/{self._name}"
+        go = shlex.quote(f"{inside}/go")
+        self._reports = shlex.quote(f"{inside}/status").encode()
         self._line = f'. {go};{{ \\builtin eval "$__sg_tail";}} >/dev/null 2>&1\n'.encode()
 
     def _attach(self, process: Process) -> None:
@@ -226,16 +236,18 @@ class BashProcess:
 
     def dump(self, slot: int) -> bytes:
         """The content of a state file that was reported complete."""
-        return self._read(f"state.{slot}")
+        return self._read(f"state.{slot}", MAX_STATE)
 
-    def syntax_error(self) -> bytes:
-        """What bash says of a command that does not parse."""
-        return self._read("syntax")
+    def syntax_error(self, nbytes: int) -> bytes:
+        """What bash says of a command that does not parse, its first bytes."""
+        with self._opened("syntax") as descriptor:
+            check_regular(descriptor, "syntax")
+            return beginning(descriptor, nbytes)
 
     def parse(self, dump: bytes) -> ShellState:
         """The state in a dump."""
         if self._limits is None:
-            self._limits = parse_limits(self._read("limits"))
+            self._limits = parse_limits(self._read("limits", _MAX_LIMITS))
         return ShellState.parse(dump, limits=self._limits)
 
     def close(self) -> None:
@@ -250,7 +262,6 @@ class BashProcess:
     def _remove(self) -> None:
         os.close(self._status)
         os.close(self._place)
-        self._backend.discard(self._folder)
 
     def _write(self, name: str, content: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -260,25 +271,34 @@ class BashProcess:
             file.write(content)
             file.truncate()  # not emptied first, which can take a file system a millisecond and more
 
-    def _read(self, name: str) -> bytes:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(name, flags, dir_fd=self._place), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_STATE:
-                raise OSError(f"{name} is no file any more, or larger than {_MAX_STATE} bytes")
-            return file.read()
+    def _read(self, name: str, limit: int) -> bytes:
+        with self._opened(name) as descriptor:
+            return regular_file(descriptor, name, limit=limit)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        descriptor = os.open(name, FLAGS | os.O_NOFOLLOW, dir_fd=self._place)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _receive(self) -> list[Report]:
         with contextlib.suppress(BlockingIOError):
             self._received += os.read(self._status, _CHUNK)
-        *lines, self._received = self._received.split(b"\n")
-        reports = []
-        for line in lines:
-            # Anybody inside may write here too; what is no report is dropped.
-            with contextlib.suppress(ValueError, TypeError):
-                nonce, kind, value = line.decode().split(" ")
-                reports.append(Report(nonce, kind, int(value)))
+        reports, self._received = parse_reports(self._received)
         return reports
+
+
+def parse_reports(received: bytes) -> tuple[list[Report], bytes]:
+    """The reports in what was received, and the beginning of another one, as far as it can be one.
+
+    Half a line that somebody else wrote does not spoil the report after it.
+    """
+    *lines, rest = received.split(b"\n")
+    found = (_REPORT.search(line[-_LONGEST_REPORT:]) for line in lines)
+    reports = [Report(match[1].decode(), match[2].decode(), int(match[3])) for match in found if match]
+    return reports, rest[-_LONGEST_REPORT:]
 
 
 def open_pidfd(pid: int | None) -> int | None:

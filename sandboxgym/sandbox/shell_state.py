@@ -8,16 +8,20 @@
    the seeds of RANDOM and SRANDOM, hard limits, the table of ``hash``, completions and key bindings, modes of the
    terminal. A working directory that is gone is replaced by ``/``.
 3. It is all text that bash printed, kept as bytes, so that values in any encoding survive.
+4. Those inside can write whatever they want where it is read from: parsing takes a time and a memory that grow with its
+   length, and what does not fit is one error.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
 
 SECTIONS = (
@@ -42,8 +46,9 @@ _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD
 _INHERITED += b"SHELL SHLVL TERM USER"
 """Variables that a new bash has without being told; unset where the captured one had none."""
 
-_STRING = rb"""(?:"(?:[^"\\]|\\.)*"|\$'(?:[^'\\]|\\.)*')"""
-_VALUE = rb"""%b|\((?:[^"'$)]|%b)*\)|[^"'$(\n]*""" % (_STRING, _STRING)
+# What repeats gives nothing back (*+, ++), or each byte of a value would be remembered as a place to try again from.
+_STRING = rb"""(?:"(?:[^"\\]++|\\.)*+"|\$'(?:[^'\\]++|\\.)*+')"""
+_VALUE = rb"""%b|\((?:[^"'$)]++|%b)*+\)|[^"'$(\n]*+""" % (_STRING, _STRING)
 _DECLARATION = re.compile(rb"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)(?:=(%b))?\n" % _VALUE, re.DOTALL)
 _FUNCTION_ATTRIBUTES = re.compile(rb"^declare -f([a-z]+) (\S+)$", re.MULTILINE)
 _LIMIT = re.compile(rb"-(\w)\) +(\S+)$", re.MULTILINE)
@@ -51,9 +56,21 @@ _SHOPT = re.compile(rb"^shopt (-[su]) (\S+)$", re.MULTILINE)
 _SET = re.compile(rb"^set ([-+]o \S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
+_OWN_FUNCTION = re.compile(rb"^__sg_\w++ \(\) *+\n\{", re.MULTILINE)
+_FUNCTION_END = re.compile(rb"^\}[^\n]*+\n", re.MULTILINE)
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
 """What ``history`` prints before each line of it, with the time format of shell.bash."""
+MOST_VARIABLES = 10_000
+"""Variables of a state: a bash that starts takes more than linear time to set them."""
+_MANY = 1000
+"""Lines of the history and directories of the stack that are kept; a new bash keeps 500 of the former."""
 _ONE_LINE = re.compile(rb"[^\n]*")
+# Words of a saved state.
+_NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
+_LETTERS = re.compile(r"[A-Za-z]*")
+_LETTER = re.compile(r"[A-Za-z]")
+_BOUND = re.compile(rb"[0-9]+|unlimited|hard|soft")
+_UMASK = re.compile(rb"[0-7]{1,5}|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +120,10 @@ class ShellState:
             dump: the content of a state file; what follows the end is ignored.
             limits: the soft limits that the shell started with (`parse_limits`).
         """
-        parts = dump.split(b"\0")
+        parts = dump.split(b"\0", len(SECTIONS) + 1)
         if parts[len(SECTIONS) : len(SECTIONS) + 1] != [b"end"]:
-            raise SnapshotCorrupt(
-                f"expected a shell's state in {len(SECTIONS)} sections and its end, found {parts[-2:]}"
-            )
+            last = [part[:100] for part in parts[-2:]]
+            raise SnapshotCorrupt(f"expected a shell's state in {len(SECTIONS)} sections and its end, found {last}")
         raw = dict(zip(SECTIONS, parts))
         return cls(
             cwd=raw["cwd"].removesuffix(b"\n"),
@@ -130,7 +146,7 @@ class ShellState:
             status=int(raw["status"]),
             last=raw["last"],
             positional=raw["positional"],
-            history=raw["history"].removesuffix(b"\n"),
+            history=_last_entries(raw["history"].removesuffix(b"\n")),
             directories=raw["directories"],
         )
 
@@ -141,7 +157,7 @@ class ShellState:
         return b"\n".join(
             [
                 b"cd -- %s || cd /" % _quoted(self.cwd),
-                *(b"pushd -n -- %s" % _quoted(name) for name in reversed(self.directories.splitlines()[1:])),
+                *(b"pushd -n -- %s" % _quoted(name) for name in reversed(_first_lines(self.directories)[1:])),
                 *(b"history -s -- %s" % _quoted(line) for line in _BEFORE_ENTRY.split(self.history)[1:]),
                 b"unset -v " + b" ".join(unset) if unset else b":",
                 *(_declaration(name, variable) for name, variable in self.variables.items()),
@@ -191,17 +207,22 @@ class ShellState:
         """
         try:
             values = {"history": b"", "directories": b"", **dict(plain)}
+            variables, limits = _typed(values["variables"], list), _typed(values["limits"], list)
+            _check_number(len(variables))
             values["variables"] = {
-                _typed(name, bytes): Variable(_typed(letters, str), value if value is None else _typed(value, bytes))
-                for name, letters, value in values["variables"]
+                _matching(_NAME, name): Variable(_matching(_LETTERS, letters), value if value is None else _text(value))
+                for name, letters, value in variables
             }
-            values["limits"] = {_typed(letter, str): _typed(value, bytes) for letter, value in values["limits"]}
+            values["limits"] = {_matching(_LETTER, letter): _matching(_BOUND, value) for letter, value in limits}
             for field in fields(cls):
-                if field.name not in ("variables", "limits"):
-                    _typed(values[field.name], int if field.name == "status" else bytes)
+                if field.name not in ("variables", "limits", "status"):
+                    _text(values[field.name])
+            if not 0 <= _typed(values["status"], int) <= 255:
+                raise ValueError(f"expected an exit status from 0 to 255, found {brief(values['status'])}")
+            _matching(_UMASK, values["umask"])
             return cls(**values)
         except (TypeError, ValueError, KeyError) as error:
-            raise SnapshotCorrupt(f"expected a shell's state, found {plain!r:.200} ({error})") from error
+            raise SnapshotCorrupt(f"expected a shell's state, found {brief(plain)} ({brief(error)})") from error
 
 
 def parse_limits(text: bytes) -> dict[str, bytes]:
@@ -226,12 +247,31 @@ def _parse_variables(text: bytes) -> dict[bytes, Variable]:
                 continue
         if name not in _INTERNAL and not name.startswith(OWN):
             variables[name] = Variable(letters.decode().strip("-"), value)
+            _check_number(len(variables))
     return variables
 
 
+def _check_number(variables: int) -> None:
+    if variables > MOST_VARIABLES:
+        raise ValueError(f"expected a shell of at most {MOST_VARIABLES:,} variables, found more")
+
+
 def _without_own(functions: bytes) -> bytes:
-    # declare -f prints a definition from its name, at the start of a line, to the next line that is a single "}".
-    return re.sub(rb"^__sg_\w+ \(\) *\n\{.*?^\}[^\n]*\n", b"", functions, flags=re.MULTILINE | re.DOTALL)
+    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}".
+    kept, at = [], 0
+    while (begin := _OWN_FUNCTION.search(functions, at)) and (end := _FUNCTION_END.search(functions, begin.end())):
+        kept.append(functions[at : begin.start()])
+        at = end.end()
+    return b"".join((*kept, functions[at:]))
+
+
+def _last_entries(history: bytes) -> bytes:
+    begins = deque((match.start() for match in _BEFORE_ENTRY.finditer(history)), maxlen=_MANY)
+    return history[begins[0] :] if len(begins) == _MANY else history
+
+
+def _first_lines(text: bytes) -> list[bytes]:
+    return b"\n".join(text.split(b"\n", _MANY + 1)[: _MANY + 1]).splitlines()
 
 
 def _shopts(printed: bytes) -> list[bytes]:
@@ -251,6 +291,20 @@ def _quoted(value: bytes) -> bytes:
 
 
 def _typed(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _text(value: Any) -> bytes:
+    """What bash can read: a script ends for it at a null byte, or goes on without it."""
+    if b"\0" in (text := _typed(value, bytes)):
+        raise ValueError("expected text without null bytes")
+    return bytes(text)
+
+
+def _matching(pattern: re.Pattern[Any], value: Any) -> Any:
+    """A word that is put into the script as it is."""
+    if not pattern.fullmatch(value):
+        raise ValueError(f"expected {pattern.pattern!r}, found {brief(value, 40)}")
     return value

@@ -23,6 +23,7 @@ log = logging.getLogger("sandboxgym")
 VARIABLE = "SANDBOXGYM_INIT"
 """Environment variable; ``python`` goes without the program."""
 
+_MODE = 0o755  # a box with ids of its own executes it as nobody
 _OPTIONS = ("-std=gnu11", "-O2", "-static", "-s")
 _SECONDS = 60.0
 
@@ -32,7 +33,7 @@ def program() -> Path | None:
     if os.environ.get(VARIABLE) == "python":
         return None
     source = importlib.resources.files("sandboxgym.sandbox").joinpath("init.c").read_bytes()
-    key = hashlib.sha256(repr((source, _OPTIONS, platform.machine())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((source, _OPTIONS, _MODE, platform.machine())).encode()).hexdigest()[:16]
     path = cache_dir() / "sandbox" / f"init-{key}"
     try:
         if not os.access(path, os.X_OK):
@@ -54,7 +55,7 @@ def _compile(source: bytes, path: Path) -> None:
     try:
         command = [compiler, *_OPTIONS, "-x", "c", "-", "-o", made]
         subprocess.run(command, input=source, capture_output=True, check=True, timeout=_SECONDS)
-        os.chmod(made, 0o700)
+        os.chmod(made, _MODE)
         os.rename(made, path)  # complete, or not there
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

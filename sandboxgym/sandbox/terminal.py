@@ -1,16 +1,16 @@
-"""What a program printed on a terminal, as bounded plain text."""
+"""What a program printed on a terminal, as bounded plain text; in a time that grows with its length, whatever it is."""
 
 from __future__ import annotations
 
 import re
 
 # CSI, OSC and other string sequences, character sets, and the rest of two bytes; `[K` is needed for `_line`.
-_ESCAPE = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*(?P<final>[@-~])|[\]PX^_](?:[^\x07\x1b]|\x1b(?!\\))*(?:\x07|\x1b\\)|[ -/]+[0-~]|[0-Z\\^-~])"
-)
+_CSI, _STRING, _SHORT = r"\[[0-?]*[ -/]*(?P<final>[@-~])", r"[\]PX^_].*?(?:\x07|\x1b\\)", r"[ -/]+[0-~]|[0-Z\\^-~]"
+_ESCAPE = re.compile(rf"\x1b(?:{_CSI}|{_STRING}|{_SHORT})", re.DOTALL)
+_STRINGLESS = re.compile(rf"\x1b(?:{_CSI}|{_SHORT})")
+_ENDS = ("\x07", "\x1b\\")
 _ERASE = "\x1bK"
 _MOVING = re.compile(f"[\r\x08]|{_ERASE}")
-_BACKSPACE = re.compile(r"[^\x08\n]\x08")
 
 
 class Capture:
@@ -20,14 +20,18 @@ class Capture:
         limit: bytes that are kept.
         begin: what precedes the stream; all before it is dropped. Empty if it begins at once.
         end: what follows it; all after it is dropped. Empty if it has no end.
+        raw: bytes of its beginning that are kept beside these halves.
     """
 
-    def __init__(self, limit: int, *, begin: bytes = b"", end: bytes = b"") -> None:
+    def __init__(self, limit: int, *, begin: bytes = b"", end: bytes = b"", raw: int = 0) -> None:
         self._half = max(limit // 2, 1)
+        self._raw = raw
         self._begin, self._end = begin, end
         self._begun = not begin
         self._carry = b""
         self._head, self._tail = bytearray(), bytearray()
+        self.beginning = bytearray()
+        """The first ``raw`` bytes."""
         self.elided = 0
         """Bytes dropped from the middle so far."""
         self.complete = False
@@ -74,6 +78,8 @@ class Capture:
         return kept, elided
 
     def _keep(self, data: bytes) -> None:
+        if len(self.beginning) < self._raw:
+            self.beginning += data[: self._raw - len(self.beginning)]
         room = self._half - len(self._head)
         if room > 0:
             self._head += data[:room]
@@ -103,7 +109,9 @@ def plain_text(data: bytes) -> str:
     """The lines as they stand on the screen in the end: no escape sequences, progress bars in their last state."""
     text = decode(data).replace("\r\n", "\n")
     if "\x1b" in text:
-        text = _ESCAPE.sub(lambda match: _ERASE if match["final"] == "K" else "", text)
+        # After the last end of a string sequence none is looked for: each beginning would look through all the rest.
+        last = max((at + len(end) for end in _ENDS if (at := text.rfind(end)) >= 0), default=0)
+        text = _ESCAPE.sub(_erasing, text[:last]) + _STRINGLESS.sub(_erasing, text[last:])
     if "\r" in text or "\x08" in text or _ERASE in text:
         text = "\n".join(
             _line(line) if "\r" in line or "\x08" in line or _ERASE in line else line for line in text.split("\n")
@@ -111,17 +119,31 @@ def plain_text(data: bytes) -> str:
     return text
 
 
+def _erasing(match: re.Match[str]) -> str:
+    return _ERASE if match["final"] == "K" else ""
+
+
 def _line(line: str) -> str:
     """One line with carriage returns, backspaces and erasures carried out."""
-    shown = ""
-    for part in line.split("\r"):
-        while "\x08" in part:
-            fewer = _BACKSPACE.sub("", part)
-            part = fewer if fewer != part else part.replace("\x08", "")
-        before, erase, _ = part.rpartition(_ERASE)
-        if erase:
-            written = before.replace(_ERASE, "") + part[len(before) + len(_ERASE) :]
-            shown = written
-        else:
-            shown = part + shown[len(part) :]
-    return shown
+    shown: list[str] = []
+    length = 0
+    for part in reversed(line.split("\r")):  # each shows only where those after it end
+        written = _without_backspaces(part) if "\x08" in part else part
+        kept = written.replace(_ERASE, "")
+        if len(kept) > length:
+            shown.append(kept[length:])
+            length = len(kept)
+        if _ERASE in written:  # which leaves nothing of those before
+            break
+    return "".join(shown)
+
+
+def _without_backspaces(part: str) -> str:
+    """Text in which each backspace takes away what is before it."""
+    first, *others = part.split("\x08")
+    kept = list(first)
+    for text in others:
+        if kept:
+            kept.pop()
+        kept += text
+    return "".join(kept)

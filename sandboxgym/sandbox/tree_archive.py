@@ -3,7 +3,8 @@
 1. The first member is a header in JSON: format, base (the root file system below), what was deleted since, and facts
    that only its maker reads. The other members are what was added or changed, with exact times and extended attributes.
 2. Reading checks every member first: no absolute name, no ``..``, no device, no setuid or setgid file, no hard link to
-   what is not in the archive, nothing below a link. What is refused has written nothing.
+   what is not in the archive, nothing below a link. Their number and sizes are bounded (``members.py``). What is
+   refused has written nothing.
 3. What packs drops no bit in silence: a setuid or setgid bit, which no reader would accept, is dropped with a warning.
 """
 
@@ -20,7 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
+from sandboxgym.sandbox import members as checked
+from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.sandbox.members import MOST, Member, check_name
 from sandboxgym.sandbox.tree_copy import attributes
 
 log = logging.getLogger("sandboxgym")
@@ -28,7 +33,10 @@ log = logging.getLogger("sandboxgym")
 FORMAT = 1
 _HEADER = ".sandboxgym-tree.json"
 _XATTR = "SCHILY.xattr."
+_PREFIXES = (_XATTR, "LIBARCHIVE.xattr.")
+_OWN = tuple(prefix + "user." for prefix in _PREFIXES)
 _CHUNK = 1 << 16
+_LARGEST_HEADER = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class Writer:
             fileobj=self._buffer, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
         )
         self._links: dict[tuple[int, int], str] = {}
+        self._number = 0
         content = {"format": FORMAT, "base": header.base, "deleted": header.deleted, "facts": dict(header.facts)}
         self.member(tarfile.TarInfo(_HEADER), json.dumps(content).encode())
 
@@ -66,7 +75,11 @@ class Writer:
         if elevated and not info.isdir():
             log.warning("%s: an archive does not keep the mode bits %04o", info.name, elevated)
             info.mode &= ~elevated
+        self._number += 1
+        if self._number > MOST:
+            raise SandboxError(f"what was written cannot be packed: expected at most {MOST} files")
         self._tar.addfile(info, content)
+        self._tar.members.clear()  # type: ignore[attr-defined]  # of no use in writing
 
     def file(self, root: Path, name: str) -> None:
         """Add an entry of a directory, without what is below it; sockets and devices are left out."""
@@ -119,73 +132,88 @@ class Reader:
     """
 
     def __init__(self, archive: bytes, *, base: str) -> None:
-        try:
-            self._tar = tarfile.TarFile(fileobj=io.BytesIO(archive), encoding="utf-8", errors="surrogateescape")
-            first, *members = self._tar.getmembers()
-            content = self._tar.extractfile(first) if first.name == _HEADER else None
-            if content is None:
-                raise ValueError(f"expected {_HEADER} first, found {first.name!r}")
-            fields = json.loads(content.read())
-            if fields["format"] != FORMAT:
-                raise ValueError(f"expected format {FORMAT}, found {fields['format']!r}")
-            self.header = Header(fields["base"], tuple(fields["deleted"]), fields["facts"])
-            for name in self.header.deleted:
-                _check_name(name)
-        except (tarfile.TarError, ValueError, KeyError, TypeError, EOFError) as error:
-            raise SnapshotCorrupt(f"not an archive of a sandbox's files: {error}") from error
-        _check(members)
-        self._archive = archive
+        with checked.refusing():
+            first, *members = checked.read(archive, prefixes=_PREFIXES)
+            if first.name != _HEADER or first.kind != tarfile.REGTYPE or first.size > _LARGEST_HEADER:
+                raise SnapshotCorrupt(f"expected {_HEADER} first, found {brief(first.name)}")
+            self._archive = memoryview(archive)
+            self.header = _header(json.loads(bytes(self.content(first)).decode()))
+            _check(members)
         if self.header.base != base:
-            raise SnapshotMismatch(f"the archive changes {self.header.base}, but this sandbox is made of {base}")
+            raise SnapshotMismatch(f"the archive changes {brief(self.header.base)}, but this sandbox is made of {base}")
         self.members = members
 
-    def content(self, info: tarfile.TarInfo) -> Iterator[bytes]:
-        """Content of a regular member in blocks."""
-        stream = self._tar.extractfile(info)
-        while stream is not None and (block := stream.read(_CHUNK)):
-            yield block
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk that its members take."""
+        return sum(member.nbytes for member in self.members)
+
+    def content(self, member: Member) -> memoryview:
+        """Content of a regular member."""
+        return self._archive[member.start : member.start + member.size]
 
     def rest(self) -> bytes:
         """The archive without its header, as any program that knows tar takes it."""
-        return self._archive[self.members[0].offset :] if self.members else bytes(tarfile.RECORDSIZE)
+        return bytes(self._archive[self.members[0].begin :]) if self.members else bytes(tarfile.RECORDSIZE)
 
     def extract(self, root: Path) -> None:
         """Delete and write under a directory as the archive says.
 
         Raises:
-            SnapshotCorrupt: the directory holds a link where the archive expects a directory.
+            SnapshotCorrupt: the directory holds a link where the archive expects a directory, or no such file can be.
+            SandboxFull: the disk is full.
         """
+        with checked.refusing():
+            self._extract(root)
+
+    def _extract(self, root: Path) -> None:
+        folders_seen: set[str] = set()
         for name in self.header.deleted:
-            path = _target(root, name)
+            path = _target(root, name, set())
             if path is not None:
                 _remove(path)
         folders = []
-        for info in self.members:
-            path = _target(root, info.name)
+        for member in self.members:
+            path = _target(root, member.name, folders_seen)
             if path is None:
-                raise SnapshotCorrupt(f"{info.name}: the directory above it is a link or missing")
-            if info.isdir():
+                raise SnapshotCorrupt(f"{member.name}: the directory above it is a link or missing")
+            if member.kind == tarfile.DIRTYPE:
                 if not os.path.isdir(path) or os.path.islink(path):
                     _remove(path)
                     os.mkdir(path, 0o700)
-                folders.append((path, info))
+                folders.append((path, member))
                 continue
             _remove(path)
-            if info.islnk():
-                linked = _target(root, info.linkname)
+            if member.kind == tarfile.LNKTYPE:
+                linked = _target(root, member.linkname, folders_seen)
                 if linked is None:
-                    raise SnapshotCorrupt(f"{info.name}: a link to {info.linkname!r}, which is not there")
+                    raise SnapshotCorrupt(f"{member.name}: a link to {member.linkname!r}, which is not there")
                 os.link(linked, path, follow_symlinks=False)
                 continue
-            if info.issym():
-                os.symlink(info.linkname, path)
-            elif info.isfifo():
+            if member.kind == tarfile.SYMTYPE:
+                os.symlink(member.linkname, path)
+            elif member.kind == tarfile.FIFOTYPE:
                 os.mkfifo(path)
             else:
-                _write(path, self.content(info), info.size)
-            _apply(path, info)
-        for path, info in reversed(folders):  # a parent after its children, whose making changes its times
-            _apply(path, info)
+                _write(path, self.content(member))
+            _apply(path, member)
+        for path, member in reversed(folders):  # a parent after its children, whose making changes its times
+            _apply(path, member)
+
+
+def _header(fields: object) -> Header:
+    match fields:
+        case {
+            "format": int(version),
+            "base": str(base),
+            "deleted": list(deleted),
+            "facts": dict(facts),
+        } if version == FORMAT and len(deleted) <= MOST:
+            for name in deleted:
+                check_name(name)
+            if all(isinstance(text, str) for text in facts.values()):
+                return Header(base, tuple(deleted), facts)
+    raise SnapshotCorrupt(f"expected what an archive of format {FORMAT} says of itself, found {brief(fields)}")
 
 
 def entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -242,50 +270,49 @@ def _same(first: str, before: os.stat_result, second: str, after: os.stat_result
     return True
 
 
-def _check(members: Iterable[tarfile.TarInfo]) -> None:
-    names: set[str] = {_HEADER}
-    links: set[str] = set()
-    files: set[str] = set()
-    for info in members:
-        _check_name(info.name)
-        if info.name in names:
-            raise SnapshotCorrupt(f"{info.name}: twice in the archive")
-        names.add(info.name)
-        if any(str(parent) in links for parent in PurePosixPath(info.name).parents):
-            raise SnapshotCorrupt(f"{info.name}: below a link")
-        plain = info.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and info.sparse is None  # type: ignore[attr-defined]
-        if not (plain or info.isdir() or info.issym() or info.islnk() or info.isfifo()):
-            raise SnapshotCorrupt(f"{info.name}: expected a file, directory, link or pipe, found type {info.type!r}")
-        if info.mode & (stat.S_ISUID | stat.S_ISGID) and not info.isdir():
-            raise SnapshotCorrupt(f"{info.name}: setuid or setgid (mode {info.mode:04o})")
-        if any(key.startswith(_XATTR) and not key.startswith(_XATTR + "user.") for key in info.pax_headers):
-            raise SnapshotCorrupt(f"{info.name}: an extended attribute outside user.*")
-        if info.islnk() and info.linkname not in files:
-            raise SnapshotCorrupt(
-                f"{info.name}: a hard link to {info.linkname!r}, which is no earlier file of the archive"
-            )
-        if info.issym():
-            links.add(info.name)
-        elif info.isreg():
-            files.add(info.name)
+def _check(members: Iterable[Member]) -> None:
+    kinds: dict[str, bytes] = {_HEADER: tarfile.REGTYPE}
+    above: set[str] = {""}  # directories that something lies in, so that no later member may be a file of that name
+    for member in members:
+        name, kind = member.name, member.kind
+        if name in kinds:
+            raise SnapshotCorrupt(f"{name}: twice in the archive")
+        folder = name.rpartition("/")[0]
+        while folder not in above:
+            if kinds.get(folder, tarfile.DIRTYPE) != tarfile.DIRTYPE:
+                raise SnapshotCorrupt(f"{name}: below a link or a file")
+            above.add(folder)
+            folder = folder.rpartition("/")[0]
+        kinds[name] = kind
+        if kind != tarfile.DIRTYPE and name in above:
+            raise SnapshotCorrupt(f"{name}: expected a directory, for an earlier member lies in it")
+        if member.mode & (stat.S_ISUID | stat.S_ISGID) and kind != tarfile.DIRTYPE:
+            raise SnapshotCorrupt(f"{name}: setuid or setgid (mode {member.mode:04o})")
+        if any(key.startswith(_PREFIXES) and not key.startswith(_OWN) for key in member.headers):
+            raise SnapshotCorrupt(f"{name}: an extended attribute outside user.*")
+        checked.nanoseconds(member.mtime)
+        if kind == tarfile.LNKTYPE and kinds.get(member.linkname) != tarfile.REGTYPE:
+            raise SnapshotCorrupt(f"{name}: a hard link to {member.linkname!r}, which is no earlier file")
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or name.startswith("/") or "\0" in name:
-        raise SnapshotCorrupt(f"expected a relative name, found {name!r}")
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise SnapshotCorrupt(f"{name!r} leaves the archive or is not plain")
+def _target(root: Path, name: str, seen: set[str]) -> str | None:
+    """Where a member lies; None if the directory above it is a link, leads through one or is missing.
 
-
-def _target(root: Path, name: str) -> str | None:
-    """Where a member lies; None if the directory above it is a link, leads through one or is missing."""
-    folder = str(root)
-    for part in name.split("/")[:-1]:
-        folder = os.path.join(folder, part)
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(os.lstat(folder).st_mode):
-                continue
-        return None
+    Args:
+        root: directory that the name is relative to.
+        name: of the member.
+        seen: directories that were looked at before and have stayed such; this one is added.
+    """
+    above = name.rpartition("/")[0]
+    if above not in seen:
+        folder = str(root)
+        for part in above.split("/") if above else ():
+            folder = os.path.join(folder, part)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if stat.S_ISDIR(os.lstat(folder).st_mode):
+                    continue
+            return None
+        seen.add(above)
     return os.path.join(root, name)
 
 
@@ -296,26 +323,26 @@ def _remove(path: str) -> None:
         remove_tree(Path(path))
 
 
-def _write(path: str, blocks: Iterable[bytes], size: int) -> None:
+def _write(path: str, content: memoryview) -> None:
     with open(path, "xb") as file:
-        for block in blocks:
+        for at in range(0, len(content), _CHUNK):
+            block = bytes(content[at : at + _CHUNK])
             if block.count(0) == len(block):
                 file.seek(len(block), os.SEEK_CUR)  # a hole
             else:
                 file.write(block)
-        file.truncate(size)
+        file.truncate(len(content))
 
 
-def _apply(path: str, info: tarfile.TarInfo) -> None:
+def _apply(path: str, info: Member) -> None:
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         os.chown(path, info.uid, info.gid, follow_symlinks=False)
-    for key, value in info.pax_headers.items():
+    for key, value in info.headers.items():
         if key.startswith(_XATTR) and hasattr(os, "setxattr"):
             data = value.encode("utf-8", "surrogateescape")
             with contextlib.suppress(OSError):  # a file system without them
                 os.setxattr(path, key.removeprefix(_XATTR), data, follow_symlinks=False)
-    if not info.issym():
+    if info.kind != tarfile.SYMTYPE:
         os.chmod(path, info.mode)
-    seconds, _, fraction = info.pax_headers.get("mtime", str(info.mtime)).partition(".")
-    mtime = int(seconds) * 10**9 + int(fraction.ljust(9, "0")[:9] or 0)
+    mtime = checked.nanoseconds(info.mtime)
     os.utime(path, ns=(mtime, mtime), follow_symlinks=False)

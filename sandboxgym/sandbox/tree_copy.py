@@ -5,6 +5,7 @@
 2. Where the file system can share blocks between files (btrfs, xfs), contents are shared.
 3. Links are copied as they are, unless it is said where the tree has moved to: then a copy's absolute links never lead
    into what it was made from.
+4. Directories may be nested deeper than a path can be long.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from sandboxgym.sandbox.deep_paths import DeepPaths, Place
 
 _FICLONE = 0x40049409
 _CHUNK = 1 << 20
@@ -30,7 +33,8 @@ def copy_tree(source: Path, target: Path, *, moved: tuple[str, str] | None = Non
     Raises:
         OSError: as the file system gives it; what was copied until then stays.
     """
-    _Copier(moved).directory(str(source), str(target))
+    with DeepPaths() as paths:
+        _Copier(paths, str(source), str(target), moved).run()
 
 
 def copy_attributes(source: str, target: str, status: os.stat_result) -> None:
@@ -57,31 +61,59 @@ def attributes(path: str) -> dict[str, bytes]:
 
 
 class _Copier:
-    def __init__(self, moved: tuple[str, str] | None) -> None:
+    def __init__(self, paths: DeepPaths, source: str, target: str, moved: tuple[str, str] | None) -> None:
+        self.paths = paths
+        self.source = source
+        self.target = target
         self.moved = moved
-        self.links: dict[tuple[int, int], str] = {}
+        self.links: dict[tuple[int, int], tuple[Place, str]] = {}
         self.clones = True
+        self.pending: list[Place] = []
+        self.made: list[tuple[Place, os.stat_result]] = []
+        self.unlocked: list[tuple[Place, int]] = []
 
-    def directory(self, source: str, target: str) -> None:
+    def run(self) -> None:
+        """Copy everything; the attributes of directories come last, for what is put into one changes its times."""
+        self.make(Place())
+        try:
+            while self.pending:
+                self.directory(self.pending.pop())
+            for place, status in reversed(self.made):
+                copy_attributes(self.paths.path(self.source, place), self.paths.path(self.target, place), status)
+        finally:
+            for place, mode in reversed(self.unlocked):
+                os.chmod(self.paths.path(self.source, place), mode)
+
+    def make(self, place: Place) -> None:
+        status = os.lstat(self.paths.path(self.source, place))
+        os.mkdir(self.paths.path(self.target, place), 0o700)
+        self.made.append((place, status))
+        self.pending.append(place)
+
+    def directory(self, place: Place) -> None:
+        source = self.paths.path(self.source, place)
         status = os.lstat(source)
-        os.mkdir(target, 0o700)
-        with _readable(source, status), os.scandir(source) as entries:
-            for entry in entries:
-                self.entry(entry.path, os.path.join(target, entry.name))
-        copy_attributes(source, target, status)
+        if is_locked(source, status):  # until all that is in it was copied
+            os.chmod(source, stat.S_IMODE(status.st_mode) | stat.S_IRUSR | stat.S_IXUSR)
+            self.unlocked.append((place, stat.S_IMODE(status.st_mode)))
+        with os.scandir(source) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for name, is_folder in found:
+            if is_folder:
+                self.make(place.below(name))
+            else:
+                self.entry(place, name)
 
-    def entry(self, source: str, target: str) -> None:
+    def entry(self, place: Place, name: str) -> None:
+        source, target = self.paths.path(self.source, place, name), self.paths.path(self.target, place, name)
         status = os.lstat(source)
         kind = stat.S_IFMT(status.st_mode)
-        if kind == stat.S_IFDIR:
-            self.directory(source, target)
-            return
         if kind == stat.S_IFSOCK:
             return
         if status.st_nlink > 1:
-            first = self.links.setdefault((status.st_dev, status.st_ino), target)
-            if first != target:
-                os.link(first, target, follow_symlinks=False)
+            first = self.links.setdefault((status.st_dev, status.st_ino), (place, name))
+            if first != (place, name):
+                os.link(self.paths.path(self.target, *first), target, follow_symlinks=False)
                 return
         if kind == stat.S_IFREG:
             self.contents(source, target, status)
@@ -100,24 +132,31 @@ class _Copier:
         return new + link[len(old) :] if link == old or link.startswith(old + "/") else link
 
     def contents(self, source: str, target: str, status: os.stat_result) -> None:
-        with _readable(source, status), open(source, "rb") as reader, open(target, "xb") as writer:
+        with readable(source, status), open(source, "rb") as reader, open(target, "xb") as writer:
             self.clones = self.clones and _clone(reader.fileno(), writer.fileno())
             if not self.clones:
                 _copy_data(reader.fileno(), writer.fileno(), status.st_size)
 
 
 @contextlib.contextmanager
-def _readable(path: str, status: os.stat_result) -> Iterator[None]:
-    """Let an ordinary user read what he has locked himself out of."""
-    needed = stat.S_IRUSR | (stat.S_IXUSR if stat.S_ISDIR(status.st_mode) else 0)
-    locked = status.st_mode & needed != needed and not os.access(path, os.R_OK)
+def readable(path: str, status: os.stat_result) -> Iterator[None]:
+    """Let an ordinary user read a file that it has locked itself out of."""
+    locked = is_locked(path, status)
     if locked:
-        os.chmod(path, stat.S_IMODE(status.st_mode) | needed)
+        os.chmod(path, stat.S_IMODE(status.st_mode) | stat.S_IRUSR)
     try:
         yield
     finally:
         if locked:
             os.chmod(path, stat.S_IMODE(status.st_mode))
+
+
+def is_locked(path: str, status: os.stat_result) -> bool:
+    """Whether the owner of a file or directory may not read it."""
+    needed = stat.S_IRUSR | (stat.S_IXUSR if stat.S_ISDIR(status.st_mode) else 0)
+    return status.st_mode & needed != needed and not os.access(
+        path, os.R_OK | (os.X_OK if needed & stat.S_IXUSR else 0)
+    )
 
 
 def _clone(source: int, target: int) -> bool:

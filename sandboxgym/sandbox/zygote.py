@@ -6,11 +6,13 @@ of that, for each box's init is a fork of it. The owner asks over a socket (`wir
 - ``("embryo", spec)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``box.py``. It is
   made a moment later, for the box that was just started needs the kernel's locks itself, or at once after:
 - ``("hurry",)``;
-- ``("features",)`` with a socket: the mount namespace for every CRIU is sent through it; see ``join.py``, as for:
+- ``("private", directories)`` with a pipe: why files there cannot have private ids (``ids.py``), nothing if they can;
+- ``("features", path, …)`` with a socket: the mount namespace for every CRIU, with what it needs of the host, is sent
+  through it; see ``join.py``, as for:
 - ``("capture", spec)`` with a socket and that namespace: a CRIU in a box's namespaces, talked to through the socket;
 - ``("pages", spec)`` with two pipes and that namespace: a CRIU that brings a restored box its memory; what is asked to
   be removed meanwhile of ``spec["layer"]``, where it has it from, stays until it is done;
-- ``("watch", id, directory, nbytes)``: kill the box when what it wrote exceeds that;
+- ``("watch", id, directory, nbytes, files)``: kill the box when it takes more of the disk, see ``accountant.py``;
 - ``("remove", paths)``: delete directories in the background;
 - ``("settle",)`` with a descriptor: closed once all that was asked for is done;
 - ``("end",)``.
@@ -29,8 +31,9 @@ import select
 import sys
 import time
 
-from sandboxgym.sandbox import box, join, kernel, wire
-from sandboxgym.sandbox.disk import remove_directories, usage
+from sandboxgym.sandbox import accountant, box, ids, join, kernel, wire
+from sandboxgym.sandbox.accountant import FLOOR, Watch
+from sandboxgym.sandbox.disk import remove_directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,10 +47,8 @@ PAUSE = 0.1
 """Seconds that what is to be deleted waits for more, for one program to delete it all; not if somebody waits for it."""
 RECOUNT = 10.0
 """Seconds between two counts of what boxes wrote, at least."""
-FLOOR = 256 * 2**20
-"""Free bytes of the store's file system below which the box that wrote most is killed."""
-FULL = "full"
-"""File beside a killed box's upper directory, which says why."""
+PATIENCE = 300.0
+"""Seconds after which a count that has not ended is given up and another one made."""
 
 
 def command(python: str) -> list[str]:
@@ -96,15 +97,27 @@ class Zygote:
         self.quiet = 0.0
         self.boxes: dict[int, list[str]] = {}
         """Control groups by the id of the init."""
-        self.watched: dict[int, tuple[str, int, int]] = {}
-        """Directory, bytes allowed and pidfd by the id of the init."""
+        self.ranges: dict[int, _socket.socket] = {}
+        """What holds the private ids of a box, by the id of the init."""
+        self.next_range = int.from_bytes(os.urandom(2), "big")
+        self.watched: dict[int, Watch] = {}
+        """By the id of the init."""
         self.to_remove: list[str] = []
         self.due = 0.0
         """When they are."""
         self.waiting: list[int] = []
         self.remover = 0
         self.accountant = 0
+        self.report = os.memfd_create("report", os.MFD_CLOEXEC)
+        """Where the accountant writes what the next one must know:"""
+        self.sizes: dict[str, int] = {}
+        """Bytes by directory, and"""
+        self.bases: dict[int, int] = {}
+        """what nothing explained while nothing was out of sight, by the id of the init;"""
+        self.suspects: list[int] = []
+        """boxes that may explain how the disk has filled. See `accountant`."""
         self.free = 0
+        self.free_files = 0
         self.features = -1
         """Of `join.keep_features`."""
         self.bringing: dict[int, tuple[str, int]] = {}
@@ -150,11 +163,15 @@ class Zygote:
         elif what == "hurry":
             self.quiet = 0.0
         elif what == "watch":
-            pid, directory, nbytes = rest
+            pid, directory, nbytes, files = rest
             if pid in self.boxes and pid not in self.watched:  # not collected, so the id is still its own
-                self.watched[pid] = (directory, nbytes, os.pidfd_open(pid))
+                pidfd, groups = os.pidfd_open(pid), self.boxes[pid]
+                self.watched[pid] = Watch(directory, nbytes=nbytes, files=files, pidfd=pidfd, groups=groups)
+                self.bases[pid] = accountant.unexplained(_free(self.settings["store"])[0], self.sizes)
+        elif what == "private":
+            self.tell_private(rest[0], descriptors)
         elif what == "features":
-            self.tell_features(descriptors)
+            self.tell_features(rest, descriptors)
         elif what == "capture":
             self.beside(join.capture, rest[0], descriptors)
         elif what == "pages":
@@ -173,32 +190,56 @@ class Zygote:
 
     def embryo(self, spec: dict[str, Any]) -> None:
         """Fork the init of a box and hand its socket to the owner."""
-        mine, theirs = _socket.socketpair()
         for path in spec["directories"]:
             os.mkdir(path, 0o755)
+        opened: list[Any] = []
+        base, namespace = 0, -1
         try:
+            if spec["private"]:
+                base, holder = ids.claim(self.next_range)
+                opened.append(holder)
+                self.next_range += 1
+                namespace = ids.namespace(base)
+            mine, theirs = _socket.socketpair()
+            opened += [mine, theirs]
             pid = kernel.clone(spec["namespaces"])
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                box.main(theirs, {**self.settings, **spec, "base": base, "ids": namespace})
+            if base:
+                self.ranges[pid] = opened.pop(0)
+            self.boxes[pid] = spec["cgroups"]
+            pidfd = os.pidfd_open(pid)
+            wire.send(self.owner, marshal.dumps((pid, 0, "", base)), [mine.fileno(), pidfd])
+            os.close(pidfd)
         except OSError as error:
-            mine.close()
-            theirs.close()
-            wire.send(self.owner, marshal.dumps((0, error.errno, str(error))))
-            return
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            box.main(theirs, {**self.settings, **spec})
-        theirs.close()
-        self.boxes[pid] = spec["cgroups"]
-        pidfd = os.pidfd_open(pid)
-        wire.send(self.owner, marshal.dumps((pid, 0, "")), [mine.fileno(), pidfd])
-        os.close(pidfd)
-        mine.close()
+            wire.send(self.owner, marshal.dumps((0, error.errno, str(error), 0)))
+        finally:
+            if namespace >= 0:
+                os.close(namespace)
+            for one in opened:
+                one.close()
 
-    def tell_features(self, descriptors: list[int]) -> None:
+    def tell_private(self, directories: list[str], descriptors: list[int]) -> None:
+        """Write to a pipe why files in some directories cannot have private ids; nothing if they can."""
+        (answer,) = descriptors
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ids.probe(directories)
+            except OSError as error:
+                os.write(answer, (str(error) or "unknown").encode(errors="backslashreplace"))
+            finally:
+                os._exit(0)
+        os.close(answer)
+        os.waitpid(pid, 0)
+
+    def tell_features(self, needed: list[str], descriptors: list[int]) -> None:
         """Make the mount namespace for every CRIU, once; the socket is closed where that cannot be done."""
         answer = _socket.socket(fileno=descriptors[0])
         try:
             if self.features < 0:
-                self.features = join.keep_features()
+                self.features = join.keep_features(needed)
             wire.send(answer, b"", [self.features])
         except OSError as error:
             print(f"sandboxgym: no mount namespace can be made for CRIU: {error}", file=sys.stderr)
@@ -231,9 +272,12 @@ class Zygote:
             if pid == 0:
                 return
             if pid in self.watched:
-                os.close(self.watched.pop(pid)[2])
+                os.close(self.watched.pop(pid).pidfd)
+                self.bases.pop(pid)
             for path in self.boxes.pop(pid, ()):
                 _remove_group(path)
+            if pid in self.ranges:
+                self.ranges.pop(pid).close()
             _, starving = self.bringing.pop(pid, ("", 0))
             if status and starving in self.boxes:  # not collected, so the id is still its own
                 os.kill(starving, signal.SIGKILL)
@@ -241,6 +285,7 @@ class Zygote:
                 self.remover = 0
             if pid == self.accountant:
                 self.accountant = 0
+                self.read_report()
 
     def work(self) -> None:
         """Start what is to be done in the background, and tell who waits for it."""
@@ -259,13 +304,32 @@ class Zygote:
 
         And once in a while, for what one process frees hides what another one writes.
         """
-        free, now = _free(self.settings["store"]), time.monotonic()
-        self.free = max(self.free, free)
-        least = min(limit for _, limit, _ in self.watched.values())
-        due = self.free - free >= least / 8 or free < FLOOR or now > self.counted + RECOUNT
-        if due and not self.accountant:
-            self.free, self.counted = free, now
-            self.accountant = _aside(_enforce, dict(self.watched), free)
+        now = time.monotonic()
+        free, free_files = _free(self.settings["store"])
+        self.free, self.free_files = max(self.free, free), max(self.free_files, free_files)
+        watched = self.watched.values()
+        due = self.free - free >= min(watch.nbytes for watch in watched) / 8
+        due |= self.free_files - free_files >= min(watch.files for watch in watched) / 8
+        if self.accountant:
+            if now > self.counted + PATIENCE:
+                os.kill(self.accountant, signal.SIGKILL)
+        elif due or self.suspects or free < FLOOR or now > self.counted + RECOUNT:
+            self.free, self.free_files, self.counted = free, free_files, now
+            os.ftruncate(self.report, 0)
+            os.lseek(self.report, 0, os.SEEK_SET)
+            known = self.sizes, self.bases, self.suspects
+            self.accountant = _aside(accountant.hold_to_limits, dict(self.watched), free, *known, self.report)
+
+    def read_report(self) -> None:
+        """Take over what the accountant found out; nothing if it was killed."""
+        with open(self.report, "rb", closefd=False) as file:
+            file.seek(0)
+            try:
+                sizes, bases, self.suspects = marshal.loads(file.read())
+            except (EOFError, ValueError, TypeError):
+                return
+        self.sizes = {path: nbytes for path, nbytes in sizes.items() if os.path.exists(path)}
+        self.bases |= {pid: base for pid, base in bases.items() if pid in self.watched}
 
     def end(self) -> None:
         """Kill every box and collect it, with whatever brought it its memory."""
@@ -280,25 +344,10 @@ class Zygote:
             self.collect()
 
 
-def _free(path: str) -> int:
+def _free(path: str) -> tuple[int, int]:
+    """Bytes and files that there is room for; a file system that does not count files has room for many."""
     status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
-
-
-def _enforce(watched: dict[int, tuple[str, int, int]], free: int) -> None:
-    """Kill the boxes that wrote more than they may, and the largest one where the disk is nearly full."""
-    used = {pid: usage(directory) for pid, (directory, _, _) in watched.items()}
-    over = [pid for pid, nbytes in used.items() if nbytes > watched[pid][1]]
-    if not over and free < FLOOR:
-        over = [max(used, key=lambda pid: used[pid])]
-    for pid in over:
-        directory, limit, pidfd = watched[pid]
-        with open(os.path.join(os.path.dirname(directory), FULL), "w") as file:
-            file.write(f"{used[pid]:,} bytes were written, {limit:,} are allowed, {free:,} are free on the disk")
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else 1 << 62
 
 
 def _aside(work: Any, *arguments: Any) -> int:

@@ -183,6 +183,7 @@ def test_processes_tells_what_runs_and_which_files_it_holds(backend: DockerBacke
     assert backend.processes() == []
     process = backend.spawn(["bash", "-c", "exec 7>/tmp/log; sleep 324 & (sleep 325 &); echo; wait"], env=PATH)
     assert process.output is not None and os.read(process.output, 10) == b"\n"
+    until(lambda: {"sleep 324", "sleep 325"} <= {info.command for info in backend.processes()})
     found = {info.command: info for info in backend.processes()}
     shell = next(info for command, info in found.items() if command.startswith("bash -c"))
     assert shell.pid == process.pid and found["sleep 324"].parent == shell.pid

@@ -478,13 +478,13 @@ def test_a_unix_socket_to_outside_is_refused(make: Maker) -> None:
 
 def test_a_socket_that_outside_connects_to_is_refused(box: Sandbox) -> None:
     typed(box, "python3 -q -i")
-    typed(box, f"import socket; l = socket.socket(socket.AF_UNIX); l.bind('{CONTROL}/socket'); l.listen()\n")
+    typed(box, "import socket; l = socket.socket(socket.AF_UNIX); l.bind('/tmp/socket'); l.listen()\n")
     box.snapshot(strict=True).release()
     backend: Any = box.backend
-    typed(box, f"import os; os.unlink('{CONTROL}/socket'); l.close(); l = socket.socket(socket.AF_UNIX);"
-          f" l.bind('{CONTROL}/socket'); l.listen()\n")  # fmt: skip
+    typed(box, "import os; os.unlink('/tmp/socket'); l.close(); l = socket.socket(socket.AF_UNIX);"
+          " l.bind('/tmp/socket'); l.listen()\n")  # fmt: skip
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(os.fspath(backend.control / "socket"))
+        client.connect(f"/proc/{backend.box.pid}/root/tmp/socket")
         typed(box, "s, _ = l.accept()\n")
         with pytest.raises(SnapshotLossy, match="a unix socket is connected with one outside"):
             box.snapshot(strict=True)
@@ -501,6 +501,7 @@ def test_unix_sockets_that_are_all_inside_are_no_obstacle(box: Sandbox) -> None:
 
 
 def test_a_fifo_to_outside_is_refused(box: Sandbox) -> None:
+    box.start()
     backend: Any = box.backend
     os.mkfifo(backend.control / "fifo")
     reader = os.open(backend.control / "fifo", os.O_RDONLY | os.O_NONBLOCK)
@@ -651,3 +652,45 @@ def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:
     out, _ = reaped.communicate(timeout=LONG)
     assert out == "1\n"
     assert not Path(directory).exists()
+
+
+# Ends whatever appears beside it, and notes what that shows of the machine.
+_ENEMY = r"""
+import os, sys
+mine = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+seen = os.open("/tmp/seen", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+open("/tmp/ready", "w").close()
+while True:
+    for number in [*range(32700, 32768), *range(1, 300)]:
+        if number not in mine:
+            try:
+                os.kill(number, 9)
+            except ProcessLookupError:
+                continue
+            try:
+                os.write(seen, open(f"/proc/{number}/mountinfo", "rb").read() or b"-\n")
+            except OSError:
+                os.write(seen, b"?\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_sandbox_can_neither_see_nor_end_what_captures_it(box: Sandbox) -> None:
+    box.write_file("/tmp/enemy.py", _ENEMY.encode())
+    said(box, "python3 /tmp/enemy.py & " + WAIT % "[ -e /tmp/ready ]")
+    for _ in range(5):
+        snap = box.snapshot(strict=True)
+        assert snap.whole is not None
+        box.restore(snap)
+        snap.release()
+    shown = box.read_file("/tmp/seen").decode()
+    host = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    points = {line.split()[4] for line in shown.splitlines() if len(line.split()) > 4}
+    assert not {point for point in points & host if point.startswith(("/var", "/home", "/mnt", "/srv", "/sys/kernel"))}
+
+
+def test_a_captured_sandbox_goes_on_with_read_only_mounts(box: Sandbox, everywhere: Everywhere) -> None:
+    said(box, "sleep 1000 &")
+    for one in everywhere(box):
+        for attempt in ("chmod 600 /dev/full", "touch /dev/new", f"touch {CONTROL}/mark", "touch /usr/mark"):
+            assert "Read-only" in said(one, f"{attempt} 2>&1; true"), attempt

@@ -156,17 +156,3 @@ def test_requests_are_read_as_they_were_written(terminal: bool) -> None:
     for bad in ({"A=B": ""}, {"": "x"}, {"A": "\0"}):
         with pytest.raises(ValueError, match="expected"):
             wire.pack_spawn(["true"], bad, cwd="/", terminal=False, adopts=False)
-
-
-def test_what_is_discarded_is_out_of_reach_and_then_gone(make: Maker) -> None:
-    box = make()
-    box.start()
-    folder = box.control / "of-a-shell"
-    folder.mkdir()
-    (folder / "state").write_text("of another branch")
-    assert sh(box, f"ls {box.control_inside}") == "of-a-shell"
-    box.discard(folder)
-    assert sh(box, f"ls {box.control_inside}") == ""
-    box.runtime.settle()
-    assert list((box.runtime.directory / "trash").iterdir()) == []
-    box.discard(folder)  # nothing is there any more, which is no error

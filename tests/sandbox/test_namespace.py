@@ -535,6 +535,7 @@ def test_closing_ends_everything_and_can_be_repeated(make: Maker, rootless: bool
     backend = make()
     backend.start()
     layer, groups = backend.box.layer.path, backend.box.group  # type: ignore[union-attr]
+    control = backend.control
     process = backend.spawn(["sleep", "100"], env=backend.env)
     pid = process.pid
     backend.close()
@@ -542,7 +543,7 @@ def test_closing_ends_everything_and_can_be_repeated(make: Maker, rootless: bool
     assert process.wait(5) == 137
     assert not backend.live and not os.path.exists(f"/proc/{pid}")
     runtime().settle()
-    assert not layer.exists() and not backend.control.exists()
+    assert not layer.exists() and not control.exists()
     assert not any(os.path.exists(path) for path in (groups.paths if groups else ()))
     for use in (lambda: backend.spawn(["true"], env={}), backend.freeze, backend.processes, backend.start):
         with pytest.raises(SandboxClosed):

@@ -423,6 +423,16 @@ def test_ending_what_waits(box: Sandbox) -> None:
         box.interrupt()
 
 
+def test_a_function_named_like_the_null_command_runs_only_when_it_is_called(box: Sandbox) -> None:
+    """Else the classical fork bomb would go off again at every later command."""
+    box.execute(":() { echo $((++calls)); }; calls=0")
+    for _ in range(3):
+        assert box.execute("echo ok").output == "ok\n"
+    box.execute("if")  # refused
+    assert box.execute("echo $calls").output == "0\n"
+    assert box.execute(":").output == "1\n"
+
+
 def test_a_late_interrupt_does_not_drop_the_next_command(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is sent again and again until the command ends; bash may notice the last one at its prompt."""
     monkeypatch.setattr(shell_module, "GRACE", 0.0)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from sandbox.sandboxes import any_box  # noqa: F401 - fixture
 
 from sandboxgym.errors import SnapshotCorrupt
-from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 from sandboxgym.sandbox.shell import Shell
-from sandboxgym.sandbox.shell_state import SECTIONS, ShellState, Variable, parse_limits
+from sandboxgym.sandbox.shell_state import MOST_VARIABLES, SECTIONS, ShellState, Variable, parse_limits
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
@@ -50,6 +51,13 @@ class Pair:
             return shell.execute(command, timeout=20).output
         finally:
             shell.close()
+
+
+@pytest.fixture
+def own_box() -> Iterator[Sandbox]:
+    """A sandbox whose own shell is used: a `Pair` puts others in its place."""
+    with make_sandbox(allow_unsafe=True) as sandbox:
+        yield sandbox
 
 
 @pytest.fixture(scope="module")
@@ -301,3 +309,16 @@ def test_limits_are_parsed_by_letter() -> None:
         b"core file size              (blocks, -c) 0\npipe size            (512 bytes, -p) 8\nopen files    (-n) 1024\n"
     )
     assert parse_limits(text) == {"c": b"0", "n": b"1024"}
+
+
+def test_a_state_of_too_many_variables_is_refused(own_box: Sandbox) -> None:
+    own_box.execute(f"for ((i = 0; i <= {MOST_VARIABLES}; i++)); do printf -v V$i 1; done")
+    with pytest.raises(SandboxError, match=f"at most {MOST_VARIABLES:,} variables"):
+        own_box.shell_state()
+    own_box.execute(f"unset V0 V{MOST_VARIABLES} $(compgen -v V1)")
+    state = own_box.shell_state()
+    assert state is not None
+    plain = state.to_plain()
+    plain["variables"] = [[b"X%d" % number, "", b'"1"'] for number in range(MOST_VARIABLES + 1)]
+    with pytest.raises(SnapshotCorrupt, match="variables"):
+        ShellState.from_plain(plain)

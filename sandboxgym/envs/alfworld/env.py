@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 from sandboxgym import format as durable
+from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotEnv, Transition
 from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
@@ -18,7 +19,7 @@ from sandboxgym.envs.alfworld.game import Game, GameState
 from sandboxgym.envs.alfworld.library import GameLibrary, GameNotFound, GameRef, open_library
 from sandboxgym.envs.alfworld.solver import shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
-from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
+from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.spaces import Unicode
 
 HARMLESS = ("look", "inventory")
@@ -29,7 +30,8 @@ _OTHER_VERB = (
 )
 
 
-_MAX_STATE = 16 * 2**20
+_MAX_STATE = 2**18  # of an unpacked state: a kilobyte of zlib's can stand for a megabyte
+_MAX_MOVES, _MAX_COMMANDS = 2**31, 10_000
 _USUAL_TEXT = (  # what encoded states have in common, for zlib; changing it needs another `state_version`
     b"You reach furniture 1. You take the item 1 from the furniture 1. You move the item 1 to the furniture 1. "
     b"a book 1, a pen 1, a phone 1, a mug 1, a pencil 1, a cellphone 1, a keychain 1, a creditcard 1, a soapbar 1, "
@@ -291,22 +293,33 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         digest = bytes.fromhex(state.game_digest)
         values = [state.task_id, digest, game.s, game.t, game.moves, state.feedback, state.valid_action]
         packed = durable.pack([*values, list(game.commands)] if isinstance(game, TextWorldState) else values)
+        if len(packed) > _MAX_STATE or (isinstance(game, TextWorldState) and len(game.commands) > _MAX_COMMANDS):
+            raise SnapshotNotSupported(
+                f"cannot encode a state of {len(packed)} bytes, at most {_MAX_STATE} and {_MAX_COMMANDS} commands"
+            )
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_USUAL_TEXT)
         return deflate.compress(packed) + deflate.flush()
 
     @classmethod
     def _decode(cls, data: bytes) -> EpisodeState:
         inflate = zlib.decompressobj(-15, zdict=_USUAL_TEXT)
-        values = durable.unpack(inflate.decompress(data, _MAX_STATE))
+        packed = inflate.decompress(data, _MAX_STATE + 1)
+        if not inflate.eof or inflate.unused_data:
+            raise SnapshotCorrupt(f"expected a compressed state, found {len(data)} other bytes")
+        values = durable.unpack(packed)
         kinds: tuple[Any, ...] = (str, bytes, int, int, int, str | None, bool, list)
         if (
             not isinstance(values, list)
             or len(values) not in (7, 8)
             or not all(isinstance(v, k) for v, k in zip(values, kinds))
         ):
-            raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {values!r:.200}")
+            raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {brief(values)}")
         task_id, digest, s, t, moves, feedback, valid_action, *commands = values
-        state = TextWorldState(s, t, moves, tuple(map(str, commands[0]))) if commands else GameState(s, t, moves)
+        if moves > _MAX_MOVES:
+            raise SnapshotCorrupt(f"expected at most {_MAX_MOVES} moves, found {brief(moves)}")
+        if commands and not (len(commands[0]) <= _MAX_COMMANDS and all(isinstance(c, str) for c in commands[0])):
+            raise SnapshotCorrupt(f"expected at most {_MAX_COMMANDS} commands, found {brief(commands[0])}")
+        state = TextWorldState(s, t, moves, tuple(commands[0])) if commands else GameState(s, t, moves)
         return EpisodeState(task_id, digest.hex(), state, feedback, valid_action)
 
     def _config(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from operator import or_
 from pathlib import PurePosixPath
 from typing import TypeAlias, TypeVar
 
+from sandboxgym.brief import brief
 from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.grammar import (
     Binding,
@@ -275,7 +276,7 @@ class Game:
         """
         width = len(self._planner.facts)
         if state.s < 0 or state.s >> width or state.t < 0 or state.t >> 2 * width or state.moves < 0:
-            raise GameError(f"{self.name}: expected a state of {width} facts, found {state!r:.200}")
+            raise GameError(f"{self.name}: expected a state of {width} facts, found {brief(state)}")
         return state
 
     def state_of(self, planner_facts: Iterable[str], text_facts: Iterable[str], *, moves: int) -> GameState:

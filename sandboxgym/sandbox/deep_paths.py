@@ -1,0 +1,93 @@
+"""Names for what lies in directory trees of any depth, short enough for every system call.
+
+The kernel takes paths of up to 4,095 bytes; what runs in a sandbox can nest directories far deeper, one step at a time.
+Here a directory that is deep is named by a descriptor of one above it, and few of these are open at a time. Nobody else
+may change the trees meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+_LONGEST = 512
+"""Bytes of a path below what names it from which on a descriptor of it is taken."""
+_OPEN = 16
+"""Descriptors at a time; more than the trees that one call names."""
+
+
+class Place:
+    """A directory, as the names that lead to it from the top of a tree; the same in every tree that has it."""
+
+    __slots__ = ("above", "inside")
+
+    def __init__(self, above: Place | None = None, inside: str = "") -> None:
+        self.above = above
+        """A place that `inside` is relative to; None for the top."""
+        self.inside = inside
+
+    def below(self, name: str) -> Place:
+        """The directory of that name in this one."""
+        inside = os.path.join(self.inside, name)
+        if len(os.fsencode(inside)) > _LONGEST:
+            return Place(self, name)
+        return Place(self.above, inside)
+
+
+class DeepPaths:
+    """Paths that can be used, of what lies at places; a context, for it holds descriptors."""
+
+    def __init__(self) -> None:
+        self._opened: dict[tuple[str, Place], int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+    def path(self, top: str, place: Place, name: str = "") -> str:
+        """A path of a place in the tree below ``top``, or of what has a name there.
+
+        It is good until some others were asked for.
+
+        Raises:
+            OSError: a directory on the way is not there.
+        """
+        inside = os.path.join(place.inside, name) if name else place.inside
+        if place.above is None:
+            return os.path.join(top, inside) if inside else top
+        return f"/proc/self/fd/{self._descriptor(top, place.above)}/{inside}"
+
+    def places(self, top: str) -> Iterator[Place]:
+        """Every directory of a tree, each before those in it."""
+        pending = [Place()]
+        while pending:
+            place = pending.pop()
+            yield place
+            with os.scandir(self.path(top, place)) as entries:
+                pending += [place.below(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+    def _descriptor(self, top: str, place: Place) -> int:
+        way = []
+        one: Place | None = place
+        while one is not None and (top, one) not in self._opened:
+            way.append(one)
+            one = one.above
+        # Taken out and put in again: the first of a dictionary is then what was not used for the longest time.
+        found = -1
+        if one is not None:
+            found = self._opened[top, one] = self._opened.pop((top, one))
+        for step in reversed(way):
+            path = os.path.join(top, step.inside) if step.above is None else step.inside
+            above = None if step.above is None else found
+            found = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
+            self._opened[top, step] = found
+            if len(self._opened) > _OPEN:
+                os.close(self._opened.pop(next(iter(self._opened))))
+        return found

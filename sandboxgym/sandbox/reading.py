@@ -1,0 +1,90 @@
+"""Reading what those inside can write: bounds on bytes and time hold before the first byte is read.
+
+1. Only a regular file is read as one. A pipe, a device or a directory is an error, whatever took the place of the file
+   since it was looked at: what counts is the open descriptor.
+2. A file that says that it is larger than the limit is not read at all (`FileTooLarge`). One that says nothing (those
+   of /proc) or grows meanwhile is read to the limit and a page, never beyond.
+3. What is read here takes twice the limit of memory at most.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+
+from sandboxgym.sandbox.base import FileTooLarge
+
+SECONDS = 30.0
+"""In which a file must have been read: some of /proc are made bit by bit while they are."""
+FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""To open what may turn out to be anything: no pipe is waited for, no terminal becomes ours, no lease is sat out."""
+
+_CHUNK = 1 << 20
+_RECORD = 1 << 12
+
+
+def regular_file(descriptor: int, path: str, *, limit: int, seconds: float = SECONDS) -> bytes:
+    """Content of a file that was opened with `FLAGS`.
+
+    Args:
+        descriptor: of it, at its start; stays open.
+        path: named in errors.
+        limit: bytes that it may hold.
+        seconds: that reading it may take.
+
+    Raises:
+        FileTooLarge: it holds more.
+        OSError: it is no regular file, or was not read in time.
+    """
+    status = check_regular(descriptor, path)
+    if status.st_size > limit:
+        raise FileTooLarge.of(path, size=status.st_size, limit=limit)
+    # Some of /proc are read in whole records only.
+    data = beginning(descriptor, (limit // _RECORD + 1) * _RECORD, path=path, seconds=seconds)
+    if len(data) > limit:
+        raise FileTooLarge.of(path, size=None, limit=limit)
+    return data
+
+
+def check_regular(descriptor: int, path: str) -> os.stat_result:
+    """What is known of an open file.
+
+    Raises:
+        OSError: it is no regular file.
+    """
+    status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return status
+
+
+def beginning(descriptor: int, nbytes: int, *, path: str = "", seconds: float = SECONDS) -> bytes:
+    """The next bytes of an open file, at most so many.
+
+    Raises:
+        TimeoutError: they did not come in time.
+    """
+    end = time.monotonic() + seconds
+    data = bytearray()
+    while len(data) < nbytes and (part := os.read(descriptor, min(nbytes - len(data), _CHUNK))):
+        data += part
+        if time.monotonic() > end:
+            raise TimeoutError(errno.ETIMEDOUT, f"not read in {seconds:g} s", path)
+    return bytes(data)
+
+
+def start_of(path: str, nbytes: int) -> bytes:
+    """The first bytes of a file of /proc, as far as one look gives them.
+
+    Raises:
+        OSError: it is gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
