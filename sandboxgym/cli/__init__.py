@@ -19,6 +19,7 @@ COMMANDS = {
     "info": ("sandboxgym.cli.environments:info_main", "one environment: spaces, wrappers, arguments, snapshots, data"),
     "play": ("sandboxgym.cli.play:main", "play an environment in the terminal, with undo and branches"),
     "download": ("sandboxgym.cli.download:main", "fetch a data set, or take it from a file"),
+    "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
     "serve": ("sandboxgym.cli.serve:main", "WebShop as a web site, for people"),
     "tree": ("sandboxgym.tree_page:main", "a page that shows a rollout tree"),
     "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),

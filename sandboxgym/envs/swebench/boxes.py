@@ -1,10 +1,11 @@
 """Sandboxes with a task's repository in place, and nothing in it that tells the answer.
 
-1. `pristine` gives a task's files as an episode starts with them: prepared once in a process, then shared by every
-   reset, fork and verdict.
+1. `pristine` gives a task's files as an episode starts with them: prepared once on a machine (`prepared`), then shared
+   by every reset, fork and verdict of every process.
 2. Whatever git could still reach beyond the starting commit is removed from the repository first: remotes, branches,
    tags and stashes that are not part of its history, reflogs, and the objects that only those held. Tags of the past
-   stay, for packages that compute their version from them.
+   stay, for packages that compute their version from them. What else tells in the images of other training sets is
+   hidden (`hiding`).
 3. A `Box` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output, also where
    there is no root of its own.
 """
@@ -13,28 +14,35 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import os
 import shlex
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from sandboxgym.envs.swebench import hiding, prepared
 from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.envs.swebench.tasks import HOST, Task, TaskError
 from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxUnavailable
+from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.written import look, untouched
 
 KEPT = 64
-"""Prepared tasks kept in a process; of the others the one that was not used for longest is prepared again."""
+"""Prepared tasks kept in a process; of the others the one that was not used for longest is loaded again."""
 
 PATCH_FILE = "/tmp/patch.diff"
 EVAL_SCRIPT = "/eval.sh"
-EVAL_LOG = "/eval.log"
-MODEL_PATCH = "/tmp/.model.patch"
+EXTRACTED = "/tmp/.model.patch"
+"""Directory in which `extraction` makes its patch."""
 HISTORY = "/tmp/.history"
-OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EVAL_LOG, MODEL_PATCH, HISTORY)
+READ = 4 * 2**20
+"""Bytes that a file may hold for `Box.read_file`, unless more is asked for: the editor makes several copies of it."""
+OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EXTRACTED, HISTORY, hiding.BUG_PATCH, hiding.ARCHIVE)
 """Paths that are named in commands and output, not only given to `Box.read_file` and `Box.write_file`."""
 
 _QUIET = {
@@ -88,19 +96,34 @@ if [ "$(present)" -gt "$(reachable)" ]; then
   if [ "$(present)" -gt "$(reachable)" ]; then echo "objects beyond HEAD cannot be removed"; exit 1; fi
 fi
 """
-# The files as they stand, as a tree in the object store, without a change of the index.
+# The files as they stand, as a tree in the object store, without a change of the index; by the rules of `extraction`,
+# which looks for what was changed since: no configuration counts, nor what the repository excludes by itself.
 _WRITE_TREE = f"""set -e
 cd {WORKDIR}
-index=$(mktemp)
-cp "$(git rev-parse --git-path index)" "$index"
-GIT_INDEX_FILE=$index git add -A
-GIT_INDEX_FILE=$index git write-tree
-rm "$index"
+head=$(git rev-parse HEAD)
+GIT_OBJECT_DIRECTORY=$(cd "$(git rev-parse --git-common-dir)/objects" && pwd)
+own=$(mktemp -d)
+export GIT_OBJECT_DIRECTORY GIT_DIR=$own/git GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null HOME=$own
+export XDG_CONFIG_HOME=$own
+git init -q --bare --template= "$GIT_DIR"
+git config core.bare false
+git config core.fileMode true
+export GIT_WORK_TREE=$PWD
+git read-tree "$head"
+git add -A .
+git write-tree
+rm -rf "$own"
 """
 _CONDA = "/opt/miniconda3/bin/activate"
-_ACTIVATE = f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; fi"
-# Names and contents, with few processes, for it runs at every step; git's own hash, for any image has it.
+_VENV = f"{WORKDIR}/.venv/bin/activate"
+_ACTIVATE = (
+    f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; elif [ -f {_VENV} ]; then source {_VENV}; fi"
+)
+# Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
+# to its end: a process that could not be started leaves a part out.
+_HASHED = "hashed"
 _HASH = f"""export LC_ALL=C
+set -o pipefail
 if cd {WORKDIR} 2>/dev/null; then
   options=(--no-optional-locks -c core.fileMode=true -c core.quotePath=true)
   status=$(git "${{options[@]}}" status --porcelain=v2 --branch --no-renames --untracked-files=all 2>&1)
@@ -112,20 +135,32 @@ if cd {WORKDIR} 2>/dev/null; then
     case $status in
       *$'\\n? '*) git ls-files -z --others --exclude-standard | sort -z | xargs -0 -r git hash-object --no-filters -- ;;
     esac
-  }} 2>/dev/null | git hash-object --stdin
+    true
+  }} 2>/dev/null | git hash-object --stdin || exit
 else
   echo none
 fi
 for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
   cd "$place" 2>/dev/null || continue
-  names=$(find . -xdev -type f -size -2048k -not -path '*/.cache/*' -not -path '*/__pycache__/*' -not -path '*/.git/*')
+  names=$(find . -xdev -type f -size -2048k \\
+    -not -path '*/.cache/*' -not -path '*/__pycache__/*' -not -path '*/.git/*' | sort)
   if [ "$names" ]; then
-    names=$(sort <<<"$names" | head -n 1000)
+    names=$(printf '%s\\n' "$names" | head -n 1000)
     printf '%s\\n' "$names"
-    git hash-object --no-filters --stdin-paths <<<"$names"
+    printf '%s\\n' "$names" | git hash-object --no-filters --stdin-paths
   fi
-done 2>/dev/null
+  true
+done 2>/dev/null | git hash-object --stdin || exit
+echo {_HASHED}
 """
+_PREPARATION = hashlib.sha256(
+    "\0".join((_MAKE_REPOSITORY, _FORGET, _WRITE_TREE, _ACTIVATE, _HASH, *hiding.SCRIPTS)).encode()
+).hexdigest()
+"""Changes with what is done to prepare a task, and with what is remembered of it."""
+# What the script said of files that `Sandbox.written` told of: runs once for equal ones, whatever box they are in.
+_known: OrderedDict[str, tuple[str, str]] = OrderedDict()
+_KNOWN = 4096
+_known_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +232,11 @@ class Box:
         self.network = network
 
     @property
+    def shares_root(self) -> bool:
+        """Whether ``/`` in its commands is that of this machine."""
+        return bool(self._root)
+
+    @property
     def _root(self) -> str:
         """The directory that stands for ``/``, where the backend has no root of its own."""
         inside = getattr(self.sandbox.backend, "inside", None)
@@ -214,19 +254,22 @@ class Box:
         """The inverse, for what is shown."""
         return text.replace(root, "") if (root := self._root) else text
 
-    def execute(self, command: str, *, timeout: float | None = None) -> Result:
-        """Run a command in the persistent shell."""
-        result = self.sandbox.execute(self.localised(command), timeout=timeout)
+    def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
+        """Run a command in the persistent shell; ``raw``: bytes of its output to be kept as they were written."""
+        result = self.sandbox.execute(self.localised(command), timeout=timeout, raw=raw)
+        if not (root := self._root):
+            return result
+        written = result.raw.replace(root.encode("utf-8", "surrogateescape"), b"")
+        return replace(result, output=self.generalised(result.output), raw=written)
+
+    def run(self, command: str, *, timeout: float | None = None, output: int | None = None) -> Result:
+        """Run a command in a bash of its own, which no state of the shell reaches; ``output``: bytes kept of it."""
+        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output)
         return replace(result, output=self.generalised(result.output)) if self._root else result
 
-    def run(self, command: str, *, timeout: float | None = None) -> Result:
-        """Run a command in a bash of its own, which no state of the shell reaches."""
-        result = self.sandbox.run(self.localised(command), timeout=timeout)
-        return replace(result, output=self.generalised(result.output)) if self._root else result
-
-    def read_file(self, path: str) -> bytes:
-        """Content of a file."""
-        return self.sandbox.read_file(path)
+    def read_file(self, path: str, *, limit: int = READ) -> bytes:
+        """Content of a file; `FileTooLarge` if it holds more than ``limit`` bytes."""
+        return self.sandbox.read_file(path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file."""
@@ -235,6 +278,12 @@ class Box:
     def restore(self, snapshot: SandboxSnapshot) -> None:
         """Go to a captured state."""
         self.sandbox.restore(snapshot)
+
+    def make_repository(self, task: Task) -> None:
+        """Make the repository of a task whose row brings it along; else it is in the image."""
+        if task.history:
+            self.write_file(HISTORY, task.history.encode())
+            script(self, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -246,16 +295,63 @@ class Box:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def digest(self) -> tuple[str, str]:
+    def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
         """Hashes of what can change what comes next: of all of it, and of the repository alone.
 
         Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
         contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
-        but for ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count.
+        but for ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
+        where the files cannot be read: no process can be started for it, or they are not read within the time limit.
+
+        Reading takes as long as git takes to look at the whole repository. On the overlay backends that is done only
+        after something was written (`Sandbox.written`), else it costs a look at the files that were; elsewhere, and
+        while more than the idle shell runs, always.
+
+        Args:
+            alone: it is known that nothing but the idle shell runs.
+            timeout: seconds that reading may take; by default as a command.
         """
-        repository, _, rest = self.run(_HASH).output.partition("\n")
-        whole = "\0".join((repository, rest, self.generalised(self._shell())))
+        return self.digest_of(self.files(alone=alone, timeout=timeout))
+
+    def digest_of(self, files: tuple[str, str]) -> tuple[str, str]:
+        """`digest`, of files that were read already (`files`)."""
+        repository, beside = files
+        if not repository:
+            return "", ""
+        whole = "\0".join((repository, beside, self.generalised(self._shell())))
         return hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest(), repository
+
+    def snapshot(self, *, strict: bool, mode: SnapshotMode | None = None) -> SandboxSnapshot:
+        """`Sandbox.snapshot`; what is known of the files is known of the captured ones."""
+        before = self.sandbox.written() if _known else None
+        snapshot = self.sandbox.snapshot(strict=strict, mode=mode)
+        tree = snapshot.tree
+        # The layer that was written to is frozen now: what is seen of it is what was captured.
+        if before is not None and isinstance(tree, OverlayTree) and tree.layers:
+            below, _, seen = before.key.partition("/")
+            frozen = look(tree.layers[0].files, below) if seen else before
+            if frozen is not None and frozen.key == before.key and (known := _recall(before.key)) is not None:
+                _learn(untouched(tree.id), known)
+        return snapshot
+
+    def files(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
+        """Hashes of the repository and of the files beside it; empty where they could not be had."""
+        written = self.sandbox.written(alone=alone)
+        known = None if written is None else _recall(written.key)
+        if known is not None:
+            return known
+        settled = written is not None and written.settle()
+        try:
+            done = self.run(_HASH, timeout=timeout)
+        except BlockingIOError:  # there is no room for one more process
+            return "", ""
+        repository, _, beside = done.output.partition("\n")
+        if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
+            return "", ""
+        found = repository, beside
+        if settled and written is not None and self.sandbox.written(alone=alone) == written:
+            _learn(written.key, found)
+        return found
 
     def _shell(self) -> str:
         state = self.sandbox.shell_state()
@@ -263,6 +359,21 @@ class Box:
             return ""
         kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
         return replace(state, variables=kept, status=0, last=b"").script().decode("utf-8", "surrogateescape")
+
+
+def _recall(key: str) -> tuple[str, str] | None:
+    with _known_lock:
+        found = _known.get(key)
+        if found is not None:
+            _known.move_to_end(key)
+        return found
+
+
+def _learn(key: str, found: tuple[str, str]) -> None:
+    with _known_lock:
+        _known[key] = found
+        while len(_known) > _KNOWN:
+            _known.popitem(last=False)
 
 
 def script(box: Box, source: str) -> str:
@@ -280,17 +391,31 @@ def script(box: Box, source: str) -> str:
 _prepared: OrderedDict[tuple[Any, ...], Pristine] = OrderedDict()
 
 
-def pristine(task: Task, settings: Settings) -> Pristine:
+def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristine:
     """A task's files as an episode starts with them.
+
+    Args:
+        task: to be prepared.
+        settings: of the sandboxes that will have the files.
+        verify: read all that is kept of it on disk, and prepare it again if that is not what was kept.
 
     Raises:
         SandboxUnavailable: no such sandbox on this machine, or no such image.
         TaskError: the image does not hold the repository at the task's base.
+        ImportError, ValueError: it cannot be graded, see `grading.check_gradable`.
     """
     key = (os.getpid(), task.digest, settings)
     found = _prepared.get(key)
     if found is None:
-        found = _prepare(task, settings)
+        with settings.box(task) as box:
+            key_on_disk = _key(box, task, settings)
+            make = functools.partial(_prepare, box, task, settings)
+            stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
+        whole, repository = stored.notes["digest"]
+        if isinstance(stored.snapshot.tree, OverlayTree):  # of files that nobody has written to yet
+            of_repository, beside = stored.notes["files"]
+            _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
+        found = Pristine(stored.snapshot, stored.notes["reference"], (whole, repository))
         _prepared[key] = found
         while len(_prepared) > KEPT:
             _prepared.popitem(last=False)[1].snapshot.release()
@@ -304,24 +429,60 @@ def forget_prepared() -> None:
         _prepared.popitem()[1].snapshot.release()
 
 
-def _prepare(task: Task, settings: Settings) -> Pristine:
+def is_prepared(task: Task, settings: Settings) -> bool:
+    """Whether a task is kept on disk as these settings want it.
+
+    Raises:
+        SandboxUnavailable: no such sandbox on this machine, or no such image.
+    """
     with settings.box(task) as box:
-        if task.history:
-            box.write_file(HISTORY, task.history.encode())
-            script(box, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
-        found = box.run(f"cd {WORKDIR} && git cat-file -t {shlex.quote(task.base_commit)}")
-        if found.exit_code or found.output.strip() != "commit":
-            raise TaskError(
-                f"{task.instance_id}, column 'base_commit': {settings.image_of(task)!r} has no commit "
-                f"{task.base_commit} in {WORKDIR} ({found.output.strip()[-200:]})"
-            )
-        script(box, _FORGET)
-        reference = script(box, _WRITE_TREE).strip()
-        box.execute(f"cd {WORKDIR}")
-        if settings.image_of(task) != HOST:
-            box.execute(_ACTIVATE, timeout=60.0)
-        digest = box.digest()
-        return Pristine(box.sandbox.snapshot(mode="filesystem"), reference, digest)
+        return prepared.holds(_key(box, task, settings))
+
+
+def _key(box: Box, task: Task, settings: Settings) -> str:
+    """What a prepared task depends on: the image, the row, the way it is prepared, what its shell is started with.
+
+    And on the version of the official code, which was found to be able to grade it.
+    """
+    try:
+        official = importlib.metadata.version("swebench")
+    except importlib.metadata.PackageNotFoundError:
+        official = ""
+    backend = box.sandbox.backend
+    base = backend.base()
+    try:
+        return prepared.key(
+            backend.capabilities.name, base.base, task.digest, _PREPARATION, settings.env, settings.network, official
+        )
+    finally:
+        base.release()
+
+
+def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
+    from sandboxgym.envs.swebench import grading
+
+    grading.check_gradable(task)  # here, for it imports the official code, which takes longer than a reset
+    box.make_repository(task)
+    hiding.prepare(box, task)
+    found = box.run(f"cd {WORKDIR} && git cat-file -t {shlex.quote(task.base_commit)}")
+    if found.exit_code or found.output.strip() != "commit":
+        raise TaskError(
+            f"{task.instance_id}, column 'base_commit': {settings.image_of(task)!r} has no commit "
+            f"{task.base_commit} in {WORKDIR} ({found.output.strip()[-200:]})"
+        )
+    script(box, _FORGET)
+    reference = script(box, _WRITE_TREE).strip()
+    box.execute(f"cd {WORKDIR}")
+    if settings.image_of(task) != HOST:
+        box.execute(_ACTIVATE, timeout=60.0)
+    files = box.files(timeout=600.0)
+    digest = box.digest_of(files)
+    if not digest[0]:
+        raise SandboxUnavailable(f"{task.instance_id}: the repository cannot be read within 600 seconds")
+    return prepared.Stored(
+        box.snapshot(strict=False, mode="filesystem"),
+        {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)},
+    )
 
 
 def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,8 @@ WORKDIR = "/testbed"
 _HEREDOC = "EOF_114329324912"
 _NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 _EDITABLE = "python -m pip install -e ."
-_ACTIVATE = ("source /opt/miniconda3/bin/activate", "conda activate testbed")
+ACTIVATE = ("source /opt/miniconda3/bin/activate", "conda activate testbed")
+"""What a script begins with in the images of SWE-bench."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def derive(*, repo: str, version: str, instance_id: str, base_commit: str, test_
             base_commit=base_commit,
             test_patch=test_patch,
             test=" ".join((recipe.test, *directives(test_patch, modules=known.modules))),
-            activate=_ACTIVATE,
+            activate=ACTIVATE,
             before=recipe.before,
             install=recipe.install,
         ),

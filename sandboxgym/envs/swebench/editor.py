@@ -4,20 +4,26 @@
    replaces and nobody changes.
 2. What goes wrong is a sentence for the agent, never an exception.
 3. Files keep their bytes: whatever is not replaced stays as it was, also where it is not UTF-8, and so does the mode.
+4. What an agent has in its files takes no more of the memory and the time here than is worth it: large ones are refused
+   in words (`boxes.READ`), nothing longer than `SHOWN` is put together to be shown, and the contents that can be undone
+   are bounded in all (`REMEMBERED`).
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sandboxgym.brief import brief
 from sandboxgym.envs.swebench.tools import Edit, printable
-from sandboxgym.sandbox.base import Result
+from sandboxgym.sandbox.base import FileTooLarge, Result
 
 SHOWN = 16_000
 """Characters of a file or directory that are shown at most."""
@@ -25,15 +31,22 @@ AROUND = 4
 """Lines shown before and after an edit."""
 UNDO = 32
 """Edits of one file that can be undone."""
+REMEMBERED = 16 * 2**20
+"""Characters of earlier contents of all files; beyond, the oldest of the others are forgotten."""
 _BODY = 5
 """Lines from which on a function's body is left out of an outline."""
+_OUTLINED = 100_000
+"""Words and signs in a file from which on there is no outline: parsing takes half a kilobyte of memory for each."""
+_LISTED = 20
+"""Lines that are named in which a text occurs."""
+_WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Files(Protocol):
     """What the editor needs of a sandbox."""
 
     def read_file(self, path: str) -> bytes:
-        """Content of a file; raises OSError as `open` does."""
+        """Content of a file that is not too large; raises OSError as `open` does, or FileTooLarge."""
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file, making missing parents."""
@@ -60,7 +73,16 @@ class Editor:
                 raise _Refused(f"The path {call.path} is not absolute: it must start with '/'. Did you mean /{path}?")
             history, said = _COMMANDS[call.command](self.history, path, call.arguments, files)
         except _Refused as refusal:
-            return self, str(refusal), False
+            return self, _clipped(str(refusal)), False
+        except FileTooLarge as error:
+            return (
+                self,
+                (
+                    f"{path} is too large for the editor: {error.strerror}. Use commands in the shell that show or "
+                    "change a part of it, such as grep -n, head, tail and sed."
+                ),
+                False,
+            )
         except OSError as error:
             return self, f"Ran into {error.strerror or error} while trying to {call.command} {path}.", False
         return Editor(history), said, True
@@ -80,7 +102,7 @@ class Editor:
             isinstance(path, str) and isinstance(contents, list | tuple) and all(isinstance(c, str) for c in contents)
             for path, contents in value.items()
         ):
-            raise ValueError(f"expected the contents of edited files, found {value!r:.80}")
+            raise ValueError(f"expected the contents of edited files, found {brief(value)}")
         return cls({path: tuple(contents) for path, contents in value.items()})
 
 
@@ -100,22 +122,22 @@ def _view(history: History, path: str, arguments: Mapping[str, Any], files: File
         return history, _clipped(
             f"Files and directories up to 2 levels deep in {path}, hidden ones left out:\n{listing}"
         )
-    lines = text.split("\n")
     if wanted is None:
         if len(text) > SHOWN and path.endswith(".py") and (outline := _outline(text)):
             return history, _clipped(
                 f"{path} is too long to be shown whole; here is an outline without the bodies of long functions. "
                 f"Use `view_range` to see the lines that were left out:\n{outline}"
             )
-        return history, _clipped(_numbered(lines, 1, path))
+        return history, _clipped(_numbered(_lines(text, 1), 1, path))
     first, last = wanted
-    if not 1 <= first <= len(lines):
-        raise _Refused(f"Invalid `view_range`: {list(wanted)}. Its first element should be in [1, {len(lines)}].")
-    if last != -1 and not first <= last <= len(lines):
+    number = text.count("\n") + 1
+    if not 1 <= first <= number:
+        raise _Refused(f"Invalid `view_range`: {list(wanted)}. Its first element should be in [1, {number}].")
+    if last != -1 and not first <= last <= number:
         raise _Refused(
-            f"Invalid `view_range`: {list(wanted)}. Its second element should be in [{first}, {len(lines)}], or -1."
+            f"Invalid `view_range`: {list(wanted)}. Its second element should be in [{first}, {number}], or -1."
         )
-    return history, _clipped(_numbered(lines[first - 1 : None if last == -1 else last], first, path))
+    return history, _clipped(_numbered(_lines(text, first, None if last == -1 else last), first, path))
 
 
 def _create(history: History, path: str, arguments: Mapping[str, Any], files: Files) -> tuple[History, str]:
@@ -141,9 +163,9 @@ def _str_replace(history: History, path: str, arguments: Mapping[str, Any], file
     if count == 0:
         raise _Refused(f"No replacement was performed, old_str `{old}` did not appear verbatim in {path}.")
     if count > 1:
-        lines = sorted({text.count("\n", 0, match.start()) + 1 for match in re.finditer(re.escape(old), text)})
+        lines, more = _lines_of(text, old)
         raise _Refused(
-            f"No replacement was performed. Multiple occurrences of old_str `{old}` in lines {lines}. "
+            f"No replacement was performed. Multiple occurrences of old_str `{old}` in lines {lines}{more}. "
             "Please make it unique."
         )
     if old == new:
@@ -158,13 +180,14 @@ def _str_replace(history: History, path: str, arguments: Mapping[str, Any], file
 def _insert(history: History, path: str, arguments: Mapping[str, Any], files: Files) -> tuple[History, str]:
     after, new = arguments["insert_line"], arguments["new_str"]
     text = _read_existing(files, path)
-    lines = text.split("\n")
-    if not 0 <= after <= len(lines):
-        raise _Refused(f"Invalid `insert_line`: {after}. It should be in [0, {len(lines)}], the lines of the file.")
-    added = new.split("\n")
-    changed = "\n".join([*lines[:after], *added, *lines[after:]])
+    number = text.count("\n") + 1
+    if not 0 <= after <= number:
+        raise _Refused(f"Invalid `insert_line`: {after}. It should be in [0, {number}], the lines of the file.")
+    at = _begin_of_line(text, after + 1)
+    # After the last line there is no line end to put it behind.
+    changed = f"{text}\n{new}" if after == number else f"{text[:at]}{new}\n{text[at:]}"
     _write(files, path, changed)
-    return _remembered(history, path, text), _after_edit(changed, path, after, after + len(added) - 1)
+    return _remembered(history, path, text), _after_edit(changed, path, after, after + new.count("\n"))
 
 
 def _undo(history: History, path: str, arguments: Mapping[str, Any], files: Files) -> tuple[History, str]:
@@ -177,7 +200,7 @@ def _undo(history: History, path: str, arguments: Mapping[str, Any], files: File
         files.write_file(path, _encoded(text))
     kept = {name: contents for name, contents in history.items() if name != path}
     return {**kept, path: tuple(earlier)} if earlier else kept, (
-        f"Last edit to {path} undone successfully. {_numbered(text.split(chr(10)), 1, path)}"
+        f"Last edit to {path} undone successfully. {_clipped(_numbered(_lines(text, 1), 1, path))}"
     )
 
 
@@ -209,7 +232,10 @@ def _write(files: Files, path: str, text: str) -> None:
     found = files.run(f"stat -L -c %a -- {shlex.quote(path)}")
     if found.exit_code:
         raise FileNotFoundError(2, "no such file", path)
-    files.write_file(path, _encoded(text), mode=int(found.output.strip(), 8))
+    said = found.output.strip()
+    if not re.fullmatch("[0-7]{1,4}", said):  # those inside may have replaced the program
+        raise _Refused(f"The mode of {path} cannot be found out: stat says {said:.80}.")
+    files.write_file(path, _encoded(text), mode=int(said, 8))
 
 
 def _encoded(text: str) -> bytes:
@@ -217,17 +243,66 @@ def _encoded(text: str) -> bytes:
 
 
 def _remembered(history: History, path: str, text: str) -> History:
-    return {**history, path: (*history.get(path, ()), text)[-UNDO:]}
+    kept = {**history, path: (*history.get(path, ()), text)[-UNDO:]}
+    excess = sum(len(content) for contents in kept.values() for content in contents) - REMEMBERED
+    for name in [*(other for other in kept if other != path), path]:
+        while excess > 0 and len(contents := kept[name]) > (name == path):
+            excess -= len(contents[0])
+            kept[name] = contents[1:]
+    return {name: contents for name, contents in kept.items() if contents}
 
 
-def _numbered(lines: list[str], first: int, path: str) -> str:
-    shown = "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
-    return f"Here's the result of running `cat -n` on {path}:\n{printable(shown)}\n"
+def _begin_of_line(text: str, number: int) -> int:
+    """Where a line begins, by its number; the end of a text that has fewer."""
+    at = 0
+    for _ in range(number - 1):
+        at = text.find("\n", at) + 1
+        if at == 0:
+            return len(text)
+    return at
+
+
+def _lines(text: str, first: int, last: int | None = None) -> Iterator[str]:
+    """Lines by their numbers, which the text has."""
+    at = _begin_of_line(text, first)
+    number = first
+    while last is None or number <= last:
+        end = text.find("\n", at)
+        if end < 0:
+            yield text[at : at + SHOWN + 1]
+            return
+        yield text[at : min(end, at + SHOWN + 1)]
+        at, number = end + 1, number + 1
+
+
+def _lines_of(text: str, part: str) -> tuple[list[int], str]:
+    """Numbers of the first lines in which a text occurs, and a note that there are more."""
+    found: list[int] = []
+    number, at, place = 1, 0, text.find(part)
+    while place >= 0:
+        number += text.count("\n", at, place)
+        if found[-1:] != [number]:
+            if len(found) == _LISTED:
+                return found, " and more"
+            found.append(number)
+        at, place = place, text.find(part, place + len(part))
+    return found, ""
+
+
+def _numbered(lines: Iterable[str], first: int, path: str) -> str:
+    """Lines with their numbers, no more of them than are shown."""
+    shown, length = [], 0
+    for number, line in enumerate(lines, first):
+        shown.append(f"{number:6}\t{line}")
+        length += len(shown[-1])
+        if length > SHOWN:
+            break
+    return f"Here's the result of running `cat -n` on {path}:\n{printable(chr(10).join(shown))}\n"
 
 
 def _after_edit(text: str, path: str, first: int, last: int) -> str:
     start = max(0, first - AROUND)
-    snippet = _numbered(text.split("\n")[start : last + AROUND + 1], start + 1, f"a snippet of {path}")
+    snippet = _numbered(_lines(text, start + 1, last + AROUND + 1), start + 1, f"a snippet of {path}")
     return _clipped(f"The file {path} has been edited. {snippet}Review the change, and edit again if it is not right.")
 
 
@@ -241,10 +316,14 @@ def _clipped(text: str) -> str:
 
 
 def _outline(text: str) -> str | None:
-    """Numbered lines without the bodies of long functions; None if the text is not Python."""
+    """Numbered lines without the bodies of long functions; None if the text is not Python, or too much of it."""
+    if sum(1 for _ in itertools.islice(_WORD.finditer(text), _OUTLINED)) == _OUTLINED:
+        return None
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what an agent wrote
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last is what the parser makes of deep nesting
         return None
     left_out: dict[int, int] = {}
     for node in ast.walk(tree):
@@ -252,12 +331,14 @@ def _outline(text: str) -> str | None:
             first, last = node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno
             if last - first >= _BODY:
                 left_out[first] = max(last, left_out.get(first, 0))
-    shown, number, lines = [], 1, text.split("\n")
-    while number <= len(lines):
-        if number in left_out:
-            shown.append(f"{number:6}\t... lines {number} to {left_out[number]} left out ...")
-            number = left_out[number]
-        else:
-            shown.append(f"{number:6}\t{printable(lines[number - 1])}")
-        number += 1
+    shown, length, until = [], 0, 0
+    for number, line in enumerate(_lines(text, 1), 1):
+        if number <= until:
+            continue
+        until = left_out.get(number, 0)
+        left = f"... lines {number} to {until} left out ..." if until else printable(line)
+        shown.append(f"{number:6}\t{left}")
+        length += len(shown[-1])
+        if length > SHOWN:
+            break
     return "\n".join(shown)

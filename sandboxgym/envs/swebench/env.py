@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 import os
 import random
 import re
@@ -12,18 +14,23 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from sandboxgym import format as durable
+from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.envs.swebench import grading, tools
 from sandboxgym.envs.swebench.boxes import Box, Pristine, Settings, environment, pristine
 from sandboxgym.envs.swebench.columns import WORKDIR
+from sandboxgym.envs.swebench.durations import without_durations
 from sandboxgym.envs.swebench.editor import Editor
 from sandboxgym.envs.swebench.expert import Expert
+from sandboxgym.envs.swebench.extraction import PATCH_LIMIT
 from sandboxgym.envs.swebench.grading import Verdict
 from sandboxgym.envs.swebench.tasks import Task, TaskNotFound, open_tasks
-from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
+from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, from_handler
+from sandboxgym.sandbox.base import Limits, Result, SandboxError
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
+
+log = logging.getLogger("sandboxgym")
 
 HARMLESS = ("ls", "pwd", "git status --short")
 """What the action space samples."""
@@ -49,10 +56,14 @@ Tests for it exist already and need not be changed. Find the code that matters, 
 edit the source, run the script again, think of edge cases. Then submit.""",
 }
 """What a task is introduced with, by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
+MASKED = ("sandbox ended", "infra failure", "needs network")
+"""Verdicts that say nothing about the work: ``info["masked"]``."""
 _LOSES = {"docker": ("file.mtime", "file.shm", "file.xattr")}
 """What snapshots of a backend lack, by the names of the conformance suite's probes; else nothing is known."""
 _BACKENDS = ("auto", "overlay", "overlay-rootless", "docker", "copy")
-_PYTEST = re.compile(r"^=*\s*(?:.*, )?\d+ (passed|failed|errors?)\b.* in [\d.]+s", re.MULTILINE)
+# Within one line of no great length: each beginning looks through all that it may span.
+_LINE = re.compile(r"^.{1,500}$", re.MULTILINE)
+_PYTEST = re.compile(r"=*[^\S\n]*(?:.*, )?\d+ (passed|failed|errors?)\b.* in [\d.]+s")
 _UNITTEST = re.compile(r"^Ran \d+ tests? in [\d.]+s\n\n(OK|FAILED)", re.MULTILINE)
 
 
@@ -105,30 +116,43 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     ## Rewards
     1 when the work is graded and resolves the issue, else 0. It is graded at submission, and as it stands at the step
-    limit of ``gym.make`` (25; or ``grade_at``). That happens in a fork: the tests never enter the sandbox, and an
-    episode can go on after it.
+    limit of ``gym.make`` (25; or ``grade_at``). That happens in a fork: the tests never enter the sandbox.
 
     ## Starting State
     ``reset(seed=…, options={"instance_id": …})`` plays that task: an id, a unique ending of one, or an index
     (``"task"`` means the same). Without it a task is drawn from the environment's random stream.
 
     ## Episode End
-    Terminated at submission. Truncated by the step limit of ``gym.make``.
+    Terminated at submission. Truncated by the step limit of ``gym.make``. A step after that raises `ResetNeeded`; a
+    restore of an earlier snapshot takes the end back.
+
+    Whatever an agent does, `step` and `grade` do not raise. Where its sandbox cannot go on, the episode is terminated
+    with reward 0 and one of two verdicts; what was done is lost, and the next reset gets a new sandbox:
+
+    - ``sandbox ended``: another sandbox can be started at the task's beginning, so this one ended by what was done in
+      it: a limit of the disk or of memory was reached, its processes cannot be ended or started, all were killed.
+    - ``infra failure``: no other can be had either, so the machine is at fault: its disk is full, the container daemon
+      is gone. Or the work could not be graded: what the official code says is broken in the image, or grading failed.
 
     ## Information
     - ``success`` and ``resolved``: whether the verdict of this step says so; false where there is none.
     - ``task_id``, ``repo``, ``steps``, ``submitted``, ``valid_action``; ``returncode`` (None without a command) and
       ``timed_out``.
-    - ``state_hash``: equal for equal states (see `boxes.Box.digest`, what counts); ``progress_key``: whether the
-      repository was changed and how the tests went that the agent ran last.
+    - ``state_hash``: equal for equal states (see `boxes.Box.digest`, what counts; empty where the files could not be
+      read); ``progress_key``: whether the repository was changed and how the tests went that the agent ran last.
     - ``lossy``: what a snapshot taken now would not keep, such as ``"background: sleep 100"``; empty nearly always.
       Where only the attempt could tell, it is in ``last`` and in what a restore returns.
-    - ``verdict``: None, or ``resolved``, ``no patch``, ``patch does not apply``, ``tests fail``, ``tests time out``,
-      ``no test results``, ``infra failure``, ``needs network``; ``sandbox ended``, which ends the episode (the disk
-      limit was reached). With it ``patch``, ``tests_status`` (the tests of
+    - ``verdict``: None, or ``resolved``, ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``,
+      ``tests time out``, ``no test results``, ``too much output``; ``suspicious`` with ``reject_suspicious``; ``infra
+      failure``, ``sandbox ended``, ``needs network``. With it ``patch``, ``tests_status`` (the tests of
       ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` that succeed and fail), ``infra_failure`` (what is broken, not through the
-      patch) and ``needs_network``. Rewards of ``infra failure`` and ``needs network`` are 0 and should not be
-      learnt from.
+      patch) and ``needs_network``.
+    - ``masked``: the verdict is one of the last three, so that the reward, 0, says nothing about the work: the trainer
+      leaves such an episode out. They come from the sandbox, if it failed, or from what is known of the row
+      (``sandboxgym swebench check``), never from what its tests print.
+    - ``suspicious``: sentences on what looks like a forged reward in the patch or in what its tests printed, such as
+      ``"conftest: tests/conftest.py has a say in every test below it"``; empty nearly always. ``extraction``: why the
+      patch may lack some of the work; empty nearly always.
 
     What processes draw for themselves (``$RANDOM``, ``/dev/urandom``) is not part of a snapshot; the environment's own
     stream, which tasks are drawn from, is. With ``snapshot="full"`` forks are twins, which draw the same, unless they
@@ -138,7 +162,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     ## Arguments
     - ``dataset``: ``"mini"`` (small repositories of this package), ``"verified"``, ``"lite"``, ``"full"``
-      (``sandboxgym download swebench --part verified``), or a file of rows (json, jsonl, parquet).
+      (``sandboxgym download swebench --part verified``), ``"swe-smith"``, ``"swe-gym"``, ``"swe-rebench"``,
+      ``"r2e-gym"`` (found beside them), or a file of rows (json, jsonl, parquet), or a directory of such files.
     - ``instances``: only these tasks.
     - ``backend``: ``"auto"``, ``"overlay"``, ``"overlay-rootless"``, ``"docker"``, ``"copy"``. ``"auto"`` takes the
       first that runs here. ``"copy"`` isolates nothing and needs ``allow_unsafe=True``.
@@ -147,7 +172,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     - ``tools``: ``"bash"`` or ``"swe-agent"``.
     - ``network``: let the sandbox use it.
     - ``limits``: of a sandbox, as `Limits` or a mapping of some of its fields (``seconds`` for a command, ``memory``,
-      ``processes``, ``disk``, ``output``).
+      ``processes``, ``disk``, ``files``, ``output``).
     - ``env``: environment variables for all commands, such as ``PIP_CERT`` behind a proxy.
     - ``snapshot``: what snapshots hold beside files and the shell's state. ``"filesystem"``: nothing. ``"full"``:
       running processes with their memory, descriptors and connections, so that a server that was started answers in
@@ -157,6 +182,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     - ``grade_at``: grade at this step and at later ones; 0 is never. By default at the step limit of ``gym.make``; any
       other wrapper that truncates needs it.
     - ``grade_timeout``: seconds that the tests may take.
+    - ``reject_suspicious``: what looks forged is not resolved, and its verdict is ``suspicious``. By default the
+      official verdict stands, for numbers that are compared with others'; for training it should be on.
     - ``prompt``: what a task is introduced with, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
     - ``durations``: show the durations that pytest and unittest print. By default they read 0.00s, so that equal states
       print equal text.
@@ -202,6 +229,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         strict: bool = False,
         grade_at: int | None = None,
         grade_timeout: float = grading.TIMEOUT,
+        reject_suspicious: bool = False,
         prompt: str | None = None,
         durations: bool = False,
         render_mode: str | None = None,
@@ -224,6 +252,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         self.strict = strict
         self.grade_at = grade_at
         self.grade_timeout = grade_timeout
+        self.reject_suspicious = reject_suspicious
         self.durations = durations
         self.render_mode = render_mode
         self.timing: dict[str, float] = {}
@@ -258,7 +287,6 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         wanted = options.get("instance_id", options.get("task"))
         index = int(self.np_random.integers(len(self.tasks))) if wanted is None else self.tasks.index(wanted)
         task = self.tasks[index]
-        grading.check_gradable(task)
         start = pristine(task, self._settings)
         self._enter(task, start)
         self._stand_on(start.snapshot)
@@ -271,22 +299,36 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         return self._shown, self._info(start.digest)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act; see *Action Space*."""
+        """Act; see *Action Space*, and *Episode End* for what becomes of a sandbox that cannot go on.
+
+        Raises:
+            TypeError: the action is no string.
+            ResetNeeded: there is no episode, or it is over.
+        """
         if not isinstance(action, str):
             raise TypeError(f"expected an action as a string, found {action!r}")
         self._playing()
+        if self._over():
+            raise ResetNeeded(f"the episode is over after {self._steps} steps: reset, or restore an earlier snapshot")
         started = time.perf_counter()
         self._steps += 1
         try:
             observation, info = self._act(action)
-        except (SandboxFull, SandboxClosed) as error:
+        except Exception as error:  # of whatever type: a policy must not end a run that takes days
+            if from_handler(error):
+                raise
             observation, info = self._ended(error)
         self.timing["total"] = time.perf_counter() - started
         self._shown = observation
         return observation, float(info["resolved"]), info["submitted"], False, info
 
+    def _over(self) -> bool:
+        """Whether the last step ended the episode: by itself, or by the step limit."""
+        assert self._last is not None
+        return self._last.terminated or (self.step_limit is not None and self._steps >= self.step_limit > 0)
+
     def _act(self, action: str) -> tuple[str, dict[str, Any]]:
-        task, start = self._at()
+        task, _ = self._at()
         box = self._live()
         call = tools.parse(action, self.tools)
         result: Result | None = None
@@ -295,14 +337,14 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         match call:
             case tools.Bash(command):
                 self._change()
-                result = box.execute(command)
+                result = box.execute(command, raw=PATCH_LIMIT + tools.MARKER_ROOM)
                 if not self.durations:
-                    result = replace(result, output=tools.without_durations(result.output))
+                    result = replace(result, output=without_durations(result.output, command))
                 self._tests = _outcome(result.output) or self._tests
                 observation = tools.show(result, self.tools, limit=self._settings.limits.seconds)
                 following = tools.submission(result)
                 submitted = following is not None
-                patch = following if following and following.strip() and not result.elided else None
+                patch = following.decode("utf-8", "surrogateescape") if following and following.strip() else None
             case tools.Edit():
                 if call.command != "view":
                     self._change()
@@ -312,27 +354,80 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
                 submitted, observation = True, tools.show_text("Submitted.", self.tools)
             case tools.Malformed(explanation):
                 valid, observation = False, tools.show_text(explanation, self.tools)
-        if self._digest is None:
-            self._digest = box.digest()
         lossy = box.sandbox.lossy()
+        digest = self._digest
+        if digest is None:
+            idle = not lossy and self._settings.snapshot == "filesystem"
+            digest = box.digest(alone=idle)
+            self._digest = digest if idle else None  # else what runs may go on writing
+            lossy = lossy and box.sandbox.lossy()  # some of it was about to end
         acted = time.perf_counter()
         verdict = None
         if submitted or self._at_limit():
             leaf = self._frozen(strict=False, processes=False)
-            verdict = grading.grade(leaf, start, task, self._settings, patch=patch, timeout=self.grade_timeout)
+            verdict = self._graded(leaf, task, patch=patch)
         self.timing = {"command": acted - began, "grading": time.perf_counter() - acted}
-        info = self._info(self._digest, submitted=submitted, valid=valid, result=result, lossy=lossy, verdict=verdict)
+        info = self._info(digest, submitted=submitted, valid=valid, result=result, lossy=lossy, verdict=verdict)
         return observation, info
 
-    def _ended(self, error: SandboxError) -> tuple[str, dict[str, Any]]:
-        """The end of an episode whose sandbox is gone, such as by filling its disk: what was done is lost."""
+    def _graded(self, leaf: SandboxSnapshot, task: Task, *, patch: str | None = None) -> Verdict:
+        """The verdict on captured work. What fails while it is found is no fault of the work."""
         _, start = self._at()
-        self._stand_on(start.snapshot)
+        try:
+            return grading.grade(
+                leaf,
+                start,
+                task,
+                self._settings,
+                patch=patch,
+                timeout=self.grade_timeout,
+                reject_suspicious=self.reject_suspicious,
+            )
+        except Exception as error:
+            if from_handler(error):
+                raise
+            log.warning("%s could not be graded", task.instance_id, exc_info=True)
+            return Verdict(False, patch or "", "infra failure", infra_failure=_cause(error))
+
+    def _ended(self, error: Exception) -> tuple[str, dict[str, Any]]:
+        """The end of an episode that cannot go on: what was done is lost, and its sandbox thrown away.
+
+        Whose fault it was is found out by starting another one at the beginning of the task.
+        """
+        task, start = self._at()
+        log.warning("%s: the sandbox ended", task.instance_id, exc_info=not isinstance(error, SandboxError))
+        self._throw_away()
+        reason = "infra failure"
+        try:
+            try:
+                self._stand_on(start.snapshot)
+            except SnapshotError:  # it was given up meanwhile
+                start = self._start = pristine(task, self._settings)
+                self._stand_on(start.snapshot)
+            self._live()
+            reason = "sandbox ended"
+        except Exception as another:
+            if from_handler(another):
+                raise
+            log.warning("%s: nor can another one be had", task.instance_id, exc_info=True)
+            self._throw_away()
         self._digest, self._editor, self._tests = start.digest, Editor(), "not run"
         self.timing = {"command": 0.0, "grading": 0.0}
-        verdict = Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {error}")
-        observation = tools.show_text(f"The sandbox is gone, and the episode over: {error}", self.tools)
+        cause = _cause(error)
+        verdict = Verdict(False, "", reason, infra_failure=f"sandbox: {cause}")
+        observation = tools.show_text(f"The sandbox is gone, and the episode over: {cause}", self.tools)
         return observation, self._info(start.digest, submitted=True, verdict=verdict)
+
+    def _throw_away(self) -> None:
+        """Be without a sandbox, whatever state it is in."""
+        box, self._box, self._stale = self._box, None, True
+        if box is not None:
+            try:
+                box.close()
+            except Exception as error:
+                if from_handler(error):
+                    raise
+                log.warning("a sandbox could not be closed: %s", error)
 
     def render(self) -> str | None:  # type: ignore[override]
         """The last observation, in mode ``ansi``."""
@@ -354,6 +449,12 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         return len(self.tasks)
 
     @property
+    def limits(self) -> tuple[Limits, frozenset[str]]:
+        """The limits of a sandbox, and which of them this machine's backend holds for it as a whole."""
+        self._playing()
+        return self._settings.limits, self._opened().sandbox.backend.capabilities.limits
+
+    @property
     def task(self) -> Task:
         """The task that is being played, its solution included."""
         return self._playing()[0]
@@ -363,11 +464,24 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         return Expert(lambda: self.task, tools=self.tools, rng=rng, **options)
 
     def grade(self) -> Verdict:
-        """The verdict on the work as it stands; changes nothing."""
-        task, start = self._playing()
-        self._live()
-        leaf = self._frozen(strict=False, processes=False)
-        return grading.grade(leaf, start, task, self._settings, timeout=self.grade_timeout)
+        """The verdict on the work as it stands; changes nothing.
+
+        Of an episode whose sandbox is gone (see *Episode End*), and of a sandbox that cannot be captured, it is that.
+        """
+        task, _ = self._playing()
+        assert self._last is not None
+        told = self._last.info
+        if self._last.terminated and told["verdict"] in ("sandbox ended", "infra failure") and not told["patch"]:
+            return Verdict(False, "", told["verdict"], infra_failure=told["infra_failure"])
+        try:
+            self._live()
+            leaf = self._frozen(strict=False, processes=False)
+        except Exception as error:
+            if from_handler(error):
+                raise
+            log.warning("%s could not be captured", task.instance_id, exc_info=True)
+            return Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {_cause(error)}")
+        return self._graded(leaf, task)
 
     # The sandbox.
 
@@ -414,10 +528,19 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     def _live(self) -> Box:
         """The sandbox in the present state."""
+        older = self._box is not None
         box = self._opened()
         if self._stale:
             assert self._current is not None
-            box.restore(self._current)
+            try:
+                box.restore(self._current)
+            except Exception as error:
+                if not older or isinstance(error, SnapshotError) or from_handler(error):
+                    raise
+                log.warning("a sandbox cannot be restored, and is replaced: %s", error)
+                self._throw_away()
+                box = self._opened()
+                box.restore(self._current)
             self._stale = False
             if self._current.whole is not None:  # its processes go on from here
                 self._current.release()
@@ -439,7 +562,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         if self._current is not None:
             return self._current
         assert self._box is not None
-        snapshot = self._box.sandbox.snapshot(strict=strict, mode=None if processes else "filesystem")
+        snapshot = self._box.snapshot(strict=strict, mode=None if processes else "filesystem")
         idle = not snapshot.lossy and snapshot.whole is None  # else processes go on that may change files
         if idle and (processes or self._settings.snapshot != "full"):
             self._current = snapshot
@@ -462,7 +585,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     ) -> dict[str, Any]:
         task, start = self._at()
         state_hash, repository = digest
-        changed = "unchanged" if repository == start.digest[1] else "edited"
+        changed = "unknown" if not repository else "unchanged" if repository == start.digest[1] else "edited"
         resolved = verdict is not None and verdict.resolved
         return {
             "success": resolved,
@@ -483,6 +606,9 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             "tests_status": None if verdict is None else copy.deepcopy(verdict.tests_status),
             "infra_failure": "" if verdict is None else verdict.infra_failure,
             "needs_network": verdict is not None and verdict.needs_network,
+            "masked": verdict is not None and verdict.reason in MASKED,
+            "suspicious": [] if verdict is None else list(verdict.suspicious),
+            "extraction": "" if verdict is None else verdict.extraction,
         }
 
     # Snapshots.
@@ -523,8 +649,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         if self._settings.snapshot != "filesystem":
             self._seed = seed
 
-    def _put(self, body: Any, seed: int | None) -> None:
-        super()._put(body, seed)
+    def _put(self, body: Any, seed: int | None, *, own: bool = False) -> None:
+        super()._put(body, seed, own=own)
         self._shown = self.last.observation
 
     @classmethod
@@ -536,8 +662,9 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     def _decode(cls, data: bytes) -> EpisodeState:
         values = durable.unpack(data)
         kinds = (str, str, bytes, int, dict, str)
-        if not isinstance(values, list) or len(values) != 6 or not all(map(isinstance, values, kinds)):
-            raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {values!r:.200}")
+        typed = isinstance(values, list) and len(values) == len(kinds) and all(map(isinstance, values, kinds))
+        if not typed or not 0 <= values[3] < _MOST_STEPS:
+            raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {brief(values)}")
         task_id, digest, packed, steps, history, tests = values
         return EpisodeState(task_id, digest, packed, steps, Editor.from_plain(history), tests)
 
@@ -549,6 +676,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             "image": self._settings.image,
             "network": self._settings.network,
             "durations": self.durations,
+            "reject_suspicious": self.reject_suspicious,
             "snapshot": self._settings.snapshot,
             "env": [list(pair) for pair in self._settings.env],
         }
@@ -563,10 +691,20 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         return child
 
 
+_MOST_STEPS = 2**31
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, in a line of bounded length that holds nothing unprintable."""
+    said = str(error) if isinstance(error, SandboxError) else brief(error, 1000)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said[:1000])
+
+
 def _outcome(output: str) -> str | None:
     """How the tests went whose last line is in some output; None if there is none."""
     found = None
-    for match in (*_PYTEST.finditer(output), *_UNITTEST.finditer(output)):
+    ends = (end for line in _LINE.finditer(output) if (end := _PYTEST.match(line[0])))
+    for match in itertools.chain(ends, _UNITTEST.finditer(output)):
         line = match[0]
         found = "failed" if re.search(r"\d+ (failed|error)|FAILED", line) else "passed"
     return found

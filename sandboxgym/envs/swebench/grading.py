@@ -5,32 +5,38 @@
 2. The order is the harness's: its commands that apply a patch, in turn and each from clean files; its script, with
    stdout and stderr in one stream that is no terminal; its parser and its report.
 3. What is not the patch's fault is told apart: a broken environment, a sandbox that failed, tests that need the
-   network. None of it counts as resolved.
+   network. None of it counts as resolved. It is known of the row, from `record` and from the list of rows, or of the
+   sandbox: all that is printed from the first line on is within reach of a patch, whose ``setup.py`` is run and whose
+   difference is shown before the tests begin.
 4. The same patch for the same task is tested once in a process, unless its verdict was no fault of the patch.
+5. An agent's tests and patch take a bounded part of this process's memory and time. Of what tests print the beginning
+   and the end are kept as it comes, and parsed in a process of its own (`parsing`). A log that was cut resolves
+   nothing, for what is missing may be a test that failed.
+6. What looks forged is named beside the verdict (`suspicion`), which stays the official one.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import logging
 import re
 import tempfile
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandboxgym.envs.swebench.boxes import (
-    EVAL_LOG,
-    EVAL_SCRIPT,
-    MODEL_PATCH,
-    PATCH_FILE,
-    Box,
-    Pristine,
-    Settings,
-)
+from sandboxgym.brief import brief
+from sandboxgym.envs.swebench import hiding, parsing, record, suspicion
+from sandboxgym.envs.swebench.boxes import EVAL_SCRIPT, PATCH_FILE, Box, Pristine, Settings
 from sandboxgym.envs.swebench.columns import WORKDIR
+from sandboxgym.envs.swebench.extraction import PATCH_LIMIT, extract
+from sandboxgym.envs.swebench.parsers import PARSERS
+from sandboxgym.envs.swebench.record import Check
+from sandboxgym.envs.swebench.rows import TaskError
 from sandboxgym.envs.swebench.tasks import Task
 from sandboxgym.sandbox.base import SandboxError
 
@@ -42,11 +48,19 @@ log = logging.getLogger("sandboxgym")
 TIMEOUT = 1800.0
 """Seconds that the tests of a task may take, as in the harness."""
 _MODEL = "sandboxgym"
+LOG_LIMIT = 8 * 2**20
+"""Bytes that are kept of what a task's script prints: the first and the last half."""
+LINES_LIMIT = 500_000
+"""Lines of it at most."""
+PARSER_SECONDS = parsing.CPU_SECONDS
+"""Processor time that the official parser may take for one log."""
+_EXCERPT = 32 * 2**10  # characters of each end of a log that was cut which its verdict keeps
+_LINE_END = 500
+"""Characters kept of each end of a longer line: some official patterns take a time that grows with its square."""
+_LONG_LINE = re.compile(rf"^(.{{{_LINE_END}}}).+(.{{{_LINE_END}}})$", re.MULTILINE)
+_TEST_COMMAND = re.compile(r">>>>> Start Test Output'\n([^\n]*)")
 _KEPT_VERDICTS = 4096
-_NO_NETWORK = re.compile(
-    r"Could not resolve host|Temporary failure in name resolution|Name or service not known|Network is unreachable"
-    r"|No address associated with hostname|Failed to establish a new connection|getaddrinfo failed"
-)
+_KEPT_CHARACTERS = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +70,21 @@ class Verdict:
     resolved: bool
     patch: str = field(repr=False)
     reason: str
-    """``resolved``; ``no patch``, ``patch does not apply``, ``tests fail``, ``tests time out``, ``no test results``;
-    ``infra failure``, ``needs network``."""
+    """``resolved``; ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``, ``tests time out``,
+    ``no test results``, ``too much output``; ``infra failure``, ``needs network``; ``suspicious`` where that is asked
+    for."""
     tests_status: dict[str, dict[str, list[str]]] | None = field(default=None, repr=False)
     """By ``FAIL_TO_PASS`` and ``PASS_TO_PASS``: the tests that succeeded and failed; None if no results were found."""
     infra_failure: str = ""
-    """What is broken in the environment; empty if nothing is known to be. The harness's classification, or ours."""
+    """What is broken in the environment; empty if nothing is known to be."""
     needs_network: bool = False
-    """Tests fail that ask for the network, which the sandbox does not have."""
+    """It failed on a row that is known to need the network, which the sandbox does not have."""
     log: str = field(default="", repr=False)
-    """What the script printed."""
+    """What the script printed; of more than `LOG_LIMIT` bytes the beginning and the end."""
+    suspicious: tuple[str, ...] = ()
+    """What looks forged, one sentence each; see `suspicion`."""
+    extraction: str = ""
+    """Why the patch may lack some of the work; empty if nothing is known to."""
 
     @property
     def final(self) -> bool:
@@ -79,7 +98,6 @@ class _Official:
     def __init__(self) -> None:
         try:
             from swebench.harness import constants, log_parsers, utils
-            from swebench.harness.grading import get_eval_report
             from swebench.harness.run_evaluation import GIT_APPLY_CMDS
         except ImportError as error:
             raise ImportError(
@@ -87,8 +105,8 @@ class _Official:
             ) from error
         self.constants = constants
         self.parsers = log_parsers.PARSER_REGISTRY
+        self.parsers.update(PARSERS)
         self.make_test_spec = utils.make_test_spec
-        self.get_eval_report = get_eval_report
         self.apply_commands = tuple(GIT_APPLY_CMDS)
 
 
@@ -96,18 +114,25 @@ official = functools.cache(_Official)
 
 
 def check_gradable(task: Task) -> None:
-    """Whether the official code can grade a task; it is imported here.
+    """Whether a task can be graded; the official code is imported here.
 
     Raises:
         ImportError: it is not installed.
-        ValueError: it has no such log parser, or does not know such an evaluation.
+        TaskError: it has no such log parser, or does not know such an evaluation.
     """
     parsers = official().parsers
     if task.log_parser not in parsers:
-        raise ValueError(
-            f"{task.instance_id}, column 'log_parser': swebench has no {task.log_parser!r}, but {', '.join(parsers)}"
+        near = difflib.get_close_matches(task.log_parser[:100], parsers, n=3, cutoff=0) or parsers
+        raise TaskError(
+            f"{task.instance_id}, column 'log_parser': there is no {brief(task.log_parser)} among the {len(parsers)} "
+            f"of swebench and sandboxgym; near: {', '.join(near)}"
         )
-    official().constants.EvalType(task.eval_type)
+    kinds = [kind.value for kind in official().constants.EvalType]
+    if task.eval_type not in kinds:
+        raise TaskError(
+            f"{task.instance_id}, column 'eval_type': expected {' or '.join(kinds)}, found {brief(task.eval_type)}"
+        )
+    parsing.warm_up()
 
 
 def grade(
@@ -118,6 +143,7 @@ def grade(
     *,
     patch: str | None = None,
     timeout: float = TIMEOUT,
+    reject_suspicious: bool = False,
 ) -> Verdict:
     """The verdict on the work in a captured sandbox, or on a given patch.
 
@@ -128,70 +154,127 @@ def grade(
         settings: of the sandbox it is tested in.
         patch: graded in place of what was changed in ``leaf``.
         timeout: seconds that the tests may take.
+        reject_suspicious: what looks forged gets the verdict ``suspicious``, in place of any other.
     """
+    verdict = _grade(leaf, pristine, task, settings, patch, timeout)
+    return rejected(verdict) if reject_suspicious else verdict
+
+
+def rejected(verdict: Verdict) -> Verdict:
+    """A verdict as it is where nothing suspicious is accepted."""
+    return replace(verdict, resolved=False, reason="suspicious") if verdict.suspicious else verdict
+
+
+def _grade(
+    leaf: SandboxSnapshot, pristine: Pristine, task: Task, settings: Settings, patch: str | None, timeout: float
+) -> Verdict:
+    problem = ""
     try:
         with settings.box(task) as scratch:
             if patch is None:
-                files = leaf.files()
-                try:
-                    scratch.restore(files)
-                finally:
-                    files.release()
-                patch = extract_patch(scratch, pristine)
+                work = extract(scratch, leaf, pristine)
+                if work.too_large:
+                    return Verdict(False, "", "patch too large", log=_PATCH_TOO_LARGE)
+                patch, problem = work.patch, work.problem
+            elif len(patch.encode("utf-8", "surrogateescape")) > PATCH_LIMIT:
+                return Verdict(False, "", "patch too large", log=_PATCH_TOO_LARGE)
             if not patch.strip():
-                return Verdict(False, patch, "no patch")
+                return Verdict(False, patch, "no patch", extraction=problem)
             digest = hashlib.sha256(patch.encode("utf-8", "surrogateescape")).hexdigest()
             key = (task.digest, digest, settings.network)
             known = _verdicts.get(key)
             if known is None:
-                known = _test(scratch, pristine, task, patch, timeout)
+                hidden, checked = hiding.archive(task, settings), _checked(scratch, pristine, task)
+                known = _test(scratch, pristine, task, patch, timeout, hidden=hidden, checked=checked)
+                known = replace(known, suspicious=(*_suspicious(task, patch), *known.suspicious))
                 if known.final:
                     _remember(key, known)
-            return known
+            return replace(known, extraction=problem)
     except SandboxError as error:
         log.warning("%s could not be graded: %s", task.instance_id, error)
-        return Verdict(False, patch or "", "infra failure", infra_failure=f"sandbox: {error}")
+        found = _suspicious(task, patch) if patch else ()
+        infra = f"sandbox: {error}"
+        return Verdict(False, patch or "", "infra failure", infra_failure=infra, suspicious=found, extraction=problem)
 
 
+def attempt(pristine: Pristine, task: Task, settings: Settings, patch: str, *, timeout: float = TIMEOUT) -> Verdict:
+    """What becomes of a patch in a run of its own: neither earlier ones nor `record` count, and it is not remembered.
+
+    Args:
+        pristine: the task's files before anything was done.
+        task: whose tests are run.
+        settings: of the sandbox.
+        patch: may be empty, which tests the files as they are.
+        timeout: seconds that the tests may take.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    with settings.box(task) as scratch:
+        return _test(scratch, pristine, task, patch, timeout, hidden=hiding.archive(task, settings))
+
+
+def _checked(box: Box, pristine: Pristine, task: Task) -> Check | None:
+    return record.known(task, backend=box.sandbox.backend.capabilities.name, image_id=pristine.snapshot.tree.base)
+
+
+_PATCH_TOO_LARGE = f"the patch is larger than {PATCH_LIMIT:,} bytes"
 _verdicts: OrderedDict[tuple[str, str, bool], Verdict] = OrderedDict()
+_remembering = threading.Lock()
 
 
 def _remember(key: tuple[str, str, bool], verdict: Verdict) -> None:
-    _verdicts[key] = verdict
-    while len(_verdicts) > _KEPT_VERDICTS:
-        _verdicts.popitem(last=False)
+    if len(verdict.patch) + len(verdict.log) > _KEPT_CHARACTERS:
+        return
+    with _remembering:
+        _verdicts[key] = verdict
+        characters = sum(len(known.patch) + len(known.log) for known in _verdicts.values())
+        while len(_verdicts) > _KEPT_VERDICTS or characters > _KEPT_CHARACTERS:
+            _, oldest = _verdicts.popitem(last=False)
+            characters -= len(oldest.patch) + len(oldest.log)
 
 
-def extract_patch(box: Box, pristine: Pristine) -> str:
-    """What was changed since the start, commits included, as a patch; the sandbox's index is changed.
-
-    Empty also where there is no repository any more.
-    """
-    done = box.run(
-        f"cd {WORKDIR} && git add -A && git -c core.fileMode=true diff --cached --binary --no-color --no-ext-diff "
-        f"--no-textconv --src-prefix=a/ --dst-prefix=b/ --output={MODEL_PATCH} {pristine.reference}"
+def _suspicious(task: Task, patch: str) -> tuple[str, ...]:
+    command = _TEST_COMMAND.search(task.eval_script)
+    return suspicion.of_patch(
+        patch,
+        solution=task.patch,
+        test_patch=task.test_patch,
+        test_command=command[1] if command else "",
+        tests=(*task.fail_to_pass, *task.pass_to_pass),
     )
-    if done.exit_code:
-        log.info("no patch could be made: %s", done.output[-500:])
-        return ""
-    return box.read_file(MODEL_PATCH).decode("utf-8", "surrogateescape")
 
 
-def _test(box: Box, pristine: Pristine, task: Task, patch: str, timeout: float) -> Verdict:
-    """Apply a patch to the pristine files and run the task's script there."""
+def _test(
+    box: Box,
+    pristine: Pristine,
+    task: Task,
+    patch: str,
+    timeout: float,
+    *,
+    hidden: bytes = b"",
+    checked: Check | None = None,
+) -> Verdict:
+    """Apply a patch to the pristine files, put back what was hidden of them, and run the task's script there."""
     box.restore(pristine.snapshot)
     box.write_file(PATCH_FILE, patch.encode("utf-8", "surrogateescape"))
-    if not _apply(box):
+    if patch and not _apply(box):
         return Verdict(False, patch, "patch does not apply")
+    hiding.put_back(box, task, hidden)
     script = official().make_test_spec(task.row()).eval_script
     box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
     offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
-    done = box.run(f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} > {EVAL_LOG} 2>&1", timeout=timeout)
-    printed = box.read_file(EVAL_LOG).decode("utf-8", "backslashreplace")
+    # Into a pipe: a file of the sandbox could be changed by tests, and fill its disk.
+    done = box.run(f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1", timeout=timeout, output=LOG_LIMIT)
+    printed = done.output
+    if done.elided or printed.count("\n") > LINES_LIMIT:
+        read = f"of what the tests print at most {LOG_LIMIT:,} bytes and {LINES_LIMIT:,} lines are read"
+        excerpt = f"{printed[:_EXCERPT]}\n[... {read} ...]\n{printed[-_EXCERPT:]}"
+        return Verdict(False, patch, "tests time out" if done.timed_out else "too much output", log=excerpt)
     if done.timed_out:
         printed += f"\n\nTimeout error: {timeout:g} seconds exceeded."
         return Verdict(False, patch, "tests time out", log=printed)
-    return grade_log(task, box.generalised(printed), patch, network=box.network)
+    return grade_log(task, printed, patch, network=box.network, checked=checked)
 
 
 def _apply(box: Box) -> bool:
@@ -203,7 +286,7 @@ def _apply(box: Box) -> bool:
     return box.run(f"cd {WORKDIR} && git apply --check --reverse {PATCH_FILE}").exit_code == 0
 
 
-def grade_log(task: Task, printed: str, patch: str, *, network: bool = False) -> Verdict:
+def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, checked: Check | None = None) -> Verdict:
     """The official verdict on what a task's script printed.
 
     Args:
@@ -211,34 +294,48 @@ def grade_log(task: Task, printed: str, patch: str, *, network: bool = False) ->
         printed: stdout and stderr in one.
         patch: that was applied.
         network: whether the tests could use it.
+        checked: what is known of the row on this image.
     """
     with tempfile.TemporaryDirectory(prefix="sandboxgym-") as folder:
         path = Path(folder, "test_output.txt")
-        path.write_text(printed, encoding="utf-8", errors="backslashreplace")
-        prediction = {"instance_id": task.instance_id, "model_name_or_path": _MODEL, "model_patch": patch}
-        spec = official().make_test_spec(task.row())
-        report: dict[str, Any] = official().get_eval_report(spec, prediction, str(path), include_tests_status=True)
-    outcome = report[task.instance_id]
-    verdict = Verdict(bool(outcome["resolved"]), patch, "resolved", log=printed)
+        shortened = _LONG_LINE.sub(r"\1 [...] \2", printed)
+        path.write_text(shortened, encoding="utf-8", errors="backslashreplace")
+        del shortened
+        # The official code only asks whether there is a patch.
+        prediction = {"instance_id": task.instance_id, "model_name_or_path": _MODEL, "model_patch": "-"}
+        row = task.row() | {"history": "", "patch": ""}
+        request = {"row": row, "prediction": prediction, "expected": dict(task.expected)}
+        try:
+            found = parsing.parse(str(path), request, seconds=PARSER_SECONDS)
+        except parsing.ParserDied as error:
+            log.warning("%s: %s", task.instance_id, error)
+            return Verdict(False, patch, "no test results", log=f"{printed[:_EXCERPT]}\n[... {error} ...]\n")
+    outcome: dict[str, Any] = found["outcome"]
+    odd = tuple(found["odd"])
+    verdict = Verdict(bool(outcome["resolved"]), patch, "resolved", log=printed, suspicious=odd)
     if verdict.resolved:
         return replace(verdict, tests_status=_status(outcome))
     status = _status(outcome)
     reason = "no test results" if status is None else "tests fail"
-    cause = str(outcome.get("infra_failure_reason", "unknown")) if outcome["infra_failure"] else ""
-    if not network and (task.needs_network or cause == "network_unreachable" or _asked_for_network(printed)):
-        return replace(verdict, reason="needs network", tests_status=status, needs_network=True)
-    if cause:
-        return replace(verdict, reason="infra failure", tests_status=status, infra_failure=cause)
-    return replace(verdict, reason=reason, tests_status=status)
+    if outcome["infra_failure"]:
+        cause = outcome.get("infra_failure_reason", "unknown")
+        log.info("%s: the log speaks of %s, as a patch can; `sandboxgym swebench check` tells", task.instance_id, cause)
+    failed = replace(verdict, reason=reason, tests_status=status)
+    return _blamed(failed, task, network=network, checked=checked)
+
+
+def _blamed(verdict: Verdict, task: Task, *, network: bool, checked: Check | None) -> Verdict:
+    """A verdict by what is known of the row, on which the solution may fail too."""
+    if verdict.resolved:
+        return verdict
+    if not network and (task.needs_network or (checked is not None and checked.needs_network)):
+        return replace(verdict, reason="needs network", needs_network=True)
+    if checked is not None and checked.broken and checked.network == network:
+        cause = f"the solution is not resolved either: {checked.gold[0]} (checked {checked.date})"
+        return replace(verdict, reason="infra failure", infra_failure=cause)
+    return verdict
 
 
 def _status(outcome: dict[str, Any]) -> dict[str, dict[str, list[str]]] | None:
     tests = outcome.get("tests_status")
     return None if tests is None else {name: tests[name] for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
-
-
-def _asked_for_network(printed: str) -> bool:
-    """Whether the tests themselves tried to; that pip does so before them is no matter."""
-    constants = official().constants
-    tests = printed.partition(constants.START_TEST_OUTPUT)[2].partition(constants.END_TEST_OUTPUT)[0]
-    return _NO_NETWORK.search(tests) is not None

@@ -1,7 +1,7 @@
 """What the conformance suite needs to know of `SWEBenchEnv`: what an agent does, and how to ask its shell.
 
 python -m sandboxgym.conformance sandboxgym/SWEBench-v0 --hook actions=sandboxgym.envs.swebench.probing:actions \
-    --hook shell=sandboxgym.envs.swebench.probing:shell
+    --hook shell=sandboxgym.envs.swebench.probing:shell --hook limits=sandboxgym.envs.swebench.probing:limits
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+
+from sandboxgym.envs.swebench.env import SWEBenchEnv
 
 _COMMANDS = (
     "ls -A",
@@ -58,3 +60,11 @@ def shell(env: gym.Env[Any, Any], command: str) -> str:
     observation = str(env.step(command)[0])
     found = _OUTPUT.search(observation)
     return found[1] if found else observation
+
+
+def limits(env: gym.Env[Any, Any]) -> dict[str, float | None]:
+    """What the sandbox holds of the limits that the environment was made with."""
+    inner = env.unwrapped
+    assert isinstance(inner, SWEBenchEnv)
+    wanted, held = inner.limits
+    return {name: getattr(wanted, name) for name in ("disk", "seconds") if name in held}

@@ -2,6 +2,7 @@
 
 1. Rows are taken in the original format (tests as JSON strings) and in that of swebench 5.x (lists; the columns
    ``image``, ``eval_script``, ``log_parser``, ``eval_type``); what a row lacks of the latter is derived (`columns`).
+   Rows of other training sets (SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym) are turned into such rows (`datasets`).
 2. A row that cannot be used is refused with an error that names the row and the column.
 3. Three things go beyond the format: an image called ``"host"`` (the tool chain of this machine) or ``"dir:/path"`` (an
    unpacked root file system), and a column ``history`` with a stream for ``git fast-import`` that makes the repository,
@@ -12,15 +13,18 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 from sandboxgym import data
-from sandboxgym.envs.swebench import columns
+from sandboxgym.brief import brief
+from sandboxgym.envs.swebench import columns, datasets, rows
+from sandboxgym.envs.swebench.rows import TaskError as TaskError
 
 HOST = "host"
 """The ``image`` of a task that runs on this machine's own tool chain."""
@@ -37,11 +41,6 @@ NEEDS_NETWORK = frozenset(
 """Rows of Verified whose tests ask the internet (httpbin.org, a remote image): not even gold resolves without it."""
 
 _OFFICIAL = ("verified", "lite", "full")
-_SUFFIXES = (".parquet", ".jsonl", ".json")
-
-
-class TaskError(ValueError):
-    """A row that cannot be used; the message names the row and the column."""
 
 
 class TaskNotFound(LookupError):
@@ -75,6 +74,17 @@ class Task:
     """A stream for ``git fast-import`` that makes the repository, where the image does not hold it."""
     demonstration: tuple[str, ...] = field(default=(), repr=False)
     """Commands that solve it, where that takes more than reading and editing; as secret as the solution."""
+    style: str = datasets.BENCH
+    """The training set whose schema the row had."""
+    bug: str = field(default="", repr=False)
+    """A patch that is applied to the repository of the image first, where the image holds it without the bug. Its
+    history is forgotten then, for it holds the solution."""
+    hidden: tuple[str, ...] = field(default=(), repr=False)
+    """Paths of the image, from the repository, that an agent must not see and that its tests need."""
+    removed: tuple[str, ...] = field(default=(), repr=False)
+    """Likewise, but of no use to the tests either."""
+    expected: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """The status that each test must have, where that decides and not the two lists."""
 
     @property
     def needs_network(self) -> bool:
@@ -97,23 +107,30 @@ class Task:
             "",
             *self.pass_to_pass,
         )
+        if self.bug or self.hidden or self.removed or self.expected:
+            parts += ("", self.bug, *self.hidden, "", *self.removed, "", *itertools.chain(*self.expected))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def row(self) -> dict[str, Any]:
         """The row in the format of swebench 5.x, as its ``make_test_spec`` takes it."""
         row = {name: getattr(self, name) for name in _TEXT + columns.COLUMNS}
         row |= {"FAIL_TO_PASS": list(self.fail_to_pass), "PASS_TO_PASS": list(self.pass_to_pass)}
-        if self.demonstration:
-            row["demonstration"] = list(self.demonstration)
+        row |= {name: list(value) for name in _OPTIONAL_LISTS if (value := getattr(self, name))}
+        if self.style != datasets.BENCH:
+            row["style"] = self.style
+        if self.expected:
+            row["expected"] = dict(self.expected)
         return row | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
 
 _TEXT = ("instance_id", "repo", "version", "base_commit", "problem_statement", "patch", "test_patch")
-_OPTIONAL = ("difficulty", "history")
+_LONGEST_NAME = 500
+_OPTIONAL = ("difficulty", "history", "bug")
+_OPTIONAL_LISTS = {"demonstration": "commands", "hidden": "paths", "removed": "paths"}
 
 
 def from_row(row: Mapping[str, Any], *, where: str = "row") -> Task:
-    """A task from a row in the old or the new format.
+    """A task from a row of SWE-bench in the old or the new format, or of another style of `datasets`.
 
     Args:
         row: of a data set.
@@ -123,15 +140,17 @@ def from_row(row: Mapping[str, Any], *, where: str = "row") -> Task:
         TaskError: a column is missing or malformed, or cannot be derived.
     """
     if not isinstance(row, Mapping):
-        raise TaskError(f"{where}: expected an object with the columns of SWE-bench, found {row!r:.80}")
+        raise TaskError(f"{where}: expected an object with the columns of SWE-bench, found {brief(row, 80)}")
     if isinstance(row.get("instance_id"), str):
-        where = f"{where} ({row['instance_id']})"
-    text = {name: _text(row, name, where) for name in _TEXT}
+        where = f"{where} ({rows.shown(row['instance_id'], 200)})"
+    row = datasets.converted(row, where)
+    why = datasets.WHY[datasets.BENCH]
+    text = {name: rows.text(row, name, where, why=why[name]) for name in _TEXT}
     for name in ("instance_id", "repo", "base_commit"):
-        if not text[name].strip() or set(text[name]) & set(" \n\0"):
-            raise TaskError(f"{where}, column {name!r}: expected a name, found {text[name]!r:.80}")
-    optional = {name: _text(row, name, where) for name in _OPTIONAL if row.get(name) is not None}
-    present = {name: _text(row, name, where) for name in columns.COLUMNS if row.get(name)}
+        if not 0 < len(text[name]) <= _LONGEST_NAME or set(text[name]) & set(" \n\0"):
+            raise TaskError(f"{where}, column {name!r}: expected a name, found {brief(text[name], 80)}")
+    optional = {name: rows.text(row, name, where) for name in _OPTIONAL if row.get(name) is not None}
+    present = {name: rows.text(row, name, where) for name in columns.COLUMNS if row.get(name)}
     absent = [name for name in columns.COLUMNS if name not in present]
     if absent:
         derived_from = ("repo", "version", "instance_id", "base_commit", "test_patch")
@@ -140,38 +159,32 @@ def from_row(row: Mapping[str, Any], *, where: str = "row") -> Task:
         except LookupError as error:
             raise TaskError(f"{where} lacks the columns {', '.join(absent)}: {error.args[0]}") from None
         present = derived | present
+    if not present["image"].strip() or set(present["image"]) & set("\n\0"):
+        raise TaskError(f"{where}, column 'image': expected the name of an image, found {brief(present['image'], 80)}")
+    made: dict[str, Any] = {**text, **present, **optional}
+    made |= {
+        name: rows.texts(row, name, where, of=of) for name, of in _OPTIONAL_LISTS.items() if row.get(name) is not None
+    }
     return Task(
-        **text,
-        **present,
-        **optional,
-        fail_to_pass=_texts(row, "FAIL_TO_PASS", where, of="tests"),
-        pass_to_pass=_texts(row, "PASS_TO_PASS", where, of="tests"),
-        demonstration=() if row.get("demonstration") is None else _texts(row, "demonstration", where, of="commands"),
+        **made,
+        fail_to_pass=rows.texts(row, "FAIL_TO_PASS", where, of="tests", why=why["FAIL_TO_PASS"]),
+        pass_to_pass=rows.texts(row, "PASS_TO_PASS", where, of="tests", why=why["PASS_TO_PASS"]),
+        style=str(row.get("style") or datasets.BENCH),
+        expected=_expected(row, where),
     )
 
 
-def _text(row: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in row:
-        raise TaskError(f"{where}: the column {name!r} is missing (found: {', '.join(map(str, row)) or 'none'})")
-    if not isinstance(row[name], str):
-        raise TaskError(f"{where}, column {name!r}: expected text, found {row[name]!r:.80}")
-    return str(row[name])
-
-
-def _texts(row: Mapping[str, Any], name: str, where: str, *, of: str) -> tuple[str, ...]:
-    if name not in row:
-        raise TaskError(f"{where}: the column {name!r} is missing (found: {', '.join(map(str, row)) or 'none'})")
-    value = row[name]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise TaskError(f"{where}, column {name!r}: expected a JSON list of {of}, found {error}") from None
-    if hasattr(value, "tolist"):  # an array, as some readers of parquet give it
-        value = value.tolist()
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        raise TaskError(f"{where}, column {name!r}: expected a list of {of}, found {value!r:.80}")
-    return tuple(value)
+def _expected(row: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
+    value = row.get("expected")
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise TaskError(f"{where}, column 'expected': expected the status of each test, found {brief(value, 80)}")
+    names, statuses = (
+        rows.texts({"expected": list(part)}, "expected", where, of=of)
+        for part, of in ((value, "names"), (value.values(), "statuses"))
+    )
+    return tuple(zip(names, statuses))
 
 
 class TaskSet:
@@ -184,9 +197,9 @@ class TaskSet:
         if not self._tasks:
             raise TaskError(f"{source} has no rows")
         if len(self._by_id) < len(self._tasks):
-            ids = [task.instance_id for task in self._tasks]
-            twice = next(name for name in ids if ids.count(name) > 1)
-            raise TaskError(f"{source}, column 'instance_id': {twice!r} occurs more than once")
+            counted = Counter(task.instance_id for task in self._tasks)
+            twice = next(name for name, count in counted.items() if count > 1)
+            raise TaskError(f"{source}, column 'instance_id': {brief(twice)} occurs more than once")
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -221,8 +234,9 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
     """The tasks of a data set.
 
     Args:
-        dataset: ``"mini"`` (embedded), ``"verified"``, ``"lite"``, ``"full"`` (downloaded), or a path of a file in the
-            format json (a list), jsonl or parquet.
+        dataset: ``"mini"`` (embedded), ``"verified"``, ``"lite"``, ``"full"`` (downloaded), ``"swe-smith"``,
+            ``"swe-gym"``, ``"swe-rebench"``, ``"r2e-gym"`` (found beside them), or a path of a file in the format json
+            (a list), jsonl or parquet, or of a directory of such files.
         instances: only these, in this order.
 
     Raises:
@@ -234,60 +248,46 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
         from sandboxgym.envs.swebench.mini import tasks as embedded
 
         tasks = embedded()
-    elif dataset in _OFFICIAL:
-        tasks = _read(_official(str(dataset)), instances)
+    elif dataset in _OFFICIAL + datasets.NAMES:
+        tasks = _read(_found(str(dataset)), instances)
     else:
         path = Path(dataset)
-        if not path.is_file():
-            raise DataNotFound(f"dataset: expected 'mini', {', '.join(map(repr, _OFFICIAL))} or a file, found {path}")
+        if not path.exists():
+            names = ", ".join(map(repr, _OFFICIAL + datasets.NAMES))
+            raise DataNotFound(f"dataset: expected 'mini', {names}, a file or a directory, found {path}")
         tasks = _read(path, instances)
     if instances is None:
         return tasks
     return TaskSet((tasks[tasks.index(name)] for name in instances), source=str(dataset))
 
 
-def _official(name: str) -> Path:
+def _found(name: str) -> Path:
+    """The file of a data set, or the directory of its files."""
     root = data.directory("swebench")
-    found = next((path for suffix in _SUFFIXES if (path := root / f"{name}{suffix}").is_file()), None)
+    candidates = [root / f"{name}{suffix}" for suffix in rows.SUFFIXES]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None and (root / name).is_dir():
+        found = root / name
     if found is None:
-        raise DataNotFound(
-            f"dataset={name!r}: no {name}.parquet, .jsonl or .json in {root}: "
-            f"`sandboxgym download swebench --part {name}` gets it, or set SANDBOXGYM_DATA to the directory that holds "
-            "swebench/"
-        )
+        what = f"dataset={name!r}: no {name}.parquet, .jsonl or .json in {root}"
+        if name in _OFFICIAL:
+            what += f": `sandboxgym download swebench --part {name}` gets it"
+        else:
+            what += f", nor a directory {name}: put the files there as they are published"
+        raise DataNotFound(f"{what}, or set SANDBOXGYM_DATA to the directory that holds swebench/")
     return found
 
 
 def _read(path: Path, wanted: Sequence[str] | None) -> TaskSet:
     """Rows of a file. Of rows that are not wanted by their whole name nothing but the name is looked at."""
-    rows = _rows(path)
-    kept = [
-        (number, row)
-        for number, row in enumerate(rows)
-        if wanted is None or not isinstance(row, Mapping) or str(row.get("instance_id")).endswith(tuple(wanted))
-    ]
-    if wanted is not None and not kept:
+    tasks = []
+    for where, row in rows.read(path):
+        named = isinstance(row, Mapping) and row.get("instance_id") is not None
+        if wanted is not None and named and not str(row["instance_id"]).endswith(tuple(wanted)):
+            continue
+        task = from_row(row, where=where)
+        if wanted is None or named or task.instance_id.endswith(tuple(wanted)):
+            tasks.append(task)
+    if wanted is not None and not tasks:
         raise TaskNotFound(f"{path} has none of {', '.join(wanted)}")
-    return TaskSet((from_row(row, where=f"{path}, row {number}") for number, row in kept), source=str(path))
-
-
-def _rows(path: Path) -> list[Any]:
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise ImportError(f"{path} needs a reader of parquet: pip install 'sandboxgym[swebench]'") from error
-        rows: list[Any] = parquet.read_table(path).to_pylist()
-        return rows
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.split("\n") if line.strip()]
-        rows = json.loads(text)
-    except ValueError as error:
-        raise TaskError(f"{path}: expected {path.suffix.lstrip('.') or 'json'}, found {error}") from None
-    if isinstance(rows, dict):
-        rows = list(rows.values())
-    if not isinstance(rows, list):
-        raise TaskError(f"{path}: expected a list of rows, found {type(rows).__name__}")
-    return rows
+    return TaskSet(tasks, source=str(path))

@@ -1,6 +1,7 @@
 """What an agent may say and what it is shown: two sets of tools, each with its action formats and its observations.
 
-1. `parse` never raises: text that is not an action becomes `Malformed`, with an explanation for the agent.
+1. `parse` never raises: text that is not an action becomes `Malformed`, with an explanation for the agent. So does one
+   that is longer than `LONGEST`; of the others each is read in a time that grows with its length.
 2. ``"bash"`` is mini-swe-agent's set: one shell, and the submission marker. The action is the command itself, one
    fenced block in a text, or a JSON call.
 3. ``"swe-agent"`` is SWE-agent's set: ``bash``, ``str_replace_editor``, ``submit``, as a JSON call or as a thought and
@@ -22,15 +23,21 @@ ToolSet = Literal["bash", "swe-agent"]
 
 MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """A command that succeeds and whose first line of output is this submits; what it prints after it is the patch."""
+MARKER_ROOM = 4096
+"""Bytes in which the marker's line and what blank lines precede it must fit."""
 BASH_SHOWN = 10_000
 """Characters of output from which on ``"bash"`` shows the first and the last half of that many."""
 SWE_AGENT_SHOWN = 100_000
 """Characters that ``"swe-agent"`` shows at most."""
+LONGEST = 2**20
+"""Characters of an action at most."""
 EDITS = ("view", "create", "str_replace", "insert", "undo_edit")
 
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _TAGS = ("bash", "sh", "shell", "mswea_bash_command")
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_FENCE_BEGIN = re.compile(r"^[ \t]*```([\w+-]*)[ \t]*\n", re.MULTILINE)
+_FENCE_END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_EXPLAINED = 1000  # characters of an explanation, which may quote the action
 _JSON = re.compile(r'[\[{]\s*["{]')
 _ARGUMENTS = ("command", "path", "file_text", "view_range", "old_str", "new_str", "insert_line")
 
@@ -69,22 +76,52 @@ Call = Bash | Edit | Submit | Malformed
 
 def parse(action: str, tools: ToolSet) -> Call:
     """The call that an action makes."""
+    if len(action) > LONGEST:
+        return Malformed(f"The action is too long: it has {len(action):,} characters, at most {LONGEST:,} are read.")
+    try:
+        call = _parse(action, tools)
+    except RecursionError:
+        return Malformed("The call is not valid JSON: it is nested too deeply.")
+    return Malformed(call.explanation[:_EXPLAINED]) if isinstance(call, Malformed) else call
+
+
+def _parse(action: str, tools: ToolSet) -> Call:
     text = action.strip()
     if not text:
         return Malformed("The action is empty. Give one command.")
-    wrapped = _TOOL_CALL.findall(text)
+    wrapped = _tool_calls(text)
     if len(wrapped) > 1:
         return Malformed(f"Make one call at a time; there are {len(wrapped)}.")
     if wrapped or _JSON.match(text):
         return _parse_json(wrapped[0] if wrapped else text, tools)
     if tools == "bash":
         return _parse_bash(action)
-    blocks = _FENCE.findall(action)
+    blocks = _fences(action)
     return _parse_command(blocks[-1][1] if blocks else text, tools)
 
 
+def _tool_calls(text: str) -> list[str]:
+    """What stands between the tags of calls."""
+    found = []
+    at = text.find("<tool_call>")
+    while at >= 0 and (end := text.find("</tool_call>", at)) >= 0:
+        found.append(text[at + len("<tool_call>") : end].strip())
+        at = text.find("<tool_call>", end)
+    return found
+
+
+def _fences(text: str) -> list[tuple[str, str]]:
+    """Tag and content of each fenced block."""
+    found = []
+    at = 0
+    while (begin := _FENCE_BEGIN.search(text, at)) and (end := _FENCE_END.search(text, begin.end())):
+        found.append((begin[1], text[begin.end() : end.start()]))
+        at = end.end()
+    return found
+
+
 def _parse_bash(action: str) -> Call:
-    found = _FENCE.findall(action)
+    found = _fences(action)
     blocks = [body for tag, body in found if tag in _TAGS]
     whole = _FENCE.fullmatch(action.strip())
     # A fence in a here-document belongs to the command.
@@ -112,24 +149,24 @@ def _parse_command(text: str, tools: ToolSet) -> Call:
 
 def _parse_editor_line(line: str) -> Call:
     try:
-        words = shlex.split(line)[1:]
+        words = shlex.split(line)[:0:-1]  # the next one last
     except ValueError as error:
         return Malformed(f"The arguments of str_replace_editor cannot be read ({error}). Put text in quotes.")
     given: dict[str, Any] = {}
     positions = iter(_ARGUMENTS)
     while words:
-        word = words.pop(0)
+        word = words.pop()
         name = word.removeprefix("--") if word.startswith("--") and word[2:] in _ARGUMENTS else None
         if name is None:
             name = next((name for name in positions if name not in given), None)
-            words.insert(0, word)
+            words.append(word)
             if name is None:
                 return Malformed(f"str_replace_editor has no place for the argument {word!r:.80}.")
         if not words:
             return Malformed(f"The option --{name} of str_replace_editor needs a value.")
-        value = words.pop(0)
-        if name == "view_range" and words and re.fullmatch(r"-?\d+", value) and re.fullmatch(r"-?\d+", words[0]):
-            value = f"{value} {words.pop(0)}"
+        value = words.pop()
+        if name == "view_range" and words and re.fullmatch(r"-?\d+", value) and re.fullmatch(r"-?\d+", words[-1]):
+            value = f"{value} {words.pop()}"
         given[name] = value
     return _edit(given)
 
@@ -221,27 +258,13 @@ def _view_range(value: object) -> tuple[int, int]:
     return _integer(value[0]), _integer(value[1])
 
 
-def submission(result: Result) -> str | None:
-    """What follows mini-swe-agent's marker in the output of a command; None if the command submits nothing."""
-    first, _, rest = result.output.lstrip().partition("\n")
-    return rest if first.strip() == MARKER and result.exit_code == 0 else None
+def submission(result: Result) -> bytes | None:
+    """What a command wrote after mini-swe-agent's marker, byte for byte; None if the command submits nothing.
 
-
-_DURATIONS = (
-    (re.compile(r"\bin \d+\.\d+s(?: \(\d+:\d\d:\d\d\))?(?=\s*(?:=+|\x1b|$))", re.MULTILINE), "in 0.00s"),
-    (re.compile(r"^(Ran \d+ tests? in )\d+\.\d+s$", re.MULTILINE), r"\g<1>0.000s"),
-)
-
-
-def without_durations(output: str) -> str:
-    """Output with the durations zero that pytest and unittest print in their last lines.
-
-    >>> without_durations("=== 3 passed in 0.17s ===")
-    '=== 3 passed in 0.00s ==='
+    It is read from `Result.raw`, for what is shown lacks escape sequences and carriage returns.
     """
-    for pattern, zero in _DURATIONS:
-        output = pattern.sub(zero, output)
-    return output
+    first, _, rest = result.raw.lstrip().partition(b"\n")
+    return rest if first.strip() == MARKER.encode() and result.exit_code == 0 else None
 
 
 def printable(text: str) -> str:

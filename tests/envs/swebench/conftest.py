@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -78,6 +79,8 @@ def prepared_tasks_are_given_back() -> Iterator[None]:
     module = sys.modules.get("sandboxgym.envs.swebench.boxes")
     if module is not None:
         module.forget_prepared()
+        gc.collect()  # what is in use would not be removed
+        module.prepared.clear()
 
 
 @pytest.fixture(scope="session")

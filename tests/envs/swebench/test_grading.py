@@ -11,7 +11,8 @@ import pytest
 from components import missing
 
 from sandboxgym.envs.swebench import columns, grading
-from sandboxgym.envs.swebench.tasks import Task, TaskSet, from_row
+from sandboxgym.envs.swebench.record import Check
+from sandboxgym.envs.swebench.tasks import Task, TaskError, TaskSet, from_row
 
 pytestmark = pytest.mark.usefixtures("official_code")
 
@@ -33,6 +34,8 @@ def logs(parity_data: Path) -> dict[str, str]:
 def test_recorded_logs_are_graded_as_the_official_code_grades_them(
     logs: dict[str, str], verified: TaskSet, tmp_path: Path
 ) -> None:
+    from swebench.harness.grading import get_eval_report
+
     assert len(logs) >= 40
     reasons: Counter[str] = Counter()
     for name, text in logs.items():
@@ -42,9 +45,9 @@ def test_recorded_logs_are_graded_as_the_official_code_grades_them(
         path = tmp_path / "log.txt"
         path.write_text(text, encoding="utf-8")
         prediction = {"instance_id": instance_id, "model_name_or_path": "x", "model_patch": "patch"}
-        official = grading.official()
-        spec = official.make_test_spec(task.row())
-        report = official.get_eval_report(spec, prediction, str(path), include_tests_status=True)[instance_id]
+        spec = grading.official().make_test_spec(task.row())
+        report = get_eval_report(spec, prediction, str(path), include_tests_status=True)[instance_id]
+        assert verdict.suspicious == (), name
         assert verdict.resolved == report["resolved"], name
         if "tests_status" in report:
             expected = {key: report["tests_status"][key] for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
@@ -96,23 +99,49 @@ BROKEN = "FAILED t.py::test_new - requests.exceptions.ConnectionError\nPASSED t.
         (printed("PASSED t.py::test_new\nSKIPPED t.py::test_old"), "resolved"),
         (printed("ImportError: no module"), "no test results"),
         ("the script did not get that far", "no test results"),
-        (printed("OSError: [Errno 12] Cannot allocate memory"), "infra failure"),
-        (printed(f"{BROKEN}\nsocket.gaierror: [Errno -2] Name or service not known"), "needs network"),
-        (printed("PASSED t.py::test_old", before="Failed to establish a new connection\n"), "tests fail"),  # pip's
-        (printed("curl: (6) Could not resolve host: example.org"), "needs network"),
+        # All of this a patch can print, also before the tests begin: from setup.py, or as a line of its difference.
+        (printed("OSError: [Errno 12] Cannot allocate memory"), "no test results"),
+        (printed(f"{BROKEN}\nsocket.gaierror: [Errno -2] Name or service not known"), "tests fail"),
+        (printed("PASSED t.py::test_old", before="Failed to establish a new connection\n"), "tests fail"),
+        (printed(BROKEN, before="Error response from daemon\nCould not resolve host: pypi.org\n"), "tests fail"),
+        (printed("curl: (6) Could not resolve host: example.org"), "no test results"),
+        ("Cannot connect to the Docker daemon\nKilled\n", "no test results"),
     ],
 )
 def test_reasons(log: str, reason: str) -> None:
     verdict = grading.grade_log(make_task(), log, "patch")
     assert verdict.reason == reason
     assert verdict.resolved == (reason == "resolved")
-    assert verdict.needs_network == (reason == "needs network")
-    assert bool(verdict.infra_failure) == (reason == "infra failure")
+    assert not verdict.needs_network and not verdict.infra_failure
+
+
+def checked(task: Task, **changes: Any) -> Check:
+    """What `check` may have seen of a row."""
+    seen: dict[str, Any] = {"backend": "overlay", "image": "host", "image_id": "host:1", "network": False}
+    seen |= {"resolves": True, "empty_resolves": False, "needs_network": False, "flaky": False, "seconds": 1.0}
+    seen |= {"gold": ("resolved",), "empty": ("tests fail",), "date": "2026-01-01", "version": "0"}
+    return Check(instance_id=task.instance_id, task=task.digest, **{**seen, **changes})
+
+
+@pytest.mark.parametrize("log, otherwise", [(printed(BROKEN), "tests fail"), ("cut", "no test results")])
+def test_what_was_checked_decides_whose_fault_it_is(log: str, otherwise: str) -> None:
+    task = make_task()
+
+    def graded(text: str = log, network: bool = False, **seen: Any) -> grading.Verdict:
+        return grading.grade_log(task, text, "patch", network=network, checked=checked(task, **seen))
+
+    assert graded().reason == otherwise
+    assert graded(needs_network=True).reason == "needs network" and graded(needs_network=True).needs_network
+    assert graded(needs_network=True, network=True).reason == otherwise
+    broken = {"resolves": False, "gold": ("tests fail",)}
+    found = graded(**broken)
+    assert found.reason == "infra failure" and "2026-01-01" in found.infra_failure and not found.final
+    assert graded(**broken, flaky=True).reason == otherwise
+    assert grading.grade_log(task, log, "", network=True, checked=checked(task, **broken)).reason == otherwise
+    assert graded(printed(BOTH), **broken).reason == "resolved"
 
 
 def test_with_a_network_a_failure_is_a_failure() -> None:
-    log = printed(f"{BROKEN}\nsocket.gaierror: [Errno -2] Name or service not known")
-    assert grading.grade_log(make_task(), log, "patch", network=True).reason == "tests fail"
     known = make_task(instance_id="psf__requests-2317")
     assert grading.grade_log(known, printed(BROKEN), "patch").reason == "needs network"
     assert grading.grade_log(known, printed(BROKEN), "patch", network=True).reason == "tests fail"
@@ -120,11 +149,11 @@ def test_with_a_network_a_failure_is_a_failure() -> None:
 
 def test_only_lasting_verdicts_are_final() -> None:
     assert grading.grade_log(make_task(), printed(BOTH), "patch").final
-    assert not grading.grade_log(make_task(), printed("Cannot allocate memory"), "patch").final
+    assert grading.grade_log(make_task(), printed("Cannot allocate memory"), "patch").final
 
 
 def test_a_task_that_cannot_be_graded_is_refused() -> None:
-    with pytest.raises(ValueError, match="column 'log_parser': swebench has no 'parse_nothing'"):
+    with pytest.raises(TaskError, match=r"column 'log_parser': there is no 'parse_nothing' among .* near: parse_log_"):
         grading.check_gradable(make_task(log_parser="parse_nothing"))
-    with pytest.raises(ValueError, match="sometimes"):
+    with pytest.raises(TaskError, match=r"column 'eval_type': expected pass_and_fail or .* found 'sometimes'"):
         grading.check_gradable(make_task(eval_type="sometimes"))

@@ -12,7 +12,7 @@ import gymnasium as gym
 import pytest
 from envs.swebench.conftest import check_backend
 
-from sandboxgym.envs.swebench import columns
+from sandboxgym.envs.swebench import columns, prepared
 from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
 from sandboxgym.envs.swebench.tasks import TaskSet, open_tasks
 from sandboxgym.sandbox.base import SandboxUnavailable
@@ -87,6 +87,7 @@ def named_image(docker_image: str) -> Iterator[dict[str, Any]]:
     file = "tests/test_greeting.py"
     yield {**row, "FAIL_TO_PASS": f'["{file}::test_new"]', "PASS_TO_PASS": f'["{file}::test_old"]'}
     forget_prepared()  # images on top of it
+    prepared.clear()
     docker("rmi", "-f", name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import sandboxgym
-from sandboxgym.envs.swebench import boxes, mini
+from sandboxgym.envs.swebench import boxes, extraction, grading, mini
 from sandboxgym.envs.swebench.tasks import TaskNotFound
 from sandboxgym.envs.swebench.tools import MARKER
 from sandboxgym.errors import ResetNeeded, SnapshotMismatch
@@ -104,20 +105,56 @@ def test_grading_can_have_a_limit_of_its_own(make_env: Maker) -> None:
     assert env.step(SOLVE)[4]["verdict"] is None
 
 
-def test_an_episode_can_go_on_after_its_verdict(make_env: Maker) -> None:
+def test_a_verdict_leaves_nothing_behind(make_env: Maker) -> None:
     env = make_env()
     start(env)
     listing = "find / -xdev -newer /testbed/README.md -type f -not -path '*/.git/*' 2>/dev/null | sort"
     env.step("export STILL=here; echo '# nothing' >> README.md")
     files = output(env.step(listing))
-    _, reward, terminated, _, info = env.step("submit")
-    assert (reward, terminated, info["verdict"]) == (0, True, "tests fail")
-    assert info["tests_status"]["FAIL_TO_PASS"]["failure"]
     inner = env.unwrapped
-    assert output(inner.step(listing)) == files  # no tests, no scripts, no logs
-    assert output(inner.step("git status --short; grep -rn runs_become_one tests; echo $STILL")) == "M README.md\nhere"
-    inner.step(SOLVE)
-    assert inner.step("submit")[1] == 1
+    assert inner.grade().reason == "tests fail"
+    assert output(env.step(listing)) == files  # no tests, no scripts, no logs
+    assert output(env.step("git status --short; grep -rn runs_become_one tests; echo $STILL")) == "M README.md\nhere"
+    with sandboxgym.snapshot(env) as snap:
+        _, reward, terminated, _, info = env.step("submit")
+        assert (reward, terminated, info["verdict"], info["masked"]) == (0, True, "tests fail", False)
+        assert info["tests_status"]["FAIL_TO_PASS"]["failure"]
+        env.restore(snap)
+    env.step(SOLVE)
+    assert inner.grade().resolved
+    assert env.step("submit")[1] == 1
+
+
+def test_steps_after_the_end_are_refused(make_env: Maker) -> None:
+    env = make_env(max_episode_steps=2)
+    start(env)
+    with sandboxgym.snapshot(env) as before:
+        ended = env.step("submit")
+        with sandboxgym.snapshot(env) as over:
+            (child,) = env.fork(1)
+            try:
+                for each in (env, child):
+                    for _ in range(2):
+                        with pytest.raises(ResetNeeded, match="the episode is over after 1 steps"):
+                            each.step("submit")
+                    assert each.unwrapped.grade().reason == "no patch"
+            finally:
+                child.close()
+            for each in (before, over):
+                env.restore(before)
+                env.step(SOLVE)
+                env.restore(each)
+                if each is over:
+                    assert env.unwrapped.last.info == ended[4]
+                    with pytest.raises(ResetNeeded):
+                        env.step("true")
+                else:  # the end is taken back
+                    assert env.step("true")[2:4] == (False, False)
+                    assert env.step("true")[3]  # truncated
+                    with pytest.raises(ResetNeeded, match="over after 2 steps"):
+                        env.step("submit")
+    start(env)
+    env.step("true")
 
 
 def test_what_is_done_to_an_info_changes_no_later_verdict(make_env: Maker) -> None:
@@ -146,6 +183,120 @@ def test_submission_by_the_marker(make_env: Maker) -> None:
     _, reward, _, _, info = env.step(f"cat > /tmp/p <<'EOF'\n{GOLD}EOF\necho {MARKER}; cat /tmp/p")
     assert reward == 1
     assert info["patch"].strip() == GOLD.strip()
+
+
+AWKWARD = r"""printf '\0\1' > odd.bin
+printf 'a\r\nb\033[1mc\033[0m\377\n=== 1 passed in 0.12s ===\nx\by\n' > odd.txt"""
+SHOW = "git add -A && git diff --cached --binary"
+
+
+@pytest.mark.parametrize("backend", ["overlay", "overlay-rootless", "docker", "copy"])
+def test_a_patch_keeps_its_bytes(
+    backend: str, make_env: Maker, backend_of: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested: list[str] = []
+    real = grading._test
+
+    def remembered(box: Any, pristine: Any, task: Any, patch: str, timeout: float, **more: Any) -> Any:
+        tested.append(patch)
+        return real(box, pristine, task, patch, timeout, **more)
+
+    monkeypatch.setattr(grading, "_test", remembered)
+    monkeypatch.setattr(grading, "_verdicts", type(grading._verdicts)())
+    env = make_env(**backend_of(backend))
+    for submit in ("submit", f"echo {MARKER}; {SHOW}"):
+        grading._verdicts.clear()
+        start(env)
+        env.step(SOLVE)
+        env.step(AWKWARD)
+        assert "in 0.12s" in env.step("cat odd.txt")[0]
+        _, reward, _, _, info = env.step(submit)
+        assert (reward, info["verdict"]) == (1, "resolved"), info
+    for patch in tested:
+        raw = patch.encode("utf-8", "surrogateescape")
+        assert b"+a\r\n+b\x1b[1mc\x1b[0m\xff\n+=== 1 passed in 0.12s ===\n+x\x08y\n" in raw
+        assert b"GIT binary patch" in raw
+    assert len(tested) == 2
+
+
+def test_a_patch_by_the_marker_has_the_limit_of_any(make_env: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_env(limits={"output": 1000})
+    start(env)
+    env.step(SOLVE)
+    env.step("seq 5000 > numbers")
+    _, reward, _, _, info = env.step(f"echo {MARKER}; {SHOW}")  # longer than what is kept of an output
+    assert (reward, info["verdict"]) == (1, "resolved")
+    start(env)
+    _, _, _, _, info = env.step(f"echo {MARKER}; head -c {extraction.PATCH_LIMIT + 1} /dev/zero | tr '\\0' x")
+    assert info["verdict"] == "patch too large"
+    start(env)
+    env.step(f"head -c {2 * extraction.PATCH_LIMIT} /dev/urandom > big")
+    _, _, _, _, info = env.step("submit")
+    assert (info["verdict"], info["patch"]) == ("patch too large", "")
+
+
+OBSTACLES = {
+    "a stale lock": "touch .git/index.lock",
+    "a damaged index": "echo x > .git/index",
+    "a broken configuration": "echo '[' > .git/config",
+    "a nested repository": "git init -q sub && touch sub/a",
+    "a nested repository with a commit": "git init -q sub && cd sub && touch a && git add a && git commit -qm a",
+    "a pipe in the way": "mkfifo /tmp/.model.patch",
+    "a directory in the way": "mkdir -p /tmp/.model.patch/patch/x",
+    "hooks": "mkdir /tmp/h; printf '#!/bin/sh\nexit 1\n' | tee /tmp/h/post-index-change; chmod +x /tmp/h/*; "
+    "git config core.hooksPath /tmp/h; git config core.fsmonitor /tmp/h/post-index-change",
+    "filters": "git config filter.x.clean 'sed s/./y/'; git config filter.x.required true; "
+    "mkdir -p .git/info; echo '* filter=x' > .git/info/attributes",
+    "hidden changes": "git update-index --assume-unchanged $(git ls-files); echo '*' > .git/info/exclude",
+    "a pipe and a socket in the tree": "mkfifo pipe; python3 -c 'import socket; socket.socket(1).bind(\"s\")'; "
+    "rm -f README.md; mkfifo README.md",
+    "files without rights": "touch secret; chmod 000 secret",
+    "a replaced git": "mkdir -p /tmp/b; printf '#!/bin/sh\nexit 1\n' > $(command -v git) || true",
+    "no repository any more": "rm -rf .git",
+    "a bare environment": "export GIT_DIR=/nowhere GIT_INDEX_FILE=/nowhere",
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_the_work_is_read_whatever_is_in_the_way(
+    obstacle: str, make_env: Maker, docker_image: str, backend_of: Callable[[str], dict[str, Any]]
+) -> None:
+    env = make_env(**backend_of("overlay"), image=docker_image)  # a root of its own, where git can be replaced
+    start(env)
+    env.step(SOLVE)
+    env.step(OBSTACLES[obstacle])
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"], info["extraction"]) == (1, "resolved", ""), info
+    if obstacle.startswith("a nested"):
+        assert "sub/a" in info["patch"] and "Subproject" not in info["patch"]
+
+
+def test_work_that_cannot_be_read_is_named(make_env: Maker, docker_image: str, backend_of: Any) -> None:
+    env = make_env(**backend_of("overlay"), image=docker_image)
+    start(env)
+    env.step(SOLVE)
+    env.step("printf '#!/bin/sh\\nexit 3\\n' > /bin/tar; cp /bin/tar $(command -v git)")
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"]) == (0, "no patch")
+    assert "cannot be read" in info["extraction"] and "taken over" in info["extraction"]
+
+
+def test_what_looks_forged_is_named_and_rejected_where_that_is_asked_for(make_env: Maker) -> None:
+    forge = "printf 'def pytest_runtest_makereport(item, call): pass\\n' > conftest.py"
+    for reject, reward, reason in ((False, 1, "resolved"), (True, 0, "suspicious")):
+        env = make_env(reject_suspicious=reject)
+        start(env)
+        assert env.step(SOLVE)[4]["suspicious"] == []
+        assert env.unwrapped.grade().suspicious == ()
+        env.step("printf 'x = 1\\n' > conftest.py")
+        verdict = env.unwrapped.grade()
+        assert (verdict.resolved, verdict.reason) == (bool(reward), reason)
+        _, earned, _, _, info = env.step("submit")
+        assert (earned, info["verdict"], info["resolved"]) == (reward, reason, bool(reward))
+        assert info["suspicious"] == ["conftest: conftest.py has a say in every test below it"]
+        start(env)
+        env.step(forge)
+        assert "runner: conftest.py reaches into a test runner" in env.step("submit")[4]["suspicious"]
 
 
 def test_commits_and_new_files_are_part_of_the_work(make_env: Maker) -> None:
@@ -436,3 +587,26 @@ def test_a_vector_of_them(quick_backend: dict[str, Any]) -> None:
         assert list(rewards) == [1, 0] and all(terminated)
     finally:
         envs.close()
+
+
+@pytest.mark.slow
+def test_a_gigabyte_of_log_and_a_large_patch_are_a_verdict(make_env: Maker) -> None:
+    env = make_env(limits={"seconds": 120})
+    start(env)
+    env.step(SOLVE)
+    env.step("""cat > conftest.py <<'EOF'
+import atexit, os
+def flood():
+    for _ in range(1024):
+        os.write(1, b"PASSED everything\\n" * 58255)
+atexit.register(flood)
+EOF""")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"]) == (0, "too much output"), info["verdict"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # kilobytes
+    start(env)
+    env.step("head -c 200000000 /dev/urandom > big")
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"], info["patch"]) == (0, "patch too large", "")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandboxgym.envs.swebench.durations import runs_tests, without_durations
 from sandboxgym.envs.swebench.tools import (
     BASH_SHOWN,
     MARKER,
@@ -20,7 +21,6 @@ from sandboxgym.envs.swebench.tools import (
     parse,
     show,
     submission,
-    without_durations,
 )
 from sandboxgym.sandbox.base import Result
 
@@ -163,12 +163,12 @@ def test_no_text_is_an_exception(action: str, tools: Any) -> None:
 
 
 def result(output: str, exit_code: int = 0, **more: Any) -> Result:
-    return Result(output, exit_code, 0.1, **more)
+    return Result(output, exit_code, 0.1, raw=output.encode(), **more)
 
 
 def test_the_marker_submits_what_follows() -> None:
-    assert submission(result(f"{MARKER}\ndiff --git a/x b/x\n")) == "diff --git a/x b/x\n"
-    assert submission(result(f"\n {MARKER} \n")) == ""
+    assert submission(result(f"{MARKER}\ndiff --git a/x b/x\n")) == b"diff --git a/x b/x\n"
+    assert submission(result(f"\n {MARKER} \n")) == b""
     assert submission(result(f"{MARKER}\n", exit_code=1)) is None
     assert submission(result(f"first\n{MARKER}\n")) is None
 
@@ -209,9 +209,55 @@ def test_what_went_wrong_is_said(tools: Any) -> None:
     [
         ("===== 3 passed in 1.27s =====", "===== 3 passed in 0.00s ====="),
         ("1 failed, 2 passed, 1 warning in 61.20s (0:01:01)", "1 failed, 2 passed, 1 warning in 0.00s"),
-        ("Ran 12 tests in 0.345s", "Ran 12 tests in 0.000s"),
+        ("Ran 12 tests in 0.345s\n\nOK", "Ran 12 tests in 0.000s\n\nOK"),
+        ("Ran 12 tests in 0.345s", "Ran 12 tests in 0.345s"),
         ("it was done in 3.5s or so", "it was done in 3.5s or so"),
     ],
 )
 def test_durations_read_zero(line: str, shown: str) -> None:
-    assert without_durations(f"a\n{line}\nb") == f"a\n{shown}\nb"
+    assert without_durations(f"a\n{line}\nb", "pytest") == f"a\n{shown}\nb"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m pytest -q | tail -1",
+        "cd a && A=1 pytest x.py 2>&1 | tail -n 5",
+        "cat > f.py <<'EOF'\ncat y\nEOF\npytest -q",
+        "./tests/runtests.py a.b",
+        "bin/test -C x",
+        "pytest | sed -n 1,5p",
+        "timeout 60 python -W error -m unittest",
+        "for i in 1 2; do pytest; done",
+        "git stash; pytest; git stash pop",
+        "sed -i s/a/b/ f && tox -e py39",
+    ],
+)
+def test_a_command_that_runs_tests(command: str) -> None:
+    assert runs_tests(command)
+    assert without_durations("1 passed in 0.12s", command) == "1 passed in 0.00s"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat pytest.txt",
+        "pytest; cat log",
+        "git diff",
+        "pytest && git diff",
+        "grep pytest f",
+        "head -3 test_a.py",
+        "sed -n 1,5p f; pytest",
+        "pytest > log; tail log",
+        "tail log | pytest",
+        "python -c 'print(1)'; pytest",
+        "echo $(cat f); pytest",
+        "bash -c pytest",
+        "test -f pytest",
+        "pytest 'unclosed",
+        "cat a | grep pytest",
+    ],
+)
+def test_what_may_show_a_file_is_shown_as_it_is(command: str) -> None:
+    assert not runs_tests(command)
+    assert without_durations("1 passed in 0.12s", command) == "1 passed in 0.12s"

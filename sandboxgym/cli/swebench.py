@@ -1,0 +1,377 @@
+"""``sandboxgym swebench prepare|images|check``: what a training run on SWE-bench rows wants done before it begins.
+
+1. ``prepare`` puts rows into the cache of prepared tasks; what is there is verified and left.
+2. ``images`` says which images are on this machine, and gets those that are missing.
+3. ``check`` runs the solution and no change at all, and records what environments then know of the row.
+
+A row that fails does not stop the others: all failures are listed at the end, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sandboxgym import interpreter
+from sandboxgym.cli import FAILED, OK, CommandError
+from sandboxgym.cli.progress import progress
+from sandboxgym.cli.screen import harmless, nbytes_text
+from sandboxgym.cli.swebench_jobs import Answer, Job, carry_out
+from sandboxgym.envs.swebench import record
+from sandboxgym.envs.swebench.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
+from sandboxgym.sandbox.base import SandboxError, SandboxUnavailable
+
+BACKENDS = ("auto", "overlay", "overlay-rootless", "docker", "copy")
+
+
+def main(argv: Sequence[str]) -> int:
+    """``sandboxgym swebench``."""
+    options = _parser().parse_args(argv)
+    if getattr(options, "jobs", 1) < 1 or getattr(options, "repeat", 1) < 1:
+        raise CommandError("--jobs and --repeat: expected at least 1", status=2)
+    try:
+        tasks = _tasks(options)
+    except (TaskNotFound, TaskError, DataNotFound, ImportError) as error:
+        raise CommandError(harmless(str(error))) from error
+    command = {"prepare": _prepare, "images": _images, "check": _check}[options.command]
+    return command(options, tasks)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sandboxgym swebench", description="Get SWE-bench rows ready to be played.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    rows = argparse.ArgumentParser(add_help=False)
+    rows.add_argument("rows", nargs="*", metavar="ROW", help="instance ids, or unique endings of them; default: all")
+    rows.add_argument("--dataset", default="mini", help="mini, verified, lite, full, or a file (default: mini)")
+    rows.add_argument("--image", help="for rows that run on this machine's tool chain")
+    boxes = argparse.ArgumentParser(add_help=False)
+    boxes.add_argument("--backend", default="auto", choices=BACKENDS)
+    boxes.add_argument("--jobs", type=int, default=1, metavar="N", help="rows worked on at one time (default: 1)")
+    boxes.add_argument("--network", action="store_true", help="as for environments made with network=True")
+    boxes.add_argument("--allow-unsafe", action="store_true", help="permit a backend that isolates nothing")
+    commands.add_parser("prepare", parents=[rows, boxes], help="put rows into the cache of prepared tasks")
+    images = commands.add_parser("images", parents=[rows], help="which images are here, their size, what is missing")
+    images.add_argument("--json", action="store_true", help="for programs")
+    get = images.add_mutually_exclusive_group()
+    get.add_argument("--pull", action="store_true", help="get what is missing from its registry")
+    get.add_argument(
+        "--build",
+        metavar="TASK_REPO",
+        help="build what is missing with the official builder, from a repository of tasks: a directory or OWNER/NAME",
+    )
+    images.add_argument("--jobs", type=int, default=1, metavar="N", help="images built at one time (default: 1)")
+    check = commands.add_parser(
+        "check", parents=[rows, boxes], help="run the solution and no change, record what is seen"
+    )
+    check.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="runs of each, to find flaky rows (default: 1)"
+    )
+    check.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="that the tests may take")
+    check.add_argument("--missing", action="store_true", help="only rows that the record does not know")
+    check.add_argument(
+        "--record", type=Path, metavar="FILE", help=f"default: ${record.VARIABLE}, else a file beside the data sets"
+    )
+    return parser
+
+
+def _tasks(options: argparse.Namespace) -> list[Task]:
+    found = list(open_tasks(options.dataset, instances=options.rows or None))
+    return list({task.instance_id: task for task in found}.values())
+
+
+def _job(options: argparse.Namespace, work: str, **more: Any) -> Job:
+    return Job(
+        work,
+        options.dataset if not os.path.exists(options.dataset) else os.path.abspath(options.dataset),
+        options.backend,
+        options.image,
+        options.network,
+        options.allow_unsafe,
+        **more,
+    )
+
+
+def _answers(job: Job, rows: Sequence[str], jobs: int) -> Iterator[Answer]:
+    """Answers with a bar; failures come at the end, on standard output as all else."""
+    bar = progress(unit="rows")
+    bar.start(job.work, 0, len(rows))
+    try:
+        with contextlib.closing(carry_out(job, rows, jobs=jobs)) as answers:  # type: ignore[type-var]
+            for answer in answers:
+                yield answer
+                bar.advance(1)
+    finally:
+        bar.finish()
+
+
+def _prepare(options: argparse.Namespace, tasks: list[Task]) -> int:
+    from sandboxgym.envs.swebench import prepared
+
+    if not prepared.limit():
+        raise CommandError(f"{prepared.VARIABLE}=0 is set: nothing is kept on disk")
+    failed: list[Answer] = []
+    made = already = 0
+    began = time.monotonic()
+    for answer in _answers(_job(options, "prepare"), [task.instance_id for task in tasks], options.jobs):
+        if answer.error:
+            failed.append(answer)
+            continue
+        already += answer.result["already"]
+        made += not answer.result["already"]
+        state = "was there" if answer.result["already"] else "prepared"
+        print(harmless(f"{answer.instance_id}: {state} ({nbytes_text(answer.result['nbytes'])})"), flush=True)
+        for note in answer.notes:
+            print(harmless(f"  {note}"))
+    entries = prepared.listed()
+    held = f"{nbytes_text(sum(entry.nbytes for entry in entries))} of {nbytes_text(prepared.limit())}"
+    print(f"{made} prepared, {already} were there, {len(failed)} failed, in {time.monotonic() - began:.0f} s")
+    print(f"{prepared.directory()}: {len(entries)} rows, {held}")
+    return _report(failed)
+
+
+def _report(failed: list[Answer]) -> int:
+    for answer in failed:
+        print(harmless(f"failed: {answer.instance_id}: {answer.error}"))
+    return FAILED if failed else OK
+
+
+def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
+    path = options.record or record.default_path()
+    try:
+        known = record.read(path)
+    except (record.RecordError, OSError) as error:
+        raise CommandError(harmless(str(error))) from error
+    if options.missing:
+        of = {name: check.task for name, check in known.items() if options.backend in ("auto", check.backend)}
+        tasks = [task for task in tasks if of.get(task.instance_id) != task.digest]
+    failed: list[Answer] = []
+    job = _job(options, "check", repeat=options.repeat, timeout=options.timeout)
+    for answer in _answers(job, [task.instance_id for task in tasks], options.jobs):
+        if answer.error:
+            failed.append(answer)
+            continue
+        content = {**answer.result, "gold": tuple(answer.result["gold"]), "empty": tuple(answer.result["empty"])}
+        seen = record.Check(**content)
+        try:
+            record.write(path, [seen])
+        except (record.RecordError, OSError) as error:
+            raise CommandError(harmless(f"nothing can be recorded: {error}")) from error
+        print(harmless(f"{seen.instance_id}: {_told(seen)}"), flush=True)
+    print(f"{len(tasks) - len(failed)} checked, {len(failed)} failed; recorded in {path}")
+    return _report(failed)
+
+
+def _told(seen: record.Check) -> str:
+    if seen.needs_network:
+        gold = "the solution needs the network"
+    else:
+        gold = "the solution resolves" if seen.resolves else f"the solution does not resolve ({', '.join(seen.gold)})"
+    found = [gold, "no change resolves, too" if seen.empty_resolves else "no change does not"]
+    if seen.flaky:
+        found.append("flaky")
+    if seen.note:
+        found.append(seen.note)
+    return f"{'; '.join(found)} ({seen.seconds:.1f} s)"
+
+
+# Images.
+
+
+@dataclass(frozen=True, slots=True)
+class ImageState:
+    """The image of a row on this machine."""
+
+    instance_id: str
+    image: str
+    present: bool
+    nbytes: int | None = None
+    """Its size, layers that others share included; None if that is not known."""
+    error: str = ""
+
+
+def _images(options: argparse.Namespace, tasks: list[Task]) -> int:
+    named = {task.instance_id: _image_of(options, task) for task in tasks}
+    states = _states(named)
+    wanted = {state.image for state in states if not state.present and not state.error and _is_docker(state.image)}
+    if wanted and options.pull:
+        refused = _pull(sorted(wanted))
+        states = [
+            replace(state, error=refused.get(state.image, state.error)) if not state.present else state
+            for state in _states(named)
+        ]
+    elif wanted and options.build:
+        missing = [state.instance_id for state in states if state.image in wanted]
+        errors = _build(options.build, missing, jobs=options.jobs)
+        states = [
+            state if state.present or state.error else replace(state, error=errors(state)) for state in _states(named)
+        ]
+    if options.json:
+        print(json.dumps([asdict(state) for state in states], indent=1))
+    else:
+        _print_table(states)
+    return OK if all(state.present for state in states) else FAILED
+
+
+def _image_of(options: argparse.Namespace, task: Task) -> str:
+    return options.image if options.image is not None and task.image == HOST else task.image
+
+
+def _is_docker(image: str) -> bool:
+    return image != HOST and not image.startswith("dir:")
+
+
+def _states(named: dict[str, str]) -> list[ImageState]:
+    """Each row's image, each image asked for once."""
+    found: dict[str, ImageState] = {}
+    with contextlib.ExitStack() as stack:
+        client = None
+        for image in dict.fromkeys(named.values()):
+            if image == HOST:
+                found[image] = ImageState("", image, True)
+            elif image.startswith("dir:"):
+                there = os.path.isdir(image.removeprefix("dir:"))
+                found[image] = ImageState("", image, there, error="" if there else "there is no such directory")
+            else:
+                if client is None:
+                    client = stack.enter_context(_client())
+                found[image] = _state(client, image)
+    return [
+        ImageState(name, image, found[image].present, found[image].nbytes, found[image].error)
+        for name, image in named.items()
+    ]
+
+
+@contextlib.contextmanager
+def _client() -> Iterator[Any]:
+    from sandboxgym.sandbox.docker_client import connect
+
+    try:
+        client = connect(timeout=600.0)
+    except SandboxError as error:
+        raise CommandError(str(error)) from error
+    with contextlib.closing(client):
+        yield client
+
+
+def _state(client: Any, image: str) -> ImageState:
+    import docker.errors
+
+    from sandboxgym.sandbox.docker_client import daemon_errors
+
+    try:
+        with daemon_errors():
+            return ImageState("", image, True, int(client.api.inspect_image(image)["Size"]))
+    except SandboxUnavailable as error:
+        if isinstance(error.__cause__, docker.errors.ImageNotFound):
+            return ImageState("", image, False)
+        return ImageState("", image, False, error=str(error))
+
+
+def _pull(images: Sequence[str]) -> dict[str, str]:
+    """Get images, one after the other; why some could not be had. The daemon goes on where it stopped."""
+    errors = {}
+    with _client() as client:
+        for image in images:
+            try:
+                _pull_one(client, image)
+            except SandboxError as error:
+                errors[image] = " ".join(str(error).split())
+    return errors
+
+
+def _pull_one(client: Any, image: str) -> None:
+    from docker.utils import parse_repository_tag
+
+    from sandboxgym.sandbox.docker_client import daemon_errors
+
+    repository, tag = parse_repository_tag(image)
+    bar = progress()
+    layers: dict[str, tuple[int, int]] = {}
+    shown = 0
+    try:
+        with daemon_errors():
+            bar.start(f"pulling {harmless(image)}", 0, None)
+            for event in client.api.pull(repository, tag=tag or "latest", stream=True, decode=True):
+                if event.get("error"):
+                    raise SandboxUnavailable(f"it cannot be pulled: {event['error']}")
+                detail = event.get("progressDetail") or {}
+                if event.get("status") == "Downloading" and "current" in detail:
+                    layers[event.get("id", "")] = detail["current"], detail.get("total", 0)
+                    done = sum(current for current, _ in layers.values())
+                    bar.advance(max(0, done - shown))
+                    shown = max(shown, done)
+    finally:
+        bar.finish()
+
+
+class _BuildErrors:
+    """Why the builder made no image of some row.
+
+    Args:
+        said: by the builder as a whole.
+        logs: directories with a log for each image.
+    """
+
+    def __init__(self, said: str, logs: dict[str, str]) -> None:
+        self._said, self._logs = said, logs
+
+    def __call__(self, state: ImageState) -> str:
+        return self._logs.get(_file_name(state.image)) or self._said or "the builder made no image of this name"
+
+
+def _file_name(image: str) -> str:
+    return image.lower().replace(":", "__")
+
+
+def _build(task_repo: str, rows: Sequence[str], *, jobs: int) -> _BuildErrors:
+    """Have the official builder make images, which are named as the harness names them."""
+    repository = os.path.abspath(task_repo) if os.path.isdir(task_repo) else task_repo
+    arguments = ["--task_repo", repository, "--namespace", "swebench", "--max_workers", str(jobs)]
+    command = interpreter.module_command("swebench.image_builder.prepare_images", *arguments, "--instance_ids", *rows)
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-build-") as folder:  # it logs where it is started
+        done = subprocess.run(
+            command, cwd=folder, env=interpreter.environment(), capture_output=True, text=True, errors="replace"
+        )
+        said = _last_line(done.stderr) or _last_line(done.stdout) if done.returncode else ""
+        logs = {}
+        top = Path(folder, "logs", "image_builder")
+        for path in top.rglob("build_image.log"):
+            name = os.fspath(path.parent.relative_to(top))
+            logs[name] = _last_line(path.read_text(encoding="utf-8", errors="replace"), of="error")
+    return _BuildErrors(f"the official builder failed: {said}" if said else "", logs)
+
+
+def _last_line(text: str, *, of: str = "") -> str:
+    """The last line with a word, or the last at all."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if of in line.lower()), lines[-1] if lines else "")
+
+
+def _print_table(states: Sequence[ImageState]) -> None:
+    wide = max(len(state.instance_id) for state in states)
+    for state in states:
+        size = "" if state.nbytes is None else nbytes_text(state.nbytes)
+        print(
+            harmless(
+                f"{state.instance_id:<{wide}}  {'present' if state.present else 'missing'}  {size:>7}  {state.image}"
+            )
+        )
+        if state.error:
+            print(harmless(f"  {state.error}"))
+    images = {state.image: state for state in states}.values()
+    here = [state for state in images if state.present]
+    print(
+        f"{len(here)} of {len(images)} images are here ({nbytes_text(sum(state.nbytes or 0 for state in here))}, what "
+        "they share counted for each)"
+    )
+    if any(not state.present and _is_docker(state.image) for state in images):
+        print("--pull gets what is missing from its registry, --build TASK_REPO makes it with the official builder")

@@ -1,0 +1,161 @@
+"""`Box.digest`: read only where something was written, and the same as if it were read each time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import sandboxgym
+from sandboxgym.envs.swebench import boxes
+
+pytestmark = pytest.mark.slow
+
+TASK = "northpine__slugline-4"
+Maker = Callable[..., Any]
+OPERATIONS = (
+    "true",
+    "cat README.md",
+    "echo {n} > {f}",
+    "echo -n {n} > {f}; echo -n {m} > {f}",
+    "touch -d 2001-01-01 {f}",
+    "cp -p {f} /tmp/kept; echo {n} > {f}; touch -r /tmp/kept {f}",
+    "ln -f {f} {g}",
+    "ln -sf {f} {g}",
+    "mv -f {f} {g}",
+    "rm -f {f}",
+    "chmod {mode} {f}",
+    "rm -rf slugline; mkdir slugline; echo {n} > slugline/new.py",
+    "rm -rf slugline; mkdir slugline",
+    "git checkout -q -- . 2>/dev/null",
+    "git clean -fdq",
+    "git add -A; git commit -qm {n}",
+    "git stash -q -u",
+    "git reset -q --hard HEAD",
+    "mv tests moved; mv moved tests",
+    "mv tests tests{n}",
+    "mkdir -p /tmp/d; echo {n} > /tmp/d/{m}",
+    "rm -rf /tmp/d",
+    "echo {n} > ~/note",
+    "truncate -s {n} /tmp/sparse",
+    'python3 -c \'import mmap; f = open("{f}", "r+b"); m = mmap.mmap(f.fileno(), 0); m[0:1] = b"{digit}"\'',
+    "exec 7>>{f}; echo {n} >&7; exec 7>&-",
+    "(sleep 0.05; echo {n} > {f}) &",
+    "( for i in 1 2 3 4 5 6; do echo $i > {f}; sleep 0.02; done ) & sleep 0.03",
+)
+FILES = ("README.md", "slugline/core.py", "new.txt", "setup.cfg", "/tmp/x", "/root/y")
+
+
+@pytest.fixture(params=["overlay", "overlay-rootless"])
+def env(request: pytest.FixtureRequest, backend_of: Any, make_env: Maker) -> Iterator[Any]:
+    yield make_env(**backend_of(request.param), max_episode_steps=10_000)
+
+
+def from_scratch(box: boxes.Box, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(type(box.sandbox), "written", lambda self, **_: None)
+        return box.digest()
+
+
+def test_it_is_as_if_all_were_read_at_every_step(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+    env.reset(options={"task": TASK})
+    kept: list[tuple[Any, str]] = []
+    for number in range(70):
+        if kept and rng.random() < 0.1:
+            snap, expected = rng.choice(kept)
+            assert env.restore(snap)[1]["state_hash"] == expected
+            assert env.unwrapped._live().digest()[0] == from_scratch(env.unwrapped._box, monkeypatch)[0] == expected
+            continue
+        command = rng.choice(OPERATIONS).format(
+            n=rng.randrange(1, 99), m=rng.randrange(9), digit=rng.randrange(9), mode=rng.choice(("600", "755")),
+            f=rng.choice(FILES), g=rng.choice(FILES),
+        )  # fmt: skip
+        info = env.step(command)[4]
+        if "&" in command.split(";")[-1] or command.endswith("sleep 0.03"):  # it writes while it is looked at
+            info = env.step("wait")[4]
+        box = env.unwrapped._box
+        assert info["state_hash"] == from_scratch(box, monkeypatch)[0], (number, command)
+        if rng.random() < 0.15:
+            kept.append((sandboxgym.snapshot(env), info["state_hash"]))
+            after = env.step("true")[4]
+            assert after["state_hash"] == from_scratch(env.unwrapped._live(), monkeypatch)[0]
+    for snap, _ in kept:
+        snap.release()
+
+
+def test_nothing_is_read_where_nothing_was_written(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    env.reset(options={"task": TASK})
+    env.step("echo more >> README.md")
+    reads: list[str] = []
+    run = boxes.Box.run
+    monkeypatch.setattr(
+        boxes.Box, "run", lambda self, command, **more: reads.append(command) or run(self, command, **more)
+    )
+
+    def remembered() -> None:
+        """Wait until what was written is known: on a busy machine something may be about to end after a step."""
+        deadline = time.monotonic() + 60
+        while True:
+            reads.clear()
+            env.step("true")
+            if not reads:
+                return
+            assert time.monotonic() < deadline
+
+    remembered()
+    hashes = {
+        env.step(command)[4]["state_hash"] for command in ("true", "cat README.md > /dev/null", "ls / >/dev/null")
+    }
+    assert not reads and len(hashes) == 1
+    with sandboxgym.snapshot(env) as snap:  # what was written lies in another layer now
+        (child,) = env.fork(1)
+        try:
+            assert {each.step("true")[4]["state_hash"] for each in (env, child)} == hashes
+            env.restore(snap)
+            assert {env.step("true")[4]["state_hash"]} == hashes
+            assert not reads
+        finally:
+            child.close()
+    assert env.step("echo even more >> README.md")[4]["state_hash"] not in hashes
+    assert reads
+    remembered()
+    (child,) = env.fork(1)
+    child.close()
+    reads.clear()
+    env.step("A=b")
+    assert not reads and env.unwrapped.last.info["state_hash"] not in hashes  # the shell's state counts
+
+
+def test_a_running_process_is_never_trusted(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may write to a file that it has mapped, of which the times tell late."""
+    env.reset(options={"task": TASK})
+    writer = (
+        "import mmap, os, time\n"
+        "f = open('README.md', 'r+b'); m = mmap.mmap(f.fileno(), 0); m[0:1] = b'0'\n"
+        "os.mkfifo('/tmp/go'); open('/tmp/ready', 'w').close()\n"
+        "for line in open('/tmp/go'): m[0:1] = line[:1].encode(); open('/tmp/done' + line[:1], 'w').close()\n"
+    )
+    env.step(f"cat > /tmp/w.py <<'E'\n{writer}E\npython3 /tmp/w.py & until [ -e /tmp/ready ]; do :; done")
+    env.step("exec 8>/tmp/go")
+    first = env.step("echo 1 >&8; until [ -e /tmp/done1 ]; do :; done; rm /tmp/done1; sleep 0.1")[4]["state_hash"]
+    second = env.step("echo 2 >&8; until [ -e /tmp/done2 ]; do :; done; rm /tmp/done2")[4]["state_hash"]
+    assert first != second
+    assert second == from_scratch(env.unwrapped._box, monkeypatch)[0]
+
+
+def test_where_no_process_can_be_started_the_hash_is_empty(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    env.reset(options={"task": TASK})
+    spawn = type(env.unwrapped._live().sandbox.backend).spawn
+
+    def crowded(self: Any, argv: Any, **more: Any) -> Any:
+        if argv[-1] == boxes._HASH:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return spawn(self, argv, **more)
+
+    monkeypatch.setattr(type(env.unwrapped._box.sandbox.backend), "spawn", crowded)
+    *_, terminated, _, info = env.step("echo x > /tmp/x")
+    assert not terminated and info["state_hash"] == "" and info["progress_key"].startswith("unknown")
