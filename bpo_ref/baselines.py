@@ -6,6 +6,7 @@ with these baselines and schedules unbiased.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from bpo_ref.config import ConfigError
 from sandboxgym.tree import Node, Path, RolloutTree
 
 if TYPE_CHECKING:
@@ -28,7 +30,30 @@ Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 def state_key(node: Node, kind: str) -> StateKey:
     """Where states are pooled: by turn, or by the environment's progress key and half the turn."""
-    return node.depth if kind == "turn" else (node.key, node.depth // 2)
+    return node.depth if kind == "turn" else (plain_key(node.key), node.depth // 2)
+
+
+def plain_key(key: Any) -> StateKey:
+    """A ``progress_key`` as a checkpoint can keep it and any process can compare it; equal keys stay equal.
+
+    Raises:
+        ConfigError: it is, or holds, something else than text, bytes, numbers, None, enumeration members, NumPy's
+            numbers, tuples and frozen sets of these.
+    """
+    if key is None or type(key) in (str, int, float, bool, bytes):
+        return key
+    if isinstance(key, enum.Enum):
+        return (type(key).__name__, key.name)
+    if isinstance(key, np.generic):
+        return plain_key(key.item())
+    if isinstance(key, tuple):
+        return tuple(map(plain_key, key))
+    if isinstance(key, frozenset):
+        return ("frozenset", *sorted(map(plain_key, key), key=repr))
+    raise ConfigError(
+        "info['progress_key']: expected text, bytes, a number, None, a member of an enumeration, or a tuple or frozen "
+        f"set of these, found {type(key).__name__}"
+    )
 
 
 def mean_value(node: Node) -> float:
@@ -169,14 +194,15 @@ class EntropyThreshold:
 class ValueTable:
     """V̂ of a state: mean return from states of its key over earlier batches, plus 2 pseudo-counts of the overall mean.
 
-    Where tasks have types, the mean over the tasks of this type, plus 4 pseudo-counts of that over all.
+    Where tasks have types, the mean over the tasks of this type, plus 4 pseudo-counts of that over all. What has faded
+    to a thousandth of a rollout, beside which the pseudo-counts are all that counts, is forgotten.
 
     Args:
         decay: share of what is known that is kept at each batch, as the policy changes.
         state: of `state`.
     """
 
-    PSEUDO, KIND = 2.0, 4.0
+    PSEUDO, KIND, FORGOTTEN = 2.0, 4.0, 1e-3
 
     def __init__(self, decay: float = 1.0, *, state: dict[str, Any] | None = None) -> None:
         self._decay = decay
@@ -198,6 +224,7 @@ class ValueTable:
                     self._low = [self._low[0] + n, self._low[1] + n * mean]
         for entry in [*self._sums.values(), self._overall, self._low]:
             entry[:] = [value * self._decay for value in entry]
+        self._sums = {key: entry for key, entry in self._sums.items() if entry[0] >= self.FORGOTTEN}
         for kind, key, (n, mean, square) in batch:
             for place in (key, (kind, key)) if kind else (key,):
                 entry = self._sums.setdefault(place, [0.0, 0.0, 0.0])

@@ -15,7 +15,6 @@ import random
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from bpo_ref.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
 from bpo_ref.train import Args, Trainer, resolved
-from sandboxgym import SnapshotEnv, Unicode
+from sandboxgym import SnapshotEnv, Unicode, interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 
 WORDS = [f"w{i}" for i in range(100)]
@@ -428,8 +427,9 @@ def bench_trl(repeats: int) -> list[str]:
         tokenizer.save_pretrained(folder)
         for repeat in range(repeats):
             for side in found:
-                command = [sys.executable, "-m", "bpo_ref.bench", "trl-side", "--side", side, "--folder", folder]
-                out = subprocess.run([*command, "--out", f"{folder}/{side}{repeat}"], capture_output=True, text=True)
+                arguments = ("--side", side, "--folder", folder, "--out", f"{folder}/{side}{repeat}")
+                command = interpreter.module_command("bpo_ref.bench", "trl-side", *arguments)
+                out = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
                 if out.returncode:
                     raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
                 found[side].append(json.loads(out.stdout.splitlines()[-1]))

@@ -15,7 +15,6 @@ import platform
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from bpo_ref.generate import Generator, forward
 from bpo_ref.memory import SHAPES, Shape
 from bpo_ref.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.tiny import tiny_tokenizer
+from sandboxgym import interpreter
 
 ALL_SHAPES = {
     "check": Shape(32, 2, 2, 1, 16, 64, 128, qkv_bias=True),
@@ -198,9 +198,10 @@ def bench_trl(name: str, repeats: int) -> list[str]:
         tokenizer.save_pretrained(folder)
         for repeat in range(repeats):
             for side, runs in found.items():
-                command = [sys.executable, "-m", "bpo_ref.bench", "trl-side", "--side", side, "--folder", folder]
-                command += ["--out", f"{folder}/{side}{repeat}", *(["--adapters"] if large else [])]
-                out = subprocess.run(command, capture_output=True, text=True, check=False)
+                arguments = ("--side", side, "--folder", folder, "--out", f"{folder}/{side}{repeat}")
+                command = interpreter.module_command("bpo_ref.bench", "trl-side", *arguments)
+                command += ["--adapters"] if large else []
+                out = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
                 if out.returncode:
                     raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
                 runs.append(json.loads(out.stdout.splitlines()[-1]))

@@ -4,15 +4,19 @@ A conversation is one list of ids that only ever grows. Sampled ids are kept as 
 environment says is tokenized, once, with the template's own tokens around it. So the ids that are trained on are the
 ids that were sampled, and two conversations share a prefix whenever their histories do.
 
+What the environment says is only ever text: where it holds the letters of a control token, it is not that token.
+
 Text that a model writes token by token may tokenize otherwise (" drawer" as "dra", "wer"): decoding and encoding again
 would train on tokens that were never sampled. Nothing here does.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 DATE = "26 Jul 2024"
 """What templates that show today's date are given: a run must not change at midnight."""
@@ -77,6 +81,10 @@ class ChatFormat:
         if end is None:
             raise TemplateError(f"{self._name}: a turn must end in a special token, found {self._gap!r} after it")
         self.end_id: int = added[end]
+        control = [t.content for t in tokenizer.added_tokens_decoder.values() if _is_control(t)]
+        # At every place, for they may overlap; the longest, for one may begin another.
+        longest_first = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        self._control = re.compile(f"(?=({longest_first}))" if control else r"(?!)")
         self.stop_ids = tuple({self.end_id, tokenizer.eos_token_id, *stop_ids} - {None})
 
         opened = self._tail.removeprefix(header)
@@ -101,13 +109,13 @@ class ChatFormat:
 
     def start(self, observation: str) -> list[int]:
         """The ids of the system prompt, the first observation and the header of the assistant's turn."""
-        return self._encode(self._head + self._content(self._shortened(observation)) + self._tail)
+        return self._told(self._head, observation)
 
     def turn(self, observation: str, *, truncated: bool) -> list[int]:
         """The ids to append after a sampled turn, up to the header of the next one. A `truncated` turn lacks its
         end-of-turn token: it comes first here, as context that was not sampled.
         """
-        ids = self._encode(self._gap + self._content(self._shortened(observation)) + self._tail)
+        ids = self._told(self._gap, observation)
         return ids if truncated else ids[1:]
 
     def action(self, ids: Sequence[int]) -> str:
@@ -153,8 +161,26 @@ class ChatFormat:
         """Tokens of a text by itself."""
         return len(self._encode(text))
 
+    def _told(self, before: str, observation: str) -> list[int]:
+        """The ids of what stands before an observation, of it, and of what follows.
+
+        What the observation has in common with a control token is read as the letters that it is: it is cut after the
+        first one. An environment shows files and pages, and whoever wrote those must not open a turn of the policy.
+        """
+        content = self._content(self._shortened(observation))
+        text, first, last = before + content + self._tail, len(before), len(before) + len(content)
+        spans = (match.span(1) for match in self._control.finditer(text))
+        cuts = [max(start + 1, first) for start, end in spans if start < last and end > first and start + 1 < end]
+        places = [0, *sorted(set(cuts)), len(text)]
+        return [token for start, end in itertools.pairwise(places) for token in self._encode(text[start:end])]
+
     def _content(self, text: str) -> str:
         return text.strip() if self._strips else text
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_control(token: AddedToken) -> bool:
+    """Whether it stands for something that is not its letters: special, or a tag, as ``<think>`` is in some models."""
+    return len(token.content) > 1 and (token.special or (token.content[0] == "<" and token.content[-1] == ">"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import gymnasium as gym
 import yaml
 
 from bpo_ref.backends import BackendName, make_backend
+from bpo_ref.masks import VERDICTS, end_counts
 from sandboxgym.prompts import PromptName, make_prompt
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
@@ -43,6 +44,9 @@ class Score:
     """1 for every task of the panel that was solved, in its order."""
     dropped: int = 0
     """Episodes without an end, for their environments failed; they count as not solved."""
+    ends: dict[str, int] = field(default_factory=dict)
+    """Episodes whose end says nothing (``masked``; of them ``infra_failures`` and ``sandbox_ended``), which count as
+    not solved, and those that ended in a ``suspicious`` way, which count as they were rewarded."""
 
     @property
     def rate(self) -> float:
@@ -88,6 +92,7 @@ def evaluate(
     """Play one episode of each of the first ``episodes`` tasks.
 
     One whose environments failed, each time again, is not a success and has no turns; `Score.dropped` counts them.
+    One that ended masked is not a success either; `Score.ends` counts these.
 
     Args:
         policy: for this process.
@@ -114,7 +119,8 @@ def evaluate(
     for tree in trees:
         edges = tree.paths[0].edges
         invalid, reward = sum(not edge.valid for edge in edges), tree.paths[0].total_reward
-        outcomes.append((tree.kind, edges[-1].success, len(edges), tree.tokens, invalid, reward, tree.index))
+        success = edges[-1].success and not edges[-1].masked
+        outcomes.append((tree.kind, success, len(edges), tree.tokens, invalid, reward, tree.index, end_counts([tree])))
     played = gather(outcomes)
     if not played:
         raise RuntimeError(f"none of {episodes} episodes came to an end: every environment failed (see the log)")
@@ -135,6 +141,7 @@ def evaluate(
         reward=sum(outcome[5] for outcome in every) / len(every),
         outcomes=tuple(int(outcome[1]) for outcome in every),
         dropped=len(lost),
+        ends={name: int(sum(outcome[7][name] for outcome in played)) for name in ("masked", *VERDICTS, "suspicious")},
     )
 
 
@@ -259,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(results_table({args.checkpoint: score}))
     for kind, (won, n) in score.by_type.items():
         print(f"  {kind}: {won}/{n}")
+    if told := [f"{name.replace('_', ' ')} {count}" for name, count in score.ends.items() if count]:
+        print(f"  of {score.n} episodes: {', '.join(told)}")
     if args.json:
         Path(args.json).write_text(json.dumps({"args": asdict(args), "score": asdict(score)}, indent=1))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bpo_ref.masks import without_masked
 from sandboxgym.tree import Action, EnvSource, Node, Path, Policy, RolloutTree, Schedule, rollout
 
 FIRST = 1000  # number of the first probe among a node's siblings: those of the real rollout come before
@@ -52,7 +53,7 @@ def value_scores(
     """
     trees = rollout(envs, policy, _Probes(width, rollouts), tasks=tasks, seed=seed, indices=indices, **options)
     scores = {}
-    for tree in trees:
+    for tree in without_masked(trees):
         for edge in tree.paths[0].edges:
             probes = (probe for probe in edge.parent.children if probe.path != (0, 0))
             returns = [[probe.reward + after for after in _returns(probe.child)] for probe in probes]

@@ -92,10 +92,11 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     Variants of a study begin at the same weights in each seed, so a colour can be followed from line to line. Runs
     without updates (a study's starts) are left out.
     """
-    learnt = [run for run in runs if len(read_scores(run)) > 1]
+    read = {run: read_scores(run) for run in runs}
+    learnt = [run for run, curve in read.items() if len(curve) > 1]
 
     def gain(run: Path) -> tuple[int, float]:
-        curve, numbered = read_scores(run), re.search(r"-seed(\d+)$", run.name)
+        curve, numbered = read[run], re.search(r"-seed(\d+)$", run.name)
         return int(numbered[1]) if numbered else 0, curve[-1][metric] - curve[0][metric]
 
     groups = {label: list(map(gain, found)) for label, found in by_label(learnt).items()}

@@ -10,26 +10,29 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium as gym
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, patch_environment
+from accelerate.utils import InitProcessGroupKwargs, gather_object, patch_environment
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref import packing, parallel, zero3
 from bpo_ref.backends import make_backend
+from bpo_ref.baselines import plain_key
 from bpo_ref.chat import ChatFormat
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
+from bpo_ref.masks import VERDICTS
 from bpo_ref.models import (
     ActorCritic,
     CausalLM,
@@ -56,7 +59,7 @@ Item = TypeVar("Item")
 
 MAY_CHANGE = {  # on resuming
     "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates", "budget",
-    "eval_every", "save_every", "micro_tokens", "pack", "gradient_checkpointing", "trackers",
+    "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing", "trackers",
 }  # fmt: skip
 
 
@@ -80,7 +83,11 @@ class Run:
     def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
         self.zero3 = zero3.wanted()
         with patch_environment(accelerate_use_deepspeed="false"):  # `zero3` makes the engine
-            self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), **tracking(args))
+            self.accelerator = Accelerator(
+                cpu=not torch.cuda.is_available(),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=args.process_timeout))],
+                **tracking(args),
+            )
         settle_cpu(args.threads)
         self.envs, self.eval_envs = (
             Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
@@ -376,14 +383,18 @@ class Run:
         return model
 
     def _adamw(self, model: CausalLM) -> torch.optim.AdamW:
-        """The value head's learning rate stays in proportion to the policy's."""
+        """The value head's learning rate stays in proportion to the policy's; only matrices decay."""
         args = self.args
         learnt = [parameter for parameter in policy_of(model).parameters() if parameter.requires_grad]
-        groups = [{"params": learnt, "scale": 1.0}]
+        groups: list[dict[str, Any]] = [{"params": learnt, "scale": 1.0, "weight_decay": args.weight_decay}]
+        if args.weight_decay:
+            groups[0]["params"] = [parameter for parameter in learnt if parameter.ndim > 1]
+            vectors = [parameter for parameter in learnt if parameter.ndim < 2]  # norms and biases
+            groups.append({"params": vectors, "scale": 1.0, "weight_decay": 0.0})
         if args.critic:
-            groups.append({"params": list(model.value_head.parameters()), "scale": args.value_lr / args.lr})
-        decay, eps = args.weight_decay, args.adam_eps
-        return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, eps=eps, weight_decay=decay)
+            head = list(model.value_head.parameters())
+            groups.append({"params": head, "scale": args.value_lr / args.lr, "weight_decay": 0.0})
+        return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, eps=args.adam_eps)
 
     def _load_demonstrations(self) -> list[dict[str, Any]]:
         """Expert episodes, collected once and kept in ``out``: they warm the policy up and give its vocabulary."""
@@ -450,10 +461,14 @@ class Run:
             )
         self.scores[name] = score
         values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
+        values |= {f"eval/{name}": count for name, count in score.ends.items() if name != "suspicious"}
+        values["eval/suspicious"] = score.ends.get("suspicious", 0) / score.n
         self.log.scalars(values, self.done())
         by_type = {kind: won / n for kind, (won, n) in score.by_type.items()}
         record = {"step": self.done(), "name": name, **self.counters, "success": score.rate, "n": score.n}
-        self.log.point({**record, "reward": score.reward, "by_type": by_type, "outcomes": score.outcomes})
+        self.log.point(
+            {**record, "reward": score.reward, "by_type": by_type, "ends": score.ends, "outcomes": score.outcomes}
+        )
         return score
 
     def _report(self) -> None:
@@ -509,10 +524,16 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
 
-    def _check_rolled_out(self, trees: int, failures: Sequence[Failure]) -> None:
-        """Some environments may fail; where none is left, going on would hide what is wrong."""
-        if not self._sum(float(trees)):
-            raise TrainingFailed(f"no environment of {self.args.env_id} came to an end: {described_failures(failures)}")
+    def _check_rolled_out(self, trees: int, failures: Sequence[Failure], ends: Mapping[str, float]) -> None:
+        """Some environments may fail, and some episodes say nothing; where none is left, going on would hide that."""
+        if self._sum(float(trees)):
+            return
+        if ends["masked"]:
+            told = ", ".join(f"{name.replace('_', ' ')}: {ends[name]:.0f}" for name in VERDICTS)
+            raise TrainingFailed(
+                f"all {ends['episodes']:.0f} episodes of {self.args.env_id} ended masked ({told}): see the log"
+            )
+        raise TrainingFailed(f"no environment of {self.args.env_id} came to an end: {described_failures(failures)}")
 
     def _sum(self, value: float) -> float:
         if self.accelerator.num_processes == 1:
@@ -545,8 +566,8 @@ class Run:
 
 
 def gives_key(envs: Envs) -> bool:
-    """Whether the environment's ``info`` holds a ``progress_key``."""
+    """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key`, what may be one."""
     env = envs.take()
     _, info = env.reset(seed=0)
     envs.give(env)
-    return info.get("progress_key") is not None
+    return plain_key(info.get("progress_key")) is not None

@@ -14,6 +14,7 @@ from accelerate.utils import LoggerType, ProjectConfiguration
 
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, results_table
+from bpo_ref.masks import VERDICTS
 from bpo_ref.policy import ChatPolicy, episode_text
 from sandboxgym.tree import Clock, Failure, RolloutTree
 from sandboxgym.tree_file import save_trees
@@ -106,6 +107,10 @@ def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], lis
                 "learnt": sum(edge.weight != 0 for edge in edges),
                 "degenerate": all(abs(edge.advantage) <= 0.1 for edge in edges),
                 "stopped": sum(path.edges[-1].child.stopped for path in tree.paths),
+                "cut_turns": sum(edge.action.data.truncated for edge in edges),
+                "cut_episodes": sum(
+                    path.edges[-1].truncated and not path.edges[-1].child.stopped for path in tree.paths
+                ),
                 "branch_points": sum(node.depth > 0 for node in tree.branch_nodes),
                 "snapshots": tree.snapshots,
                 "snapshot_seconds": tree.snapshot_seconds,
@@ -127,6 +132,8 @@ def batch_metrics(total: dict[str, float]) -> dict[str, float]:
         "rollout/nondegenerate": total["moving"] / max(1.0, total["learnt"]),
         "rollout/degenerate_tasks": total["degenerate"] / total["trees"],
         "rollout/stopped": total["stopped"] / total["returns"],
+        "rollout/truncated_turns": total["cut_turns"] / total["env_steps"],
+        "rollout/truncated_episodes": total["cut_episodes"] / total["returns"],
         "rollout/equal_groups": total["equal_groups"] / total["trees"],
         "rollout/forks_beyond_root": total["branch_points"] / total["trees"],
         "rollout/snapshots": total["snapshots"] / total["trees"],
@@ -135,12 +142,20 @@ def batch_metrics(total: dict[str, float]) -> dict[str, float]:
 
 
 def described_failures(failures: Sequence[Failure]) -> str:
-    """The first of what environments raised, and how many they were."""
-    return f"{failures[0].error} (the first of {len(failures)} failures)" if failures else "see the other processes"
+    """The first of what went wrong, and how many such there were."""
+    if not failures:
+        return "see the other processes"
+    advice = "; a larger --context or an --observation-tokens makes room" if failures[0].too_long else ""
+    return f"{failures[0].error} (the first of {len(failures)} failures){advice}"
 
 
 def rollout_costs(
-    policy: ChatPolicy, clock: Clock, failures: Sequence[Failure], seconds: float, total: Callable[[float], float]
+    policy: ChatPolicy,
+    clock: Clock,
+    failures: Sequence[Failure],
+    ends: Mapping[str, float],
+    seconds: float,
+    total: Callable[[float], float],
 ) -> dict[str, float]:
     """What to log of how a batch was rolled out.
 
@@ -148,6 +163,7 @@ def rollout_costs(
         policy: that has sampled.
         clock: of the rollout, on this process.
         failures: likewise.
+        ends: what `end_counts` said, over all processes.
         seconds: that it took.
         total: sum over all processes.
     """
@@ -156,8 +172,11 @@ def rollout_costs(
         "time/snapshots": clock.snapshots,
         "time/env_share": clock.steps / seconds,
         "time/snapshots_share": clock.snapshots / seconds,
-        "rollout/env_failures": total(float(len(failures))),
+        "rollout/env_failures": total(float(sum(not failure.too_long for failure in failures))),
+        "rollout/too_long": total(float(len({failure.task for failure in failures if failure.too_long}))),
         "rollout/dropped_paths": total(float(sum(failure.dropped for failure in failures))),
+        "rollout/suspicious": ends["suspicious"] / max(1.0, ends["episodes"]),
+        **{f"rollout/{name}": ends[name] for name in ("masked", *VERDICTS)},
     }
     if policy.prefilled is not None and policy.reused is not None:
         costs["rollout/prefilled_tokens"] = total(policy.prefilled)

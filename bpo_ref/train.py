@@ -6,9 +6,10 @@ Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it f
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
 Beside this file: where trees fork (`schedules.py`), what credit and schedules know from other rollouts
-(`baselines.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
-(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `runlog.py`,
-`plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
+(`baselines.py`), which episodes are left out (`masks.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the
+network (`models.py`), sampling (`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores,
+reports (`eval.py`, `runlog.py`, `plots.py`), the quality of the estimators (`variance.py`), the paper's tables
+(`study.py`).
 On many GPUs: data parallel or sharded (`parallel.py`, `zero3.py`), through accelerate. Left out: inference servers.
 """
 
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import gymnasium as gym
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -45,6 +47,7 @@ from bpo_ref.checkpoint import CheckpointError
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.eval import Score
 from bpo_ref.generate import forward
+from bpo_ref.masks import end_counts, without_masked
 from bpo_ref.models import CausalLM
 from bpo_ref.oracle import value_scores
 from bpo_ref.run import Interrupted, Run, TrainingFailed
@@ -150,6 +153,8 @@ class Args:
     """What samples: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
     threads: int = 1
     """CPU threads a process (0: PyTorch's choice)."""
+    process_timeout: float = 24.0
+    """Hours that processes wait for each other before they give up: those whose tasks are done wait for the slowest."""
 
     # Supervised stage on expert episodes
     sft_steps: int = 0
@@ -192,13 +197,13 @@ class Args:
     adam_eps: float = 1e-8
     """Of AdamW: weights whose gradients are far smaller hardly move; without it all do by ``lr``, if only by noise."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """Of AdamW, for the policy's matrices: not for norms, biases and the value head."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     epochs: int = 1
     """Passes over the rollouts of an update."""
     minibatches: int = 1
-    """Optimizer steps a pass; each takes whole tasks."""
+    """Optimizer steps a pass; each takes whole tasks, shuffled anew for every pass."""
     micro_tokens: int = 16384
     """Most tokens of a forward and backward pass; larger batches are accumulated."""
     pack: Literal["tree", "flat"] = "tree"
@@ -249,7 +254,7 @@ class Args:
     mc_turns: int = 0
     """VinePPO: turns of a path to value, drawn from ``max_turns`` before it begins; 0: all."""
     lam: float = 0.95
-    """λ of Eq. 8, in agent steps; and of ``gae``, in its steps."""
+    """λ of Eq. 8, in agent steps."""
     gamma: float = 1.0
     """Discount a turn."""
     invalid_penalty: float = 0.0
@@ -262,6 +267,8 @@ class Args:
     # Value head (``credit=gae`` or ``baseline=critic``)
     gae_steps: Literal["turn", "token"] = "turn"
     """What is a step of ``gae``: a turn of the episode, or a token."""
+    gae_lam: float | None = None
+    """λ of ``gae``, in its steps. Default: 0.95 for turns, 1 for tokens, of which .95 forgets 60 behind."""
     value_lr: float = 1e-3
     """Learning rate of the value head; the rest of the network has the policy's."""
     value_weight: float = 0.5
@@ -280,8 +287,10 @@ class Args:
     """Where the advantage is negative, the ratio is clipped above this as well (0: not)."""
     kl: float = 0.0
     """β: weight of the KL divergence to the policy that reinforcement learning started from."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of it: -log r, (log r)² / 2, r - 1 - log r."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Schulman's estimators of it, with r the reference's probability over the policy's: -log r, (log r)² / 2 and
+    r - 1 - log r. Default: k3 in the loss, which k2 can replace; k1 in the reward. Both have the gradient of KL(π‖ref):
+    k3 counts times the importance ratio, without which it would have that of KL(ref‖π)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it is counted; in the reward it is the log-ratio of each action (k1)."""
     aggregation: Literal["token", "path", "constant"] = "token"
@@ -353,6 +362,8 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     settings = preset | given
     preset["fork_baseline"] = preset["fork_baseline"] or ("siblings" if settings["baseline"] == "none" else "parent")
     preset["roulette"] = preset["roulette"] if settings["schedule"] == "split" else 1.0
+    preset["kl_estimator"] = "k3" if args.kl_in == "loss" else "k1"
+    preset["gae_lam"] = 0.95 if args.gae_steps == "turn" else 1.0
     args = replace(args, **{name: value for name, value in preset.items() if name not in given})
     width, points = args.width or 0, args.points or 0.0
     forks = args.schedule not in ("none", "mc")
@@ -401,6 +412,9 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     }
     for found, wrong in uneven.items():
         refuse(wrong and args.allocation == "spread", "allocation", f"spread does not go with {found}")
+    in_loss = args.kl_in == "loss"
+    expected = "k2 or k3 in the loss, where the gradient of k1 is 0 on average" if in_loss else "k1 in the reward"
+    refuse((args.kl_estimator == "k1") == in_loss, "kl_estimator", f"expected {expected}, found {args.kl_estimator}")
     survival = args.roulette or 0.0
     refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
     refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
@@ -409,7 +423,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads", "max_live")
     for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
         refuse(getattr(args, name) < 1, name, f"expected at least 1, found {getattr(args, name)}")
-    for name in ("gamma", "temperature", "eval_temperature"):
+    for name in ("gamma", "temperature", "eval_temperature", "process_timeout"):
         refuse(getattr(args, name) <= 0, name, f"expected more than 0, found {getattr(args, name)}")
     split = f"{args.minibatches} of {args.prompts} prompts: each needs a whole task"
     refuse(args.minibatches > args.prompts, "minibatches", split)
@@ -533,20 +547,22 @@ def mc_credit(tree: RolloutTree, args: Args) -> None:
 
 def gae_credit(tree: RolloutTree, args: Args) -> None:
     """Generalized advantage estimation over the turns of each path, or over its tokens; an end is worth 0."""
+    lam = args.gae_lam
+    assert lam is not None
     for path in tree.paths:
         following, advantage = 0.0, 0.0
         for edge in reversed(path.edges):
             data: Critique = edge.data
             edge.weight = 1.0 / len(tree.paths)
             if args.gae_steps == "turn":
-                advantage = edge.reward + args.gamma * following - data.values[0] + args.gamma * args.lam * advantage
+                advantage = edge.reward + args.gamma * following - data.values[0] + args.gamma * lam * advantage
                 data.targets = [advantage + data.values[0]] + [math.nan] * (len(data.values) - 1)
                 following, edge.advantage = data.values[0], advantage
                 continue
             data.advantages = []
             reward, gamma = edge.reward, args.gamma  # of the action's last token; those before lead on undiscounted
             for value in reversed(data.values):
-                advantage = reward + gamma * following - value + gamma * args.lam * advantage
+                advantage = reward + gamma * following - value + gamma * lam * advantage
                 data.advantages.insert(0, advantage)
                 following, reward, gamma = value, 0.0, 1.0
             data.targets = [a + v for a, v in zip(data.advantages, data.values)]
@@ -678,7 +694,11 @@ def policy_loss(
     """Loss of every token, unweighted, [B, T-1], 0 where it was not sampled; and sums for the log.
 
     Clipped surrogate (Schulman et al., 2017) with separate bounds, plus ``kl`` times an estimate of the divergence
-    from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1.
+    from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1, and k2 (q - p)² / 2. The
+    gradient of ratio x k3, and that of k2 alone, is log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
+
+    ``ratio="sequence"`` is GSPO-token (Zheng et al., 2025, section 4.3): every token has its row's ratio as value and
+    its own as gradient, which is GSPO where a row's advantages are equal.
 
     Args:
         logps: log-probabilities under the current policy, [B, T-1].
@@ -695,8 +715,10 @@ def policy_loss(
         group = (batch.step if args.ratio == "step" else rows)[mask]
         sums = change.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, change[mask])
         sizes = change.new_zeros(len(sums)).index_add(0, group, torch.ones_like(change[mask]))
-        level = sums if args.ratio == "step" else sums / sizes
+        level = sums if args.ratio == "step" else (sums / sizes).detach()
         ratio = torch.ones_like(change).masked_scatter(mask, level.exp()[group])
+        if args.ratio == "sequence":
+            ratio = ratio * (change - change.detach()).exp()
         share = torch.zeros_like(change)
         share = share.masked_scatter(mask, 1.0 / sizes[group]) if args.ratio == "step" else mask.to(change)
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
@@ -706,14 +728,16 @@ def policy_loss(
     loss = -surrogate * share
     stats = {
         "ratio": (ratio.detach() * mask).sum(),
-        "clipped": ((clipped != ratio) & mask).sum().float(),
+        "clipped_low": ((ratio < 1 - args.clip_low) & (batch.advantage < 0) & mask).sum().float(),
+        "clipped_high": ((ratio > 1 + args.clip_high) & (batch.advantage > 0) & mask).sum().float(),
         "approx_kl": (((-change).exp() - 1 + change).detach() * mask).sum(),
         "tokens": mask.sum().float(),
     }
     if reference is not None:
         apart = (reference - logps).masked_fill(~mask, 0.0)
-        divergence = {"k1": -apart, "k2": apart**2 / 2, "k3": apart.exp() - apart - 1}[args.kl_estimator]
-        loss = loss + args.kl * divergence
+        divergence = apart**2 / 2 if args.kl_estimator == "k2" else apart.exp() - apart - 1
+        moved = change.exp()  # of the policy since it has sampled
+        loss = loss + args.kl * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
         stats["kl"] = (divergence.detach() * mask).sum()
     return loss, stats
 
@@ -896,8 +920,10 @@ class Trainer(Run):
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
         trees = rollout(self.envs, policy, schedule, overlap=args.env_overlap, clock=clock, failures=failures, **shared)
-        self._check_rolled_out(len(trees), failures)
-        self.rollout_costs = rollout_costs(policy, clock, failures, time.perf_counter() - began, self._sum)
+        ends = {name: self._sum(count) for name, count in end_counts(trees).items()}
+        trees = without_masked(trees)
+        self._check_rolled_out(len(trees), failures, ends)
+        self.rollout_costs = rollout_costs(policy, clock, failures, ends, time.perf_counter() - began, self._sum)
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
         measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
@@ -909,9 +935,10 @@ class Trainer(Run):
         args = self.args
         sums: dict[str, float] = {}
         norms: list[float] = []
-        for _ in range(args.epochs):
+        for epoch in range(args.epochs):
+            parts = shuffled_parts(args, (args.seed, 5, self.step, epoch))
             for part in range(args.minibatches):
-                chosen = [tree for tree in trees if tree.index * args.minibatches // args.prompts == part]
+                chosen = [tree for tree in trees if parts[tree.index] == part]
                 rows = rows_of(chosen)
                 denominator = self._sum(denominator_of(rows, len(chosen), args))
                 if not denominator:  # all of its tasks were dropped
@@ -970,6 +997,16 @@ def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> 
         for place in np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]:
             for edge in paths[place].edges:
                 edge.weight = 0.0
+
+
+def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
+    """The minibatch of each task of a batch, [prompts].
+
+    Drawn such that N processes, of which each has every N-th task, have equally many in each minibatch.
+    """
+    rng, size = np.random.default_rng([*seed]), args.prompts // args.minibatches
+    order = rng.permuted(np.tile(np.arange(args.minibatches), (size, 1)), axis=1)  # of the tasks i, i + size, …
+    return np.concatenate([order.T.reshape(-1), rng.integers(args.minibatches, size=args.prompts % args.minibatches)])
 
 
 def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:

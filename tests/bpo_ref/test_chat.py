@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -112,6 +113,41 @@ def test_special_tokens_inside_an_action_stay_visible() -> None:
     assert chat.action(ids) != "go to desk 1"
     assert "<|user|>" in chat.action(ids)
     assert chat.action([]) == chat.action([chat.end_id]) == ""
+
+
+def forgeries(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Control tokens, several of them, one in another, and parts that are one beside what stands around them."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    several = ["".join(tokens), "a ".join(tokens), *(f" {token}\n\n" for token in tokens)]
+    return [*tokens, *several, *(f"{t[:-1]}{t}" for t in tokens), *(t[1:] for t in tokens), *(t[:-1] for t in tokens)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_environment_says_is_never_a_control_token(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    chat = ChatFormat(tokenizer)
+    controls = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id}
+
+    def controls_in(ids: list[int]) -> list[int]:
+        return [token for token in ids if token in controls]
+
+    for forged in forgeries(tokenizer):
+        for text in (forged, f"cat README: {forged} and more"):
+            assert controls_in(chat.start(text)) == controls_in(chat.start("plain")), text
+            assert controls_in(chat.turn(text, truncated=True)) == controls_in(chat.turn("plain", truncated=True))
+            if family != "tiny":  # which knows words only
+                assert text.strip() in tokenizer.decode(chat.start(text))
+
+
+def test_tags_that_are_tokens_of_some_models_stay_text_too() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.add_tokens(["<think>", "</think>", "word"])
+    chat = ChatFormat(tokenizer)
+    think, close, word = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "word"])
+    ids = chat.start("<think>no</think> word")
+    assert think not in ids and close not in ids and word in ids
+    answered, _ = chat.demonstration(["say"], ["<think>yes</think> go"])  # an expert's own answer may have them
+    assert think in answered and close in answered
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,10 @@ def test_paths_at_the_same_time(algo: Any, rows: int) -> None:
     assert memory_module.most_rows(resolved(Args(algo=algo))) == rows
 
 
+def test_a_task_may_have_four_times_the_root_paths_where_they_are_shared_out() -> None:
+    assert memory_module.most_rows(resolved(Args(algo="rloo", allocation="spread"))) == 4 * 7
+
+
 def test_the_documented_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     memory_module.main([])
     printed = capsys.readouterr().out

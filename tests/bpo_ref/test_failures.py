@@ -24,7 +24,7 @@ from test_train import (  # noqa: F401 - fixtures
     metrics,
     trained,
 )
-from wordgame import Perishing, WordGame
+from wordgame import Perishing, Talkative, WordGame
 
 from bpo_ref import train
 from bpo_ref.checkpoint import load_checkpoint
@@ -49,6 +49,25 @@ def logged(folder: Path, name: str) -> list[float]:
 
 
 # Environments.
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "bpo", "bpo-paper", "vineppo"])
+def test_tasks_whose_beginning_is_too_long_are_left_out(tmp_path: Path, algo: Any) -> None:
+    options = {"algo": algo, "updates": 3, "sft_steps": 0, "env_id": "wordgame:toys/Talkative-v0", "prompts": 6}
+    trainer = trained(tmp_path, **options)
+    assert logged(tmp_path, "rollout/too_long") == [2.0] * 3
+    assert not any(logged(tmp_path, "rollout/env_failures"))
+    scores = trainer.scores.values()
+    assert scores and all(score.dropped == score.n // 3 for score in scores)
+
+
+def test_where_every_beginning_is_too_long_the_run_says_what_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"updates": 3, "sft_steps": 0, "env_id": "wordgame:toys/Talkative-v0", "eval_untrained": False}
+    monkeypatch.setattr(Talkative, "long", frozenset(range(6)))
+    with pytest.raises(TrainingFailed, match=r"no room to act .* a larger --context"):
+        trained(tmp_path, **options)
 
 
 @pytest.mark.parametrize("algo", ["bpo", "bpo-forest", "bpo-paper", "bpo-split", "vineppo"])

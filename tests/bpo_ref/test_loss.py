@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from bpo_ref.baselines import Memory
 from bpo_ref.chat import ChatFormat
+from bpo_ref.config import ConfigError
 from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, token_logps
 from bpo_ref.generate import forward as forward_pass
@@ -32,6 +34,7 @@ from bpo_ref.train import (
     policy_loss,
     resolved,
     rows_of,
+    shuffled_parts,
     value_loss,
 )
 from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, rollout
@@ -241,10 +244,27 @@ def test_gradient_on_policy_is_the_policy_gradient(ratio: Any) -> None:
     torch.testing.assert_close(gradient(batch, settings(ratio=ratio)), -batch.advantage)
 
 
-def test_gradient_on_policy_of_the_sequence_ratio_is_that_of_the_mean_advantage() -> None:
+def test_the_sequence_ratio_is_that_of_all_tokens_and_every_token_keeps_its_advantage() -> None:
+    """GSPO-token: on the policy that has sampled, the policy gradient; elsewhere each token times its row's ratio."""
     batch = made()
-    mean = (batch.advantage.sum(dim=1) / batch.mask.sum(dim=1))[:, None] * batch.mask
-    torch.testing.assert_close(gradient(batch, settings(ratio="sequence")), -mean)
+    wide = settings(ratio="sequence", clip_low=10.0, clip_high=100.0)
+    torch.testing.assert_close(gradient(batch, wide), -batch.advantage)
+    change = torch.linspace(-0.3, 0.4, 14).view(2, 7)
+    logps = (batch.old_logps + change).requires_grad_()
+    (found,) = torch.autograd.grad(policy_loss(logps, batch, wide)[0].sum(), logps)
+    mean = (change * batch.mask).sum(dim=1) / batch.mask.sum(dim=1)
+    torch.testing.assert_close(found, -batch.advantage * mean.exp()[:, None])
+
+
+def test_the_sequence_ratio_of_equal_advantages_has_the_gradient_of_gspo() -> None:
+    batch, wide = made([0.5] * 4), settings(ratio="sequence", clip_low=10.0, clip_high=100.0)
+    start = batch.old_logps + torch.linspace(-0.3, 0.4, 14).view(2, 7)
+    mine, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    policy_loss(mine, batch, wide)[0].sum().backward()
+    sizes = batch.mask.sum(dim=1)
+    ratio = (((theirs - batch.old_logps) * batch.mask).sum(dim=1) / sizes).exp()  # one term a row, of its mean
+    (-0.5 * ratio * sizes).sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("ratio", ["token", "step", "sequence"])
@@ -288,7 +308,30 @@ def test_kl_is_k3_and_its_gradient() -> None:
     torch.testing.assert_close(loss, 0.3 * k3)
     torch.testing.assert_close(stats["kl"], k3.sum())
     found = gradient(batch, args, reference=batch.old_logps + apart)
-    torch.testing.assert_close(found, 0.3 * (1 - apart.exp()) * batch.mask)
+    torch.testing.assert_close(found, -0.3 * apart * batch.mask)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_gradient_of_the_divergence_is_that_of_the_reverse_one(estimator: Any) -> None:
+    """Over all tokens of a small vocabulary, with their probabilities, it is the exact gradient of KL(π‖ref)."""
+    torch.manual_seed(0)
+    logits, reference = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64).log_softmax(0)
+    logits.requires_grad_()
+    logps = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logps.exp() * (logps - reference)).sum(), logits, retain_graph=True)
+    nothing = torch.zeros(1, 5, dtype=torch.float64)
+    step = torch.arange(5)[None]
+    batch = replace(made(), old_logps=logps.detach()[None], advantage=nothing, step=step, weight=nothing)
+    loss, _ = policy_loss(logps[None], batch, settings(kl=1.0, kl_estimator=estimator), reference[None])
+    (found,) = torch.autograd.grad((logps.detach().exp() * loss[0]).sum(), logits)
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize(("where", "estimator"), [("loss", "k1"), ("reward", "k2"), ("reward", "k3")])
+def test_estimators_that_would_not_be_what_they_say_are_refused(where: Any, estimator: Any) -> None:
+    with pytest.raises(ConfigError, match="kl_estimator: expected k"):
+        settings(kl=0.1, kl_in=where, kl_estimator=estimator)
+    assert settings(kl=0.1, kl_in="reward").kl_estimator == "k1"
 
 
 def test_padding_and_prompts_have_no_loss_and_no_gradient() -> None:
@@ -304,7 +347,11 @@ def test_statistics_are_sums_over_sampled_tokens() -> None:
     _, stats = policy_loss(batch.old_logps + 0.5, batch, settings())
     assert stats["tokens"] == 8
     torch.testing.assert_close(stats["ratio"] / 8, torch.tensor(0.5).exp())
-    assert stats["clipped"] == 8
+    up = int(((batch.advantage > 0) & batch.mask).sum())
+    assert (stats["clipped_low"], stats["clipped_high"]) == (0, up) and 0 < up < 8
+    _, stats = policy_loss(batch.old_logps - 0.5, batch, settings())
+    assert (stats["clipped_low"], stats["clipped_high"]) == (8 - up, 0)
+    _, stats = policy_loss(batch.old_logps + 0.5, batch, settings())
     torch.testing.assert_close(stats["approx_kl"] / 8, torch.tensor(-0.5).exp() - 1 + 0.5)
 
 
@@ -384,9 +431,7 @@ def test_rows_that_cannot_move_the_policy_are_left_out_but_one() -> None:
 # Options of the loss, and the value head's.
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", lambda d: -d), ("k2", lambda d: d**2 / 2), ("k3", lambda d: d.exp() - d - 1)]
-)
+@pytest.mark.parametrize(("estimator", "expected"), [("k2", lambda d: d**2 / 2), ("k3", lambda d: d.exp() - d - 1)])
 def test_estimators_of_the_divergence(estimator: Any, expected: Any) -> None:
     batch, apart = made([0.0] * 4), torch.linspace(-1.0, 1.0, 14).view(2, 7)
     loss, _ = policy_loss(batch.old_logps, batch, settings(kl=0.5, kl_estimator=estimator), batch.old_logps + apart)
@@ -451,3 +496,22 @@ def test_tokens_have_their_own_advantages_and_targets_where_a_critic_gave_them(p
 def test_paths_of_weight_0_are_not_trained_on(player: Player) -> None:
     trees = player.trees(settings("vineppo", roots=2, mc_rollouts=2, mc_turns=1))
     assert len(rows_of(trees)) == 2 * len(trees) < sum(len(tree.paths) for tree in trees)
+
+
+# Minibatches.
+
+
+@pytest.mark.parametrize(("prompts", "minibatches", "processes"), [(16, 4, 2), (12, 3, 4), (8, 8, 1), (6, 1, 3)])
+def test_minibatches_are_drawn_anew_evenly_for_any_number_of_processes(
+    prompts: int, minibatches: int, processes: int
+) -> None:
+    args = settings(prompts=prompts, minibatches=minibatches)
+    drawn = [shuffled_parts(args, (0, 5, 0, epoch)) for epoch in range(200)]
+    for parts in drawn:
+        for rank in range(processes):
+            numbers = np.bincount(parts[rank::processes], minlength=minibatches)
+            assert (numbers == prompts // minibatches // processes).all()
+    if minibatches > 1:
+        assert len({tuple(parts) for parts in drawn}) > 1
+        often = np.mean([parts[:, None] == np.arange(minibatches) for parts in drawn], axis=0)  # [prompts, minibatches]
+        assert abs(often - 1 / minibatches).max() < 5 * (1 / minibatches / 200) ** 0.5

@@ -347,9 +347,9 @@ def anything(node: Node) -> float:
     [
         ({"algo": "rloo", "baseline": "critic"}, anything, False),
         ({"algo": "bpo-tree", "baseline": "critic"}, anything, False),
-        ({"algo": "ppo", "advantage_norm": "none", "lam": 1.0}, anything, False),
-        ({"algo": "ppo", "advantage_norm": "none", "lam": 0.6}, right, False),
-        ({"algo": "ppo", "advantage_norm": "none", "lam": 0.6}, anything, True),
+        ({"algo": "ppo", "advantage_norm": "none", "gae_lam": 1.0}, anything, False),
+        ({"algo": "ppo", "advantage_norm": "none", "gae_lam": 0.6}, right, False),
+        ({"algo": "ppo", "advantage_norm": "none", "gae_lam": 0.6}, anything, True),
     ],
 )
 def test_a_value_head_biases_through_bootstrapping_alone(
@@ -372,7 +372,7 @@ def with_tokens(rewards: Sequence[float], values: Sequence[Sequence[float]]) -> 
 
 def test_advantage_estimation_over_turns() -> None:
     tree = with_tokens([1, 2], [[0.5, 9.0], [0.25]])
-    credit(settings("ppo", advantage_norm="none", gamma=0.5, lam=0.5))([tree])
+    credit(settings("ppo", advantage_norm="none", gamma=0.5, gae_lam=0.5))([tree])
     last = 2 - 0.25
     first = 1 + 0.5 * 0.25 - 0.5 + 0.25 * last
     assert [edge.advantage for edge in tree.edges()] == [first, last]
@@ -382,7 +382,7 @@ def test_advantage_estimation_over_turns() -> None:
 
 def test_advantage_estimation_over_tokens() -> None:
     tree = with_tokens([1, 2], [[0.5, 0.75], [0.25]])
-    credit(settings("ppo", advantage_norm="none", gae_steps="token", gamma=0.5, lam=0.5))([tree])
+    credit(settings("ppo", advantage_norm="none", gae_steps="token", gamma=0.5, gae_lam=0.5))([tree])
     last = 2 - 0.25
     second = 1 + 0.5 * 0.25 - 0.75 + 0.25 * last
     first = 0.75 - 0.5 + 0.5 * second  # no discount within an action
@@ -608,3 +608,11 @@ def test_cases_cover_every_unbiased_preset() -> None:
     named = {name for *_, credits in map(case_of, CASES) for name in credits}
     assert {"rloo", "rloo-turn", "rloo-key", "rloo-value", "vineppo", "bpo-tree", "bpo-forest", "bpo-split"} <= named
     assert random_mdp(seed=244).horizon == SPARSE.horizon
+
+
+def test_gae_has_a_lambda_of_its_own() -> None:
+    assert settings("ppo", lam=0.3).gae_lam == 0.95
+    assert settings("ppo", gae_steps="token").gae_lam == 1.0
+    tree = with_tokens([1, 2], [[0.5], [0.25]])
+    credit(settings("ppo", advantage_norm="none", lam=0.0))([tree])
+    assert next(iter(tree.edges())).advantage == pytest.approx(1 + 0.25 - 0.5 + 0.95 * (2 - 0.25))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import shutil
@@ -14,12 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import wordgame
 import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from wordgame import Keyed
 
 from bpo_ref import eval as evaluation
 from bpo_ref import train
@@ -386,6 +389,17 @@ def test_a_checkpoint_of_other_settings_is_refused(finished: Path, options: dict
         Trainer(args)
 
 
+def test_a_checkpoint_may_be_older_than_a_setting(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "checkpoint" / "trainer_state.pt"
+    state = torch.load(path, weights_only=True)
+    del state["args"]["allocation"], state["memory"]["spread"]
+    torch.save(state, path)
+    assert trained(tmp_path, resume=True).step == TINY["updates"]
+    with pytest.raises(CheckpointError, match="was made with allocation='equal', now it is 'spread'"):
+        trained(tmp_path, resume=True, algo=results_of(finished)["args"]["algo"], allocation="spread")
+
+
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/checkpoint/trainer_state.pt: .*no such file"):
         Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "resume": True})))
@@ -673,3 +687,73 @@ def test_tasks_of_a_batch_differ_while_there_are_enough() -> None:
     assert sorted(draw_tasks(env, 6, (0, 1))) == list(range(6))
     assert len(draw_tasks(env, 10, (0, 1))) == 10
     assert draw_tasks(env, 10, (0, 1)) == draw_tasks(env, 10, (0, 1)) != draw_tasks(env, 10, (0, 2))
+
+
+def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "weight_decay": 0.1, "algo": "ppo"}))
+    try:
+        decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+        named = list(trainer.network.named_parameters())
+        assert len(decay) == len(named)
+        assert {decay[id(p)] for name, p in named if p.ndim > 1 and "value_head" not in name} == {0.1}
+        assert {decay[id(p)] for name, p in named if p.ndim < 2 or "value_head" in name} == {0.0}
+    finally:
+        trainer.close()
+
+
+def test_how_long_processes_wait_for_each_other_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def accelerator(**given: Any) -> Any:
+        seen.extend(given["kwargs_handlers"])
+        raise InterruptedError
+
+    monkeypatch.setattr("bpo_ref.run.Accelerator", accelerator)
+    for options in ({}, {"process_timeout": 0.5}):
+        with pytest.raises(InterruptedError):
+            Trainer(Args(**{**TINY, "out": str(tmp_path), **options}))
+    assert [handler.timeout.total_seconds() / 3600 for handler in seen] == [24.0, 0.5]
+
+
+class Stage(enum.Enum):
+    EVEN = 0
+    ODD = 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    [lambda n: frozenset((n, "seen")), lambda n: np.int64(n), lambda n: Stage(n), lambda n: (n, (np.str_("a"), None))],
+    ids=["frozenset", "numpy", "enum", "nested"],
+)
+def test_progress_keys_of_any_plain_kind_are_saved_and_loaded(
+    tmp_path: Path, key: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Keyed, "key", staticmethod(key))
+    options = {"algo": "bpo", "env_id": "wordgame:toys/Keyed-v0", "sft_steps": 0, "save_every": 1}
+    trained(tmp_path / "whole", updates=2, **options)
+    trained(tmp_path / "parts", updates=1, **options)
+    trained(tmp_path / "parts", updates=2, resume=True, **options)
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_progress_keys_that_could_not_be_saved_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Keyed, "key", staticmethod(lambda n: object()))
+    with pytest.raises(ConfigError, match=r"info\['progress_key'\]: expected text, .* found object"):
+        Trainer(Args(**{**TINY, "algo": "bpo", "env_id": "wordgame:toys/Keyed-v0", "out": str(tmp_path)}))
+
+
+def test_shares_of_turns_and_episodes_that_were_cut_are_logged(finished: Path) -> None:
+    lines = [line for line in metrics(finished) if "rollout/truncated_turns" in line]
+    assert lines and all(0 <= line["rollout/truncated_turns"] <= 1 for line in lines)
+    assert all(0 <= line["rollout/truncated_episodes"] <= 1 for line in lines)
+
+
+@pytest.mark.parametrize(("context", "algo", "most"), [(160, "bpo", 0.0), (40, "rloo", 1.0)])
+def test_episodes_that_outgrow_the_context_count_as_truncated(
+    tmp_path: Path, context: int, algo: str, most: float
+) -> None:
+    trained(tmp_path, updates=1, sft_steps=0, context=context, algo=algo)
+    (line,) = (line for line in metrics(tmp_path) if "rollout/truncated_turns" in line)
+    assert most / 2 <= line["rollout/truncated_episodes"] <= most

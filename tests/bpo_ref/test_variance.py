@@ -111,6 +111,7 @@ def test_an_unknown_setting_of_a_method_is_named(tmp_path: Path) -> None:
         ("rloo:baseline=critic", "a learned value head"),
         ("bpo-tree:schedule=value-oracle", "the value oracle"),
         ("bpo-split:roulette=2", "roulette: expected a probability"),
+        ("rloo:allocation=spread", "the study must have all tasks: expected tasks=6, found 24"),
     ],
 )
 def test_methods_that_are_not_measured_are_named_before_anything_is(

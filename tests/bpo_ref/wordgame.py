@@ -87,6 +87,56 @@ if "toys/Perishing-v0" not in gym.registry:
     gym.register("toys/Perishing-v0", entry_point=Perishing)
 
 
+class Talkative(WordGame):
+    """The same, where some tasks begin with a text of hundreds of words."""
+
+    long: ClassVar[frozenset[int]] = frozenset((1, 4))
+
+    def _observation(self) -> str:
+        words = super()._observation()
+        return " ".join([words] * 60) if self.state[0] in Talkative.long else words
+
+
+if "toys/Talkative-v0" not in gym.registry:
+    gym.register("toys/Talkative-v0", entry_point=Talkative)
+
+
+class Keyed(WordGame):
+    """The same with another kind of ``progress_key``."""
+
+    key: ClassVar[Callable[[int], Any]] = staticmethod(lambda parity: parity)
+
+    def _info(self, success: bool, *, valid: bool = True) -> dict[str, Any]:
+        info = super()._info(success, valid=valid)
+        return info | {"progress_key": Keyed.key(info["progress_key"])}
+
+
+if "toys/Keyed-v0" not in gym.registry:
+    gym.register("toys/Keyed-v0", entry_point=Keyed)
+
+
+class Masking(WordGame):
+    """The same where an action may end the episode so that its reward says nothing."""
+
+    fate: ClassVar[Callable[[WordGame, str], str]] = staticmethod(lambda env, action: "")
+    """The verdict with which an action ends it; empty if it does not."""
+    mark: ClassVar[bool] = True
+    """Whether the environment says that these are to be left out."""
+    suspected: ClassVar[Callable[[WordGame], bool]] = staticmethod(lambda env: False)
+
+    def step(self, action: str):
+        if verdict := Masking.fate(self, action):
+            info = {**self._info(False), "verdict": verdict, "masked": Masking.mark, "suspicious": []}
+            return self._observation(), 0.0, True, False, info
+        observation, reward, over, truncated, info = super().step(action)
+        info["suspicious"] = ["conftest.py"] if over and Masking.suspected(self) else []
+        return observation, reward, over, truncated, info
+
+
+if "toys/Masking-v0" not in gym.registry:
+    gym.register("toys/Masking-v0", entry_point=Masking)
+
+
 class FreeText(SnapshotEnv[str, str]):
     """Three turns of text that no word list foresees; repeating the last word wins. The least that training needs of
     an environment: no ``num_tasks``, no ``success``, no ``progress_key``, no list of actions.
