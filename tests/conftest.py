@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import toy_envs
 from components import missing as missing  # for test modules too
 
+from sandboxgym import directories
+
 toy_envs.register()
 
 
@@ -24,6 +26,16 @@ def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SANDBOXGYM_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_deep_trees_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trees deeper than Python recurses go here: pytest fails where it deletes them, three sessions later."""
+    yield
+    for folder, below, _ in os.walk(tmp_path_factory.getbasetemp()):
+        if folder.count("/") > 300 or len(folder) > 2000:
+            below.clear()
+            directories.remove(folder)
 
 
 @pytest.fixture(scope="session")

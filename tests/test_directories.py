@@ -66,6 +66,7 @@ def test_few_descriptors_are_open_whatever_the_depth(tmp_path: Path) -> None:
     most = max(len(os.listdir("/dev/fd")) for _ in directories.walk(str(tmp_path / "top")))
     assert most <= before + directories.KEPT + 5
     assert len(os.listdir("/dev/fd")) == before
+    directories.remove(str(tmp_path / "top"))
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

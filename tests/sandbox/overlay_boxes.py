@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from components import missing
 
+from sandboxgym import directories
 from sandboxgym.sandbox import kernel
 from sandboxgym.sandbox.base import RootFS
 from sandboxgym.sandbox.boxes import runtime
@@ -92,8 +93,11 @@ def box(make: Maker) -> OverlayBackend:
 @pytest.fixture
 def runtime_folder() -> Iterator[Path]:
     """A directory for the run directories of other processes, also of another user."""
-    with tempfile.TemporaryDirectory(prefix="sandboxgym-test-") as folder:
+    folder = tempfile.mkdtemp(prefix="sandboxgym-test-")
+    try:
         yield Path(folder)
+    finally:
+        directories.remove(folder)  # at any depth, if a test ends early
 
 
 def python(folder: Path, program: str, *arguments: str, nobody: bool = False) -> subprocess.Popen[str]:
