@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -333,21 +334,74 @@ def _file_name(image: str) -> str:
 
 
 def _build(task_repo: str, rows: Sequence[str], *, jobs: int) -> _BuildErrors:
-    """Have the official builder make images, which are named as the harness names them."""
-    repository = os.path.abspath(task_repo) if os.path.isdir(task_repo) else task_repo
-    arguments = ["--task_repo", repository, "--namespace", "swebench", "--max_workers", str(jobs)]
-    command = interpreter.module_command("swebench.image_builder.prepare_images", *arguments, "--instance_ids", *rows)
-    with tempfile.TemporaryDirectory(prefix="sandboxgym-build-") as folder:  # it logs where it is started
-        done = subprocess.run(
-            command, cwd=folder, env=interpreter.environment(), capture_output=True, text=True, errors="replace"
+    """Have the official builder make images, which are named as the harness names them; those that exist, it skips."""
+    why = (
+        subprocess.run(["docker", "buildx", "version"], capture_output=True, text=True)
+        if shutil.which("docker")
+        else None
+    )
+    if why is None or why.returncode:
+        raise CommandError(
+            "--build: the official builder calls `docker buildx build`, and there is no `docker buildx` here"
         )
-        said = _last_line(done.stderr) or _last_line(done.stdout) if done.returncode else ""
-        logs = {}
+    repository = os.path.abspath(task_repo) if os.path.isdir(task_repo) else task_repo
+    arguments = ["images", "build", repository, "--namespace", "swebench", "--workers", str(jobs)]
+    arguments += [word for row in rows for word in ("--instance", row)]
+    command = interpreter.command("from swebench.cli.cli import main\nmain()", *arguments)
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-build-") as folder:  # it logs where it is started
         top = Path(folder, "logs", "image_builder")
-        for path in top.rglob("build_image.log"):
-            name = os.fspath(path.parent.relative_to(top))
-            logs[name] = _last_line(path.read_text(encoding="utf-8", errors="replace"), of="error")
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = subprocess.Popen(
+                command, cwd=folder, env=interpreter.environment(), stdout=output, stderr=subprocess.STDOUT, text=True
+            )
+            with _ended(process):
+                bar = progress(unit="images")
+                bar.start("build", 0, len(rows))
+                try:
+                    done = 0
+                    while process.poll() is None:
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(0.5)
+                        ended = sum(_BUILT in log or _NOT_BUILT in log for log in _build_logs(top).values())
+                        bar.advance(ended - done)
+                        done = ended
+                finally:
+                    bar.finish()
+            output.seek(0)
+            said = _last_line(output.read(), of="error") if process.returncode else ""
+        logs = {name: _why_not_built(log) for name, log in _build_logs(top).items()}
     return _BuildErrors(f"the official builder failed: {said}" if said else "", logs)
+
+
+_BUILT, _NOT_BUILT = "Image built successfully", "failed with exit code"
+"""What the official builder's log of an image ends with."""
+
+
+def _build_logs(top: Path) -> dict[str, str]:
+    """What the official builder has logged so far, by the image's `_file_name`."""
+    return {
+        os.fspath(path.parent.relative_to(top)): path.read_text(encoding="utf-8", errors="replace")
+        for path in top.rglob("build_image.log")
+    }
+
+
+def _why_not_built(log: str) -> str:
+    """What docker said last, above the builder's own "failed with exit code"."""
+    return _last_line("\n".join(line for line in log.splitlines() if _NOT_BUILT not in line))
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A child that does not outlive the block: an interruption at the terminal reaches it, too, so it is waited for."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
 
 
 def _last_line(text: str, *, of: str = "") -> str:

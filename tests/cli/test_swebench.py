@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -162,7 +168,7 @@ def docker(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_images_of_the_daemon_are_listed_pulled_and_built(run, tmp_path, rows_file):
+def test_images_of_the_daemon_are_listed(run, tmp_path, rows_file):
     name = f"sandboxgym-test-cli:{os.getpid()}"
     (tmp_path / "file").write_bytes(bytes(50_000))
     archive = subprocess.run(["tar", "-C", tmp_path, "-c", "file"], check=True, capture_output=True).stdout
@@ -176,14 +182,142 @@ def test_images_of_the_daemon_are_listed_pulled_and_built(run, tmp_path, rows_fi
         assert status == 0 and state["present"] and state["nbytes"] >= 50_000 and state["image"] == name
         status, out, _ = run("swebench", "images", "--dataset", str(rows_file))
         assert status == 1 and "a__b-2                 missing" in out and "--pull" in out and "\x1b" not in out
-        for way in (("--pull",), ("--build", str(tmp_path / "no repository"))):
-            status, out, _ = run("swebench", "images", "a__b-2", "--dataset", str(rows_file), "--json", *way)
-            (state,) = json.loads(out)
-            assert status == 1 and not state["present"] and state["error"] and "\n" not in state["error"], state
-            assert "Traceback" not in state["error"]
+        status, out, _ = run("swebench", "images", "a__b-2", "--dataset", str(rows_file), "--json", "--pull")
+        (state,) = json.loads(out)
+        assert status == 1 and not state["present"] and state["error"] and "\n" not in state["error"], state
+        assert "Traceback" not in state["error"]
         assert docker("images", "--all", "--quiet") == before
     finally:
         docker("rmi", "-f", name)
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """The address of a registry of this test's own."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        missing("registry", "there is no docker-registry (Debian's package of that name)")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"localhost:{found.getsockname()[1]}"
+    configuration = {
+        "version": 0.1,
+        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
+        "http": {"addr": address},
+    }
+    (tmp_path / "registry.yml").write_text(json.dumps(configuration))
+    with open(tmp_path / "registry.log", "w") as log:
+        process = subprocess.Popen([program, "serve", str(tmp_path / "registry.yml")], stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/v2/", timeout=5):
+                break
+            assert process.poll() is None, (tmp_path / "registry.log").read_text()
+            time.sleep(0.1)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def made_image(name: str, folder: Path, content: bytes) -> None:
+    """An image with one file."""
+    (folder / "file").write_bytes(content)
+    archive = subprocess.run(["tar", "-C", folder, "-c", "file"], check=True, capture_output=True).stdout
+    made = subprocess.run(["docker", "import", "-", name], input=archive, capture_output=True)
+    if made.returncode:
+        missing("docker", f"no Docker daemon: {made.stderr.decode()}")
+
+
+@pytest.mark.slow
+def test_missing_images_are_pulled(run, tmp_path, registry):
+    rows = [task.row() | {"history": ""} for task in list(mini.tasks())[:3]]
+    for number, row in enumerate(rows):
+        row["image"] = f"{registry}/sandboxgym/test:{number}"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    images = [row["image"] for row in rows]
+    try:
+        for image in images[:2]:
+            made_image(image, tmp_path, os.urandom(3_000_000))
+            docker("push", image)
+        docker("rmi", images[1])
+        arguments = ("swebench", "images", "--dataset", str(path))
+        status, out, _ = run(*arguments, "--json")
+        assert status == 1 and [state["present"] for state in json.loads(out)] == [True, False, False]
+        status, out, err = run(*arguments, "--pull")
+        assert status == 1 and out.count("present") == 2, out + err  # the third is nowhere
+        assert f"pulling {images[1]}" in err and "not found" in out.lower(), out
+        status, out, _ = run(*arguments[:2], rows[1]["instance_id"], *arguments[2:], "--json")
+        (state,) = json.loads(out)
+        assert status == 0 and state["present"] and state["nbytes"] >= 3_000_000
+    finally:
+        subprocess.run(["docker", "rmi", "-f", *images], capture_output=True)
+
+
+# Debian's docker.io has no buildx: this one is the daemon's own builder under that name.
+BUILDX = """#!/bin/sh
+case "$1" in
+docker-cli-plugin-metadata)
+    echo '{"SchemaVersion":"0.1.0","Vendor":"a test","Version":"v0","ShortDescription":"docker build"}'; exit ;;
+esac
+shift; [ "$1" = version ] && exit
+shift
+for word; do shift; case "$word" in --load | --progress=* | --platform=*) ;; *) set -- "$@" "$word" ;; esac; done
+DOCKER_BUILDKIT=0 exec docker build "$@"
+"""
+
+
+def test_no_build_without_the_program_that_the_builder_calls(run, tmp_path, rows_file, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(
+        swebench, "_states", lambda named: [swebench.ImageState(*pair, False) for pair in named.items()]
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    status, _, err = run("swebench", "images", "a__b-2", "--dataset", str(rows_file), "--build", str(tmp_path))
+    assert status == 1 and "there is no `docker buildx` here" in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_missing_images_are_built_by_the_official_builder(run, tmp_path, monkeypatch):
+    plugin = tmp_path / "config/cli-plugins/docker-buildx"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(BUILDX)
+    plugin.chmod(0o755)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
+    base = f"sandboxgym-test-base:{os.getpid()}"
+    names = [f"a__b{os.getpid()}-{number}" for number in range(2)]
+    images = [f"swebench/sweb.eval.x86_64.{name}:latest".replace("__", "_1776_") for name in names]
+    repository = tmp_path / "tasks-of-a-test"
+    for name, image in zip(names, images, strict=True):
+        task = repository / "tasks" / name
+        task.mkdir(parents=True)
+        about = {"instance_id": name, "repo": "a/b", "version": "1", "base_commit": "0" * 40, "split": "test"}
+        about |= {"image": image, "log_parser": "pytest", "eval_type": "pass_and_fail", "datasets": ["a/test"]}
+        (task / "task.yaml").write_text(json.dumps(about))
+        (task / "tests.json").write_text(json.dumps({"FAIL_TO_PASS": ["one"], "PASS_TO_PASS": []}))
+        (task / "eval.sh").write_text(": '>>>>> Start Test Output'\n: '>>>>> End Test Output'\n")
+        for file in ("gold.patch", "test.patch", "problem_statement.md"):
+            (task / file).write_text("")
+        (task / "Dockerfile").write_text(f"FROM {base}\nCOPY task.yaml /task.yaml\n")
+    (repository / "tasks" / names[1] / "Dockerfile").write_text(f"FROM {base}\nCOPY nothing /there\n")
+    (repository / "sweb.yaml").write_text(json.dumps({"datasets": ["a/test"], "splits": ["test"]}))
+    row = next(iter(mini.tasks())).row() | {"history": ""}
+    path = tmp_path / "rows.jsonl"
+    rows = [row | {"instance_id": name, "image": image} for name, image in zip(names, images, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made_image(base, tmp_path, b"a base")
+    arguments = ("swebench", "images", "--dataset", str(path), "--json", "--build")
+    try:
+        for state in json.loads(run(*arguments, str(tmp_path / "no repository"))[1]):
+            assert not state["present"] and "no repository" in state["error"] and "\n" not in state["error"], state
+        status, out, _ = run(*arguments, str(repository))
+        one, other = json.loads(out)
+        assert status == 1 and one["present"] and not other["present"], out
+        assert "nothing" in other["error"] and "\n" not in other["error"]
+        assert not list(Path(tempfile.gettempdir()).glob("sandboxgym-build-*/logs/image_builder/*/a_1776_b*"))
+    finally:
+        subprocess.run(["docker", "rmi", "-f", *images, base], capture_output=True)
 
 
 def test_text_of_others_controls_no_terminal():
