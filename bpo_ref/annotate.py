@@ -14,7 +14,7 @@ from bpo_ref.batch import Batch, Critique, collate, rows_of_path, token_batches
 from sandboxgym.tree import RolloutTree
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Measure: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
 """Log-probabilities, entropies and, of a value head, values of the sampled tokens, [B, T-1] each."""

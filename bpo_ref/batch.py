@@ -14,7 +14,7 @@ from bpo_ref.packing import by_prefix
 from sandboxgym.tree import Edge, Path, RolloutTree
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Item = TypeVar("Item")
 

@@ -53,7 +53,7 @@ from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Item = TypeVar("Item")
 

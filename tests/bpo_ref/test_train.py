@@ -30,7 +30,8 @@ from bpo_ref.baselines import TaskSpread
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.models import load_policy
-from bpo_ref.train import PRESETS, Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+from bpo_ref.presets import PRESETS
+from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
 from sandboxgym.tree_file import load_trees
 
 TINY: dict[str, Any] = {
