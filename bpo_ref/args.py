@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -12,7 +13,7 @@ from bpo_ref.presets import DEFAULTS, PRESETS
 from sandboxgym.prompts import PromptName
 
 Algo = Literal[
-    "sft", "ppo", "grpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
+    "sft", "ppo", "grpo", "gigpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
     "bpo-paper", "bpo-sibling", "bpo-tree", "bpo-key", "bpo-forest", "bpo-split", "bpo",
 ]  # fmt: skip
 ScheduleName = Literal[
@@ -28,7 +29,7 @@ ScheduleName = Literal[
     "split",
     "mc",
 ]
-Credit = Literal["paper", "sibling", "tree", "group", "gae", "mc"]
+Credit = Literal["paper", "sibling", "tree", "group", "gigpo", "gae", "mc"]
 Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
 KEYED = ("key", "value", "pooled")  # baselines
 
@@ -142,6 +143,9 @@ class Args:
     """Train until so much is spent, whatever the number of updates: algorithms with equal budgets can be compared."""
     prompts: int = 16
     """Tasks an update, over all processes."""
+    dynamic_sampling: float = 0.0
+    """F: draw F times as many tasks and learn from those whose returns differ, ``prompts`` at most (0: off). Biased: it
+    favours the tasks that are neither sure nor hopeless. Budgets and totals count all that was drawn."""
     lr: float = 5e-4
     """Learning rate of AdamW."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -156,10 +160,11 @@ class Args:
     """Of AdamW, for the policy's matrices: not for norms, biases and the value head."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-    epochs: int = 1
-    """Passes over the rollouts of an update."""
-    minibatches: int = 1
-    """Optimizer steps a pass; each takes whole tasks, shuffled anew for every pass."""
+    epochs: int | None = None
+    """Passes over the rollouts of an update. Default: 1; of ``ppo`` 4."""
+    minibatches: int | None = None
+    """Optimizer steps a pass; each takes whole tasks, shuffled anew for every pass. Default: 1; of ``ppo`` 4, or as
+    many as ``prompts`` can be split into."""
     micro_tokens: int = 16384
     """Most tokens of a forward and backward pass; larger batches are accumulated."""
     pack: Literal["tree", "flat"] = "tree"
@@ -190,7 +195,8 @@ class Args:
     """Train on so many of a task's paths, drawn at random (0: all); credit is by all."""
     credit: Credit | None = None
     """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO),
-    ``gae`` (PPO), ``mc`` (VinePPO: differences of Monte-Carlo values from restored states)."""
+    ``gigpo`` (GRPO's, and that of the step among all visits of its state), ``gae`` (PPO), ``mc`` (VinePPO: differences
+    of Monte-Carlo values from restored states)."""
     baseline: Baseline | None = None
     """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
     (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
@@ -216,7 +222,11 @@ class Args:
     invalid_penalty: float = 0.0
     """Taken off the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
     group_std: bool = True
-    """Divide ``group`` advantages by the group's standard deviation."""
+    """Divide ``group`` and ``gigpo`` advantages by the group's standard deviation."""
+    omega: float = 1.0
+    """ω of ``gigpo``: weight of a step's advantage among the visits of its state."""
+    omega_gamma: float = 0.95
+    """γ of ``gigpo``'s returns from a step on; those of whole episodes have ``gamma``."""
     advantage_norm: Literal["none", "batch"] | None = None
     """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
 
@@ -241,8 +251,15 @@ class Args:
     """The ratio is clipped above 1 plus this."""
     dual_clip: float = 0.0
     """Where the advantage is negative, the ratio is clipped above this as well (0: not)."""
-    kl: float = 0.0
-    """β: weight of the KL divergence to the policy that reinforcement learning started from."""
+    tis: float = 0.0
+    """C: the loss of a token counts min(π_old / π_sampler, C) times, with π_old measured by the trainer and π_sampler
+    as the backend has sampled (0: not; the two are then taken for the same). Changes nothing where they are."""
+    mask_truncated: bool = False
+    """Leave answers cut by ``max_new_tokens`` out of the loss, and actions after which every episode was cut by the
+    context or the turn limit. Credit and baselines are by all."""
+    kl: float | None = None
+    """β: weight of the KL divergence to the policy that reinforcement learning started from. Default: 0; of
+    ``bpo-paper`` 0.05, as printed."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Schulman's estimators of it, with r the reference's probability over the policy's: -log r, (log r)² / 2 and
     r - 1 - log r. Default: k3 in the loss, which k2 can replace; k1 in the reward. Both have the gradient of KL(π‖ref):
@@ -299,6 +316,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     preset["roulette"] = preset["roulette"] if settings["schedule"] == "split" else 1.0
     preset["kl_estimator"] = "k3" if args.kl_in == "loss" else "k1"
     preset["gae_lam"] = 0.95 if args.gae_steps == "turn" else 1.0
+    preset["minibatches"] = math.gcd(preset["minibatches"], args.prompts)
     args = replace(args, **{name: value for name, value in preset.items() if name not in given})
     width, points = args.width or 0, args.points or 0.0
     forks = args.schedule not in ("none", "mc")
@@ -330,8 +348,8 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         refuse(too_far, "spacing", f"{args.spacing} tokens between branch points exceed the context of {args.context}")
         refuse(args.credit in ("gae", "mc"), "credit", f"{args.credit} goes without forks, found {args.schedule}")
     branched = f"found schedule={args.schedule}, roots={roots}"
-    alone = f"group is for two or more independent rollouts, {branched}"
-    refuse(args.credit == "group" and (forks or roots < 2), "credit", alone)
+    alone = f"{args.credit} is for two or more independent rollouts, {branched}"
+    refuse(args.credit in ("group", "gigpo") and (forks or roots < 2), "credit", alone)
     refuse((args.credit == "mc") != (args.schedule == "mc"), "credit", f"mc goes with schedule=mc, {branched}")
     refuse(
         args.baseline != "none" and args.credit != "tree", "baseline",
@@ -357,10 +375,21 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     in_loss = args.kl_in == "loss"
     expected = "k2 or k3 in the loss, where the gradient of k1 is 0 on average" if in_loss else "k1 in the reward"
     refuse((args.kl_estimator == "k1") == in_loss, "kl_estimator", f"expected {expected}, found {args.kl_estimator}")
+    refuse(0 < args.tis < 1, "tis", f"a cap below 1 would scale what was sampled as it should be, found {args.tis}")
+    level = f"corrects tokens, so it goes with ratio=token, found {args.ratio}"
+    refuse(args.tis > 0 and args.ratio != "token", "tis", level)
+    untold = f"needs the sampler's log-probabilities, which {args.backend} does not tell; hf does"
+    refuse(args.tis > 0 and args.backend != "hf", "tis", untold)
+    refuse(0 < args.dynamic_sampling < 1, "dynamic_sampling", f"expected 1 or more, found {args.dynamic_sampling}")
+    refuse(
+        args.dynamic_sampling > 0 and roots == 1 and not forks,
+        "dynamic_sampling", f"one return of a task cannot differ from others, {branched}",
+    )  # fmt: skip
     survival = args.roulette or 0.0
     refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
     refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
-    for name in ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"):
+    at_least_none = ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns", "kl", "tis", "dynamic_sampling")
+    for name in at_least_none:
         refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
     at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads", "max_live")
     for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
@@ -368,7 +397,7 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     for name in ("gamma", "temperature", "eval_temperature", "process_timeout"):
         refuse(getattr(args, name) <= 0, name, f"expected more than 0, found {getattr(args, name)}")
     split = f"{args.minibatches} of {args.prompts} prompts: each needs a whole task"
-    refuse(args.minibatches > args.prompts, "minibatches", split)
+    refuse((args.minibatches or 1) > args.prompts, "minibatches", split)
     pretrained = not args.model.startswith("tiny:") or args.init_from is not None
     refuse(args.lora_r > 0 and not pretrained, "lora_r", f"goes with a pretrained model, found model={args.model}")
     window = f"with history={args.history} every turn is a row, found "

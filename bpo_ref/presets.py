@@ -12,17 +12,18 @@ Preset = dict[str, Any]
 
 DEFAULTS: Preset = dict(  # of what a preset does not name: independent rollouts, plain RLOO
     width=4, points=2.0, schedule="none", forks="backbone", root_branch="never", credit="tree", baseline="none",
-    fork_baseline=None, step_weight_power=1.0, roulette=1.0, advantage_norm="none",
+    fork_baseline=None, step_weight_power=1.0, roulette=1.0, advantage_norm="none", epochs=1, minibatches=1, kl=0.0,
 )  # fmt: skip
 
 CORE: dict[str, Preset] = {
     "sft": {},
-    "ppo": dict(credit="gae", advantage_norm="batch"),
+    "ppo": dict(credit="gae", advantage_norm="batch", epochs=4, minibatches=4),  # else its clip would never be active
     "grpo": dict(credit="group"),
+    "gigpo": dict(credit="gigpo"),
     "rloo": {},
     "rloo-pooled": dict(baseline="pooled"),
     "vineppo": dict(schedule="mc", credit="mc", roots=8),
-    "bpo-paper": dict(schedule="entropy", credit="paper", step_weight_power=0.0, root_branch="free"),
+    "bpo-paper": dict(schedule="entropy", credit="paper", step_weight_power=0.0, root_branch="free", kl=0.05),
     "bpo-forest": dict(
         roots=8, width=2, points=1.0, schedule="explained", forks="roots", baseline="turn", fork_baseline="shrunk"
     ),

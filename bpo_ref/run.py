@@ -99,6 +99,8 @@ class Run:
             except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.args = args = resolve(gives_key(self.envs))
+        if args.credit == "gigpo" and not gives_state(self.envs):
+            raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
         self._check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -556,7 +558,7 @@ class Run:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
             )
-        if args.prompts % (args.minibatches * wanted):
+        if args.prompts % ((args.minibatches or 1) * wanted):
             raise ConfigError(
                 f"prompts: {args.prompts} cannot be split evenly into {args.minibatches} minibatches "
                 f"for {wanted} processes"
@@ -571,3 +573,11 @@ def gives_key(envs: Envs) -> bool:
     _, info = env.reset(seed=0)
     envs.give(env)
     return plain_key(info.get("progress_key")) is not None
+
+
+def gives_state(envs: Envs) -> bool:
+    """Whether the environment's ``info`` holds a ``state_hash``."""
+    env = envs.take()
+    _, info = env.reset(seed=0)
+    envs.give(env)
+    return bool(info.get("state_hash"))

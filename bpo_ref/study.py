@@ -40,11 +40,13 @@ STUDIES: dict[str, Variants] = {
     "main": {
         name: f"--algo {name}"
         for name in (
-            *("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-sibling", "bpo-tree"),
+            *("ppo", "grpo", "gigpo", "rloo", "vineppo", "bpo-paper", "bpo-sibling", "bpo-tree"),
             *("rloo-turn", "rloo-key", "rloo-value", "rloo-pooled"),
             *("bpo-key", "bpo-forest", "bpo-split", "bpo"),
         )
-    },
+    }
+    # every turn valued by four rollouts would leave it two updates of such a budget
+    | {"vineppo": "--algo vineppo --mc-turns 2 --mc-rollouts 2"},
     # K at 13 returns a task; M is an average where it is not whole
     "k-sweep": {
         f"bpo-paper-K{k}": f"--algo bpo-paper --width {k} --points {m}"

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.annotate import annotate
+from bpo_ref.annotate import annotate, sampler_mismatch
 from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import (
     ForkSample,
@@ -118,13 +118,37 @@ def sibling_credit(tree: RolloutTree, args: Args) -> None:
             edge.advantage, edge.weight = advantage, 1.0
 
 
+def relative(returns: Sequence[float], args: Args) -> NDArray[np.float64]:
+    """(G - mean) / std over a group, or G - mean without ``group_std``; 0 where all are equal, and for one alone."""
+    values = np.array(returns)
+    apart: NDArray[np.float64] = values - values.mean()
+    return apart / (values.std() + 1e-4) if args.group_std else apart
+
+
 def group_credit(tree: RolloutTree, args: Args) -> None:
     """GRPO: (R - mean) / std over the group of independent rollouts."""
-    returns = np.array([edge.value for edge in tree.root.children])
-    scale = returns.std() + 1e-4 if args.group_std else 1.0
-    for path, value in zip(tree.paths, (returns - returns.mean()) / scale):
+    returns = [edge.value for edge in tree.root.children]
+    for path, value in zip(tree.paths, relative(returns, args)):
         for edge in path.edges:
             edge.advantage, edge.weight = float(value), 1.0 / len(returns)
+
+
+def gigpo_credit(tree: RolloutTree, args: Args) -> None:
+    """GiGPO ("Group-in-Group Policy Optimization", Feng et al., 2025, arXiv 2505.10978): A = A_E + ω A_S.
+
+    A_E is GRPO's, of the episode's return in the group of the task's rollouts. A_S is that of the discounted return
+    from the step on, R_t = Σ_{k ≥ t} γ^(k-t) r_k, in the step's group: all steps of the task's rollouts, the same
+    rollout's too, taken in the same *anchor state*, which is told by ``info["state_hash"]``. F_norm, what both are
+    divided by, is the group's standard deviation or 1 (``group_std``). A state met once has A_S = 0.
+    """
+    group_credit(tree, args)
+    returns = path_returns(tree, args.omega_gamma)
+    anchored: dict[Any, list[Edge]] = {}
+    for edge in tree.edges():
+        anchored.setdefault(edge.parent.state_hash or id(edge), []).append(edge)  # an unknown state is like no other
+    for edges in anchored.values():
+        for edge, value in zip(edges, relative([returns[id(edge)] for edge in edges], args)):
+            edge.advantage += args.omega * float(value)
 
 
 def mc_credit(tree: RolloutTree, args: Args) -> None:
@@ -279,7 +303,8 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
             forks += tree_credit(tree, args, parent, share, prior)
         else:
             by_name = {"paper": paper_credit, "sibling": sibling_credit, "group": group_credit, "gae": gae_credit}
-            by_name.get(str(args.credit), mc_credit)(tree, args)
+            by_name |= {"gigpo": gigpo_credit, "mc": mc_credit}
+            by_name[str(args.credit)](tree, args)
         if args.baseline == "critic":
             for edge in tree.edges():
                 edge.data.targets = [edge.value] + [math.nan] * (edge.action.tokens - 1)
@@ -313,13 +338,17 @@ def policy_loss(
     from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1, and k2 (q - p)² / 2. The
     gradient of ratio x k3, and that of k2 alone, is log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
 
+    With ``tis`` = C all of a token's loss counts min(π_old / π_sampler, C) times: truncated importance sampling, for
+    tokens that another program has drawn than the one that measures them (Yao et al., 2025). The clip still bounds
+    π / π_old. A ratio of 1 is exactly no change.
+
     ``ratio="sequence"`` is GSPO-token (Zheng et al., 2025, section 4.3): every token has its row's ratio as value and
     its own as gradient, which is GSPO where a row's advantages are equal.
 
     Args:
         logps: log-probabilities under the current policy, [B, T-1].
         batch: what was sampled.
-        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl`` and ``kl_estimator`` are used.
+        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl``, ``kl_estimator`` and ``tis`` are used.
         reference: log-probabilities under the reference policy, [B, T-1].
     """
     mask = batch.mask
@@ -353,8 +382,12 @@ def policy_loss(
         apart = (reference - logps).masked_fill(~mask, 0.0)
         divergence = apart**2 / 2 if args.kl_estimator == "k2" else apart.exp() - apart - 1
         moved = change.exp()  # of the policy since it has sampled
-        loss = loss + args.kl * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
+        loss = loss + (args.kl or 0.0) * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
         stats["kl"] = (divergence.detach() * mask).sum()
+    if args.tis and batch.sampler_logps is not None:
+        drawn = (batch.old_logps - batch.sampler_logps).exp()
+        loss = loss * drawn.clamp(max=args.tis)
+        stats["tis_capped"] = ((drawn > args.tis) & mask).sum().float()
     return loss, stats
 
 
@@ -396,6 +429,7 @@ class Trainer(Run):
     """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step)."""
 
     def __init__(self, args: Args) -> None:
+        self.passed_over = dict.fromkeys(("returns", "env_steps", "tokens"), 0)  # drawn, but not learnt from
         super().__init__(args, lambda keyed: resolved(args, keyed=keyed))
 
     def state(self) -> dict[str, Any]:
@@ -487,8 +521,8 @@ class Trainer(Run):
             sampled = time.perf_counter()
             forks = assign_credit(trees, args, self.memory, self._gather)
             self.memory.observe(trees, forks, args, self._gather)
-            leave_out(trees, args, (args.seed, 4, self.step))
-            metrics = self._optimize(trees)
+            cut = leave_out(trees, args, (args.seed, 4, self.step))
+            metrics = self._optimize(trees) | {"rollout/left_out_actions": self._sum(float(cut))}
             self.step += 1
             finished = time.perf_counter()
             metrics |= self._count(trees, finished - began)
@@ -521,10 +555,11 @@ class Trainer(Run):
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
         """Trees of the update's tasks, every N-th on each of N processes: the same tasks whatever N is."""
         args = self.args
+        self.passed_over = dict.fromkeys(self.passed_over, 0)
         env = self.envs.take()
-        drawn = draw_tasks(env, args.prompts, seed)
+        drawn = draw_tasks(env, math.ceil(args.prompts * max(1.0, args.dynamic_sampling)), seed)
         self.envs.give(env)
-        indices = range(self.accelerator.process_index, args.prompts, self.accelerator.num_processes)
+        indices = range(self.accelerator.process_index, len(drawn), self.accelerator.num_processes)
         tasks, scores = [drawn[i] for i in indices], None
         shared: dict[str, Any] = dict(
             tasks=tasks, seed=seed, indices=indices, max_live=args.max_live, retries=args.env_retries
@@ -542,13 +577,41 @@ class Trainer(Run):
         self.rollout_costs = rollout_costs(policy, clock, failures, ends, time.perf_counter() - began, self._sum)
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
+        trees = self._differing(trees) if args.dynamic_sampling else trees
         measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
         annotate(trees, args, measure, reference, self.accelerator.device)
+        if told := self._gather(sampler_mismatch(trees)):
+            tokens, apart, largest = zip(*told)
+            self.rollout_costs["rollout/sampler_mismatch"] = sum(apart) / sum(tokens)
+            self.rollout_costs["rollout/sampler_ratio_max"] = max(largest)
         return trees
+
+    def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
+        """Dynamic sampling: the trees whose returns differ, the first ``prompts`` of all processes, numbered anew.
+
+        Where no task's do, there is nothing to choose by. What was drawn beside them is counted as spent.
+        """
+        every = sorted(self._gather([(tree.index, returns_differ(tree)) for tree in trees]))
+        differing = [index for index, differs in every if differs]
+        places = {index: place for place, index in enumerate((differing or [i for i, _ in every])[: self.args.prompts])}
+        for tree in trees:
+            if tree.index not in places:
+                self.passed_over["returns"] += len(tree.paths)
+                self.passed_over["env_steps"] += tree.env_steps
+                self.passed_over["tokens"] += tree.tokens
+        wins = [path.edges[-1].success for tree in trees for path in tree.paths]
+        self.rollout_costs["rollout/drawn_success"] = self._sum(float(sum(wins))) / self._sum(float(len(wins)))
+        self.rollout_costs["rollout/drawn_tasks"] = float(len(every))
+        self.rollout_costs["rollout/differing_tasks"] = float(len(differing))
+        kept = [tree for tree in trees if tree.index in places]
+        for tree in kept:
+            tree.index = places[tree.index]
+        return kept
 
     def _optimize(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
         """``epochs`` passes of ``minibatches`` optimizer steps over the trees."""
         args = self.args
+        assert args.epochs is not None and args.minibatches is not None
         sums: dict[str, float] = {}
         norms: list[float] = []
         for epoch in range(args.epochs):
@@ -557,7 +620,7 @@ class Trainer(Run):
                 chosen = [tree for tree in trees if parts[tree.index] == part]
                 rows = rows_of(chosen)
                 denominator = self._sum(denominator_of(rows, len(chosen), args))
-                if not denominator:  # all of its tasks were dropped
+                if not denominator:  # all of its tasks were dropped, or all actions left out
                     continue
                 learnt = self._sum(sum(row.learnt for row in rows))
 
@@ -569,6 +632,8 @@ class Trainer(Run):
                 self._accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
                 self._optimizer_step()
                 norms.append(self.grad_norm)
+        if not norms:
+            return {"update/skipped": 1.0}
         sums = {name: self._sum(value) for name, value in sums.items()}
         tokens = max(sums.pop("tokens"), 1.0)
         metrics = {f"update/{name}": value / tokens for name, value in sums.items() if not name.endswith("loss")}
@@ -600,19 +665,46 @@ class Trainer(Run):
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""
         total = batch_totals(trees, self._gather)
-        for name in ("returns", "env_steps", "tokens"):
-            self.counters[name] += int(total[name])
+        for name, beside in self.passed_over.items():
+            self.counters[name] += int(total[name] + self._sum(float(beside)))
         self.counters["seconds"] += seconds
         return batch_metrics(total) | {f"total/{name}": float(value) for name, value in self.counters.items()}
 
 
-def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> None:
-    """Give the paths beyond ``subsample_returns`` of each task weight 0."""
+def returns_differ(tree: RolloutTree) -> bool:
+    """Whether any two episodes of a task had different rewards in all."""
+    totals = [path.total_reward for path in tree.paths]
+    return max(totals) > min(totals)
+
+
+def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:
+    """Give weight 0 to the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
+    cut: an answer without its end, and an action after which every episode was cut. Returns how many of the latter.
+    """
     for tree in trees if args.subsample_returns else ():
         paths = sorted(tree.paths, key=lambda path: path.key)  # they come in the order in which they ended
         for place in np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]:
             for edge in paths[place].edges:
                 edge.weight = 0.0
+    cut = [edge for tree in trees for edge in cut_actions(tree) if edge.weight] if args.mask_truncated else []
+    for edge in cut:
+        edge.weight = 0.0
+        if isinstance(edge.data, Critique):
+            edge.data.targets = [math.nan] * edge.action.tokens
+    return len(cut)
+
+
+def cut_actions(tree: RolloutTree) -> list[Edge]:
+    """Actions whose answer was cut, and those that no episode goes through that came to an end of its own.
+
+    An episode that Russian roulette has stopped counts as one that did: what it would have brought is accounted for.
+    """
+    ended: set[int] = set()
+    for path in tree.paths:
+        last = path.edges[-1]
+        if last.child.stopped or not last.truncated:
+            ended.update(map(id, path.from_root()))
+    return [edge for edge in tree.edges() if edge.action.data.truncated or id(edge) not in ended]
 
 
 def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
@@ -620,6 +712,7 @@ def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
 
     Drawn such that N processes, of which each has every N-th task, have equally many in each minibatch.
     """
+    assert args.minibatches is not None
     rng, size = np.random.default_rng([*seed]), args.prompts // args.minibatches
     order = rng.permuted(np.tile(np.arange(args.minibatches), (size, 1)), axis=1)  # of the tasks i, i + size, …
     return np.concatenate([order.T.reshape(-1), rng.integers(args.minibatches, size=args.prompts % args.minibatches)])
