@@ -378,8 +378,6 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     refuse(0 < args.tis < 1, "tis", f"a cap below 1 would scale what was sampled as it should be, found {args.tis}")
     level = f"corrects tokens, so it goes with ratio=token, found {args.ratio}"
     refuse(args.tis > 0 and args.ratio != "token", "tis", level)
-    untold = f"needs the sampler's log-probabilities, which {args.backend} does not tell; hf does"
-    refuse(args.tis > 0 and args.backend != "hf", "tis", untold)
     refuse(0 < args.dynamic_sampling < 1, "dynamic_sampling", f"expected 1 or more, found {args.dynamic_sampling}")
     refuse(
         args.dynamic_sampling > 0 and roots == 1 and not forks,

@@ -443,6 +443,7 @@ class Run:
             temperature=temperature,
             context_limit=self.args.context,
             entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+            sampler_logps=self.args.tis > 0,
         )
         skip = self.args.entropy_skip
         skip = self.chat.length(self.prompt.opening) if skip is None else skip

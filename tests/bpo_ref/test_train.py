@@ -572,7 +572,6 @@ def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, mon
         ({"minibatches": 17}, "minibatches: 17 of 16 prompts"),
         ({"tis": 0.5}, "tis: a cap below 1"),
         ({"tis": 2.0, "ratio": "sequence"}, "tis: .*ratio=token, found sequence"),
-        ({"tis": 2.0, "backend": "transformers-continuous"}, "tis: .*which transformers-continuous does not tell"),
         ({"dynamic_sampling": 0.5}, "dynamic_sampling: expected 1 or more, found 0.5"),
         ({"algo": "rloo", "roots": 1, "dynamic_sampling": 1.5}, "dynamic_sampling: one return .*roots=1"),
         ({"max_new_tokens": 768}, "max_new_tokens: 768 do not fit"),
