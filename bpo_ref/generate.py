@@ -55,6 +55,7 @@ class Generation:
     logps: list[float]
     entropies: list[float]
     truncated: bool  # no stop token within `max_new_tokens` or the room left
+    sampler_logps: list[float] = field(default_factory=list)  # as sampled, where `logps` are measured otherwise
 
 
 class Generator:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import TaskSpread
-from bpo_ref.train import Args, parse_args, resolved
 
 Layout = Literal["ddp", "fsdp2", "zero3"]
 NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}

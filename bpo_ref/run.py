@@ -53,7 +53,7 @@ from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Item = TypeVar("Item")
 
@@ -99,6 +99,8 @@ class Run:
             except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.args = args = resolve(gives_key(self.envs))
+        if args.credit == "gigpo" and not gives_state(self.envs):
+            raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
         self._check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -441,6 +443,7 @@ class Run:
             temperature=temperature,
             context_limit=self.args.context,
             entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+            sampler_logps=self.args.tis > 0,
         )
         skip = self.args.entropy_skip
         skip = self.chat.length(self.prompt.opening) if skip is None else skip
@@ -556,7 +559,7 @@ class Run:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
             )
-        if args.prompts % (args.minibatches * wanted):
+        if args.prompts % ((args.minibatches or 1) * wanted):
             raise ConfigError(
                 f"prompts: {args.prompts} cannot be split evenly into {args.minibatches} minibatches "
                 f"for {wanted} processes"
@@ -571,3 +574,11 @@ def gives_key(envs: Envs) -> bool:
     _, info = env.reset(seed=0)
     envs.give(env)
     return plain_key(info.get("progress_key")) is not None
+
+
+def gives_state(envs: Envs) -> bool:
+    """Whether the environment's ``info`` holds a ``state_hash``."""
+    env = envs.take()
+    _, info = env.reset(seed=0)
+    envs.give(env)
+    return bool(info.get("state_hash"))
