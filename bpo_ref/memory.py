@@ -54,6 +54,11 @@ class Shape:
         block = sum(a * b for a, b in self.linears) + bias + 2 * self.hidden
         return self.layers * block + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
+    @property
+    def embeddings(self) -> int:
+        """Weights of the embeddings that are not those of the output layer, too."""
+        return 0 if self.tied else self.vocabulary * self.hidden
+
     def adapters(self, r: int) -> int:
         """Weights of adapters of rank r beside every linear layer of every block."""
         return self.layers * sum(r * (a + b) for a, b in self.linears)
@@ -128,8 +133,11 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
     tokens = args.micro_tokens
     rows = min(args.max_live, -(-args.prompts // gpus) * most_rows(args))
     store, attention = keys_and_values(shape, rows=rows, tokens=args.context, size=low)
+    frozen = low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0
+    if layout == "ddp" and not args.lora_r and low < 4:  # cast for sampling (`models.lowered_twin`)
+        frozen = low * (weights - shape.embeddings)
     return {
-        "weights": ((low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0) + 4 * trained) // parts,
+        "weights": (frozen + 4 * trained) // parts,
         "gradients": 4 * trained // parts,
         "optimizer": 8 * trained // parts,
         "reference": low * weights // parts if args.kl and not args.lora_r else 0,
