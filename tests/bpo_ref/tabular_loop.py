@@ -102,7 +102,7 @@ class LoopTrainer(Trainer):
         self.envs = Envs(lambda: SeveralTasks(mdp))
         policy = Table(mdp.logits)
         self.network = self.model = ActorCritic(policy) if args.critic else policy
-        if values is not None:
+        if values is not None and args.critic:
             with torch.no_grad():
                 self.model.value_head.weight[0] = torch.tensor(values)
         self.reference = Table(reference) if reference is not None else None
