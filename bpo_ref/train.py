@@ -50,6 +50,7 @@ from bpo_ref.generate import forward
 from bpo_ref.masks import end_counts, without_masked
 from bpo_ref.models import CausalLM
 from bpo_ref.oracle import value_scores
+from bpo_ref.ranges import check_combinations, check_ranges
 from bpo_ref.run import Interrupted, Run, TrainingFailed
 from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.schedules import make_schedule
@@ -357,6 +358,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     Raises:
         ConfigError: naming the field that cannot be.
     """
+    check_ranges(args)
     preset = DEFAULTS | PRESETS["bpo-forest" if args.algo == "bpo" and not keyed else args.algo]
     given = {name: value for name, value in asdict(args).items() if value is not None}
     settings = preset | given
@@ -435,6 +437,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     refuse(args.history > 0 and forks and args.spacing > 0, "spacing", f"{window}{args.spacing} tokens; set it to 0")
     too_long = args.max_new_tokens >= args.context
     refuse(too_long, "max_new_tokens", f"{args.max_new_tokens} do not fit the context of {args.context}")
+    check_combinations(args)
     return args
 
 

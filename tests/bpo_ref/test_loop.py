@@ -79,19 +79,6 @@ def looped(name: str, tmp_path: Path, *, updates: int, **options: Any) -> Compar
     return found
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_the_mean_change_of_the_weights_is_the_gradient(name: str, tmp_path: Path) -> None:
-    found = looped(name, tmp_path, updates=120)
-    assert not found.biased, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*LOOPS, *MORE])
-def test_the_mean_change_of_the_weights_is_the_gradient_over_many_updates(name: str, tmp_path: Path) -> None:
-    found = looped(name, tmp_path, updates=1500, seed=1)
-    assert not found.biased, found
-
-
 # One update at a time.
 
 
@@ -313,3 +300,19 @@ def test_gradients_do_not_add_up_over_steps(tmp_path: Path) -> None:
         trainer._record()
         trainer.model.load_state_dict(trainer._start)
     np.testing.assert_allclose(trainer.changes[0]["logits"], trainer.changes[1]["logits"], atol=1e-6)
+
+
+# Many updates.
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_mean_change_of_the_weights_is_the_gradient(name: str, tmp_path: Path) -> None:
+    found = looped(name, tmp_path, updates=120)
+    assert not found.biased, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LOOPS, *MORE])
+def test_the_mean_change_of_the_weights_is_the_gradient_over_many_updates(name: str, tmp_path: Path) -> None:
+    found = looped(name, tmp_path, updates=1500, seed=1)
+    assert not found.biased, found
