@@ -13,25 +13,27 @@ line is gone, or the tests fail without it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
 import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import Queue
+from typing import TextIO
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("bpo_ref", "sandboxgym", "sandboxgym_pytest", "tests", "pyproject.toml")
-SECONDS = 600.0
+IMPORTED = ("torch", "transformers", "accelerate", "transformers.models.llama", "peft", "tyro", "sandboxgym.tree")
+SECONDS = 900.0
 """Of a mutant's tests: one that hangs is killed, in both senses."""
 
 CREDIT = ("test_loop.py", "test_estimators.py", "test_presets.py")
@@ -51,6 +53,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "masks": ("test_masks.py",),
 }
 """Test files of ``tests/bpo_ref`` by what a mutant changes, the likeliest first."""
+
+LONGER = "mean_change or unbiased or planted or biases or variance or ranking or allotted or trains or run or resume"
+"""Words in the names of fast tests that take a second and more: they are run if the others have passed."""
+STAGES = (f"not ({LONGER})", LONGER)
 
 
 @dataclass(frozen=True)
@@ -486,27 +492,102 @@ def place(mutant: Mutant, package: Path) -> Path:
     return found[0][0]
 
 
-@contextmanager
-def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
-    """The copy with the mutant in it."""
+def plant(mutant: Mutant, copy: Path) -> tuple[Path, str]:
+    """Put the mutant into the copy; returns its file and the text that was there."""
     path = place(mutant, copy / "bpo_ref")
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutant.line, mutant.changed), encoding="utf-8")
-    try:
-        yield
-    finally:
-        path.write_text(text, encoding="utf-8")
+    return path, text
 
 
-def examined(mutant: Mutant, copy: Path) -> Fate:
-    """Run the fast tests of the mutant's part in a copy of the repository."""
-    tests = [str(copy / "tests" / "bpo_ref" / name) for name in TESTS[mutant.part]]
-    began = time.perf_counter()
-    with planted(mutant, copy):
-        code, output = tested(tests, copy)
-    lines = [line.split(" ")[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    by = lines[0].rpartition("/")[2] if lines else ("it did not end" if code == -1 else "")
-    return Fate(mutant, code != 0, by or f"exit code {code}" * (code != 0), time.perf_counter() - began)
+@dataclass
+class Trial:
+    """Tests in a process that was forked when everything but the trainer had been imported."""
+
+    mutant: Mutant | None
+    """None: none is planted."""
+    copy: Path
+    names: Sequence[str]
+    stage: int = 0
+    began: float = 0.0
+    pid: int = 0
+    output: TextIO | None = None
+
+    def start(self) -> None:
+        """The next stage."""
+        self.output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - the child's, and read after it
+        self.began = self.began or time.perf_counter()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(self._run())
+
+    def _run(self) -> int:
+        assert self.output is not None
+        os.setsid()
+        for descriptor in (1, 2):
+            os.dup2(self.output.fileno(), descriptor)
+        os.chdir(self.copy)
+        os.environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.path.insert(0, str(self.copy))
+        sys.dont_write_bytecode = True
+        files = [str(self.copy / "tests" / "bpo_ref" / name) for name in self.names]
+        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", "-k", STAGES[self.stage]]
+        code = int(pytest.main([*options, *files]))
+        sys.stdout.flush()
+        return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
+
+    def ended(self) -> int | None:
+        """The exit code of this stage, -1 where it ran out of time; None: not yet."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if self.mutant is None or time.perf_counter() - self.began < SECONDS:
+            return None
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        return -1
+
+    def told(self) -> str:
+        """What the tests have written."""
+        assert self.output is not None
+        self.output.seek(0)
+        return self.output.read()
+
+
+def fate_of(trial: Trial, code: int) -> Fate:
+    """What became of the trial's mutant, by the exit code of its last stage."""
+    assert trial.mutant is not None
+    lines = [line.split(" ")[1] for line in trial.told().splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    by = lines[0].rpartition("/")[2] if lines else "it did not end" if code == -1 else f"exit code {code}"
+    return Fate(trial.mutant, code != 0, by if code else "", time.perf_counter() - trial.began)
+
+
+def run(trials: Sequence[Trial], copies: list[Path]) -> Iterator[tuple[Trial, int]]:
+    """Trials that have ended with their exit codes, as many at a time as there are copies."""
+    waiting = list(trials)
+    running: dict[int, tuple[Trial, tuple[Path, str] | None]] = {}
+    while waiting or running:
+        while waiting and copies:
+            trial = waiting.pop(0)
+            trial.copy = copies.pop()
+            before = plant(trial.mutant, trial.copy) if trial.mutant else None
+            trial.start()
+            running[trial.pid] = (trial, before)
+        time.sleep(0.1)
+        for pid, (trial, before) in list(running.items()):
+            if (code := trial.ended()) is None:
+                continue
+            del running[pid]
+            if code == 0 and trial.stage + 1 < len(STAGES):
+                trial.stage += 1
+                trial.start()
+                running[trial.pid] = (trial, before)
+                continue
+            if before is not None:
+                before[0].write_text(before[1], encoding="utf-8")
+            copies.append(trial.copy)
+            yield trial, code
 
 
 def journaled(journal: Path | None) -> list[Fate]:
@@ -518,17 +599,13 @@ def journaled(journal: Path | None) -> list[Fate]:
     return list({fate.mutant: fate for fate in fates if fate.killed and fate.mutant in MUTANTS}.values())
 
 
-def tested(tests: Sequence[str], copy: Path, *, seconds: float | None = SECONDS) -> tuple[int, str]:
-    """Exit code and output of the tests; -1 where they did not end."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        run = subprocess.run(
-            [*command, *tests], cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return -1, ""
-    return run.returncode, run.stdout
+def import_all() -> None:
+    """Everything that tests import and mutants do not change: it is most of the time of a quick test."""
+    sys.path.insert(0, str(ROOT))
+    for name in IMPORTED:
+        importlib.import_module(name)
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)  # threads do not survive a fork
 
 
 def copied(folder: Path) -> Path:
@@ -598,28 +675,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     fates = [fate for fate in journaled(options.journal) if fate.mutant in chosen]
     chosen = [mutant for mutant in chosen if mutant not in {fate.mutant for fate in fates}]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        copies: Queue[Path] = Queue()
-        for number in range(options.jobs):
-            copies.put(copied(Path(folder) / str(number)))
-
-        if chosen and not options.untested:
-            first = copies.get()
-            files = dict.fromkeys(name for mutant in chosen for name in TESTS[mutant.part])
-            code, output = tested([str(first / "tests" / "bpo_ref" / name) for name in files], first, seconds=None)
+    import_all()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = [copied(Path(folder) / str(number)) for number in range(options.jobs)]
+        names = list(dict.fromkeys(name for mutant in chosen for name in TESTS[mutant.part]))
+        alone = [Trial(None, copies[0], names)] if chosen and not options.untested else []
+        for trial, code in run(alone, copies):
             if code:
-                print(f"error: the tests fail without any mutant:\n{output[-2000:]}", file=sys.stderr)
+                print(f"error: the tests fail without any mutant:\n{trial.told()[-2000:]}", file=sys.stderr)
                 return 2
-            copies.put(first)
-
-        def fate(mutant: Mutant) -> Fate:
-            copy = copies.get()
-            try:
-                return examined(mutant, copy)
-            finally:
-                copies.put(copy)
-
-        for count, found in enumerate(pool.map(fate, chosen), 1):
+        trials = [Trial(mutant, copies[0], TESTS[mutant.part]) for mutant in chosen]
+        for count, (trial, code) in enumerate(run(trials, copies), 1):
+            found = fate_of(trial, code)
             fates.append(found)
             if options.journal is not None:
                 with options.journal.open("a", encoding="utf-8") as file:
