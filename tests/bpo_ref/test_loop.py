@@ -175,6 +175,19 @@ def test_returns_that_are_left_out_are_drawn_at_random(tmp_path: Path) -> None:
     assert together < drawn / 2  # every task has its own draw
 
 
+def test_an_update_leaves_out_what_is_beyond_the_number_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, algo="rloo", roots=4, subsample_returns=3, updates=1)
+    numbers: list[int] = []
+    optimize = trainer._optimize
+    monkeypatch.setattr(
+        trainer, "_optimize", lambda trees: (numbers.append(len(train.rows_of(trees))), optimize(trees))[1]
+    )
+    trainer.sampled()
+    assert numbers == [4 * 3]
+
+
 def test_a_batch_is_remembered_after_its_credit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(tmp_path, algo="rloo-value", roots=3, updates=2)
     known: list[dict[str, Any]] = []
@@ -186,6 +199,7 @@ def test_a_batch_is_remembered_after_its_credit(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(train, "assign_credit", watched)
     trainer.sampled()
+    assert len(known) == 2
     assert known[0]["overall"][0] == 0.0  # of the first batch nothing is known
     assert known[1]["overall"][0] == pytest.approx(4 * 3)
     assert trainer.memory.values.state()["overall"][0] == pytest.approx(4 * 3 * (1 + trainer.args.value_decay))
