@@ -10,6 +10,7 @@ from typing import Literal
 from bpo_ref.backends import BackendName
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
+from bpo_ref.ranges import check_combinations, check_ranges
 from sandboxgym.prompts import PromptName
 
 Algo = Literal[
@@ -309,6 +310,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
     Raises:
         ConfigError: naming the field that cannot be.
     """
+    check_ranges(args)
     preset = DEFAULTS | PRESETS["bpo-forest" if args.algo == "bpo" and not keyed else args.algo]
     given = {name: value for name, value in asdict(args).items() if value is not None}
     settings = preset | given
@@ -326,6 +328,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
             raise ConfigError(f"roots: N = 1 + points (width - 1) = {n} is not a whole number; set roots")
         args = replace(args, roots=(width if args.root_branch == "always" else 1) if forks else round(n))
     refuse_contradictions(args, keyed=keyed)
+    check_combinations(args)
     return args
 
 
