@@ -15,11 +15,11 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("adam_eps", "spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
-    **dict.fromkeys(("width", "points"), 0),
+    **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
 }
 """The least that a setting may be."""
-MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma"), 1)
+MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma"), 1)
 """The most."""
 POSITIVE = ("lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout")
 """Settings of which 0 would learn nothing, or divide by it."""

@@ -113,6 +113,7 @@ class LoopTrainer(Trainer):
         self.memory = Memory.of(args)
         self.stage, self.step, self._interrupted = "rl", 0, False
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
+        self.passed_over = {"returns": 0, "env_steps": 0, "tokens": 0}
         self.scores: dict[str, Score] = {}
         self.log: Any = SimpleNamespace(scalars=lambda *_: None)
         self._start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}

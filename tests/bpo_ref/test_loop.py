@@ -32,7 +32,8 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 KL: dict[str, Any] = {"kl": 0.3, "kl_in": "reward"}
 SPLIT: dict[str, Any] = {"algo": "bpo", "roulette_below": 0.4, "width": 2, "points": 3}
-PPO: dict[str, Any] = {"algo": "ppo", "advantage_norm": "none", "gae_lam": 1.0, "roots": 3, "value_lr": LR}
+ONE_STEP: dict[str, Any] = {"epochs": 1, "minibatches": 1}
+PPO: dict[str, Any] = {"algo": "ppo", "advantage_norm": "none", "gae_lam": 1.0, "roots": 3, "value_lr": LR, **ONE_STEP}
 
 # name -> settings, MDP, what the mean change is in gradients of the return
 LOOPS: dict[str, tuple[dict[str, Any], MDP, float]] = {
@@ -63,7 +64,7 @@ def looped(name: str, tmp_path: Path, *, updates: int, **options: Any) -> Compar
     """Changes of the weights in so many updates against the exact gradient."""
     chosen, mdp, times = (LOOPS | MORE)[name]
     args = Args(**{**COMMON, "out": str(tmp_path), **chosen, "updates": updates, **options})
-    penalty = args.kl > 0
+    penalty = (args.kl or 0.0) > 0
     trainer = LoopTrainer(
         args,
         mdp,
@@ -107,7 +108,8 @@ def test_a_value_head_learns_returns_and_not_advantages(tmp_path: Path, options:
 
 
 def test_the_value_loss_is_a_mean_over_the_states_that_are_learnt(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, algo="ppo", roots=3, gae_lam=1.0, value_clip=0.0, value_weight=0.5, value_lr=3 * LR)
+    options = {"gae_lam": 1.0, "value_clip": 0.0, "value_weight": 0.5, "value_lr": 3 * LR, **ONE_STEP}
+    trainer = trainer_of(tmp_path, algo="ppo", roots=3, **options)
     trees = credited(trainer)
     edges = [edge for tree in trees for edge in tree.edges()]
     expected = np.zeros(5)

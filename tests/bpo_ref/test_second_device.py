@@ -44,7 +44,9 @@ def reads_of_an_update(tmp_path: Path, *, prompts: int, **options: Any) -> int:
     return reads.count
 
 
-@pytest.mark.parametrize("options", [{}, {"ratio": "step"}, {"kl": 0.1}, {"algo": "ppo"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ratio": "step"}, {"kl": 0.1}, {"algo": "ppo", "epochs": 1, "minibatches": 1}]
+)
 def test_an_update_reads_no_more_numbers_for_more_tokens(tmp_path: Path, options: dict[str, Any]) -> None:
     few = reads_of_an_update(tmp_path, prompts=2, **options)
     many = reads_of_an_update(tmp_path, prompts=12, **options)
