@@ -14,7 +14,7 @@ from bpo_ref.batch import Batch, Critique, collate, rows_of_path, token_batches
 from sandboxgym.tree import RolloutTree
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Measure: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
 """Log-probabilities, entropies and, of a value head, values of the sampled tokens, [B, T-1] each."""
@@ -30,27 +30,29 @@ def annotate(
     """Fill in what is needed and not known yet.
 
     Values of the states in which tokens were drawn (`Critique`), the divergence from the reference where it is taken
-    off the rewards, and log-probabilities and entropies that the backend did not give.
+    off the rewards, and log-probabilities and entropies that the backend did not give. With ``tis`` log-probabilities
+    are measured in any case, and those of the backend are kept beside them (`Generation.sampler_logps`).
 
     Args:
         trees: changed in place.
-        args: ``critic``, ``kl``, ``kl_in``, ``pack`` and ``micro_tokens`` are used.
+        args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``pack`` and ``micro_tokens`` are used.
         policy: the policy that has sampled.
         reference: asked only where the divergence is taken off the rewards.
         device: of the tensors that they are given.
     """
     unknown = any(not edge.action.data.logps for tree in trees for edge in tree.edges())
-    penalty = args.kl if args.kl_in == "reward" else 0.0
-    if not (unknown or args.critic or penalty):
+    measured = unknown or args.tis > 0
+    penalty = (args.kl or 0.0) if args.kl_in == "reward" else 0.0
+    if not (measured or args.critic or penalty):
         return
     paths = [row for tree in trees for path in tree.paths for row in rows_of_path(path)]
     for rows in token_batches(paths, args):
         batch = collate(rows, device)
         sampled, values = batch.old_logps, None
         with torch.no_grad():
-            if unknown or args.critic:
+            if measured or args.critic:
                 logps, entropies, values = policy(batch)
-                sampled = logps if unknown else sampled
+                sampled = logps if measured else sampled
             if penalty:
                 apart = (sampled - reference(batch)[0]) * batch.mask
         for i, row in enumerate(rows):
@@ -61,6 +63,23 @@ def annotate(
                     edge.reward -= penalty * float(apart[i, span].sum())
                 if values is not None:
                     edge.data = Critique(values[i, span].tolist(), targets=[math.nan] * action.tokens)
-                if unknown:
+                if measured:
                     found = {"logps": logps[i, span].tolist(), "entropies": entropies[i, span].tolist()}
-                    action.data, action.logp = replace(action.data, **found), float(logps[i, span].sum())
+                    told = action.data.sampler_logps or action.data.logps
+                    action.data, action.logp = (
+                        replace(action.data, **found, sampler_logps=told),
+                        float(logps[i, span].sum()),
+                    )
+
+
+def sampler_mismatch(trees: Sequence[RolloutTree]) -> list[tuple[int, float, float]]:
+    """Of each tree: tokens whose sampler's log-probability is known beside the trainer's, Σ |difference| in nats, and
+    the largest π_old / π_sampler. Trees without any such token are left out.
+    """
+    found = []
+    for tree in trees:
+        data = [edge.action.data for edge in tree.edges() if edge.action.data.sampler_logps]
+        apart = [old - sampler for one in data for old, sampler in zip(one.logps, one.sampler_logps, strict=True)]
+        if apart:
+            found.append((len(apart), sum(map(abs, apart)), math.exp(min(max(apart), 700.0))))
+    return found

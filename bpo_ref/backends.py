@@ -1,7 +1,8 @@
 """What samples: one small interface, and the backends of ``--backend`` behind it.
 
 A further one (an inference server, say) is a class with `Backend.open` and sessions of the methods of `Conversations`;
-it has to be told of new weights when a session is opened, and may leave log-probabilities to the trainer.
+it has to be told of new weights when a session is opened, and may leave log-probabilities to the trainer. Those by
+which it has sampled belong in `Generation.sampler_logps` where they are not the trainer's: ``--tis`` needs them.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def make_backend(
     temperature: float,
     context_limit: int,
     entropies: bool,
+    sampler_logps: bool = False,
 ) -> Backend:
     """The backend of that name.
 
@@ -81,6 +83,7 @@ def make_backend(
         temperature: of the sampling.
         context_limit: most tokens of a row.
         entropies: whether they are needed as soon as a turn has been sampled.
+        sampler_logps: whether the sampler's own log-probabilities are needed; of ``hf`` they are `Generation.logps`.
     """
     sampling: dict[str, Any] = {
         "stop_ids": stop_ids,
@@ -89,5 +92,5 @@ def make_backend(
         "context_limit": context_limit,
     }
     if name == "transformers-continuous":
-        return ContinuousGenerator(model, score=entropies, **sampling)
+        return ContinuousGenerator(model, score=entropies, sampler_logps=sampler_logps, **sampling)
     return Generator(model, **sampling)

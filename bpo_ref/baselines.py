@@ -19,7 +19,7 @@ from bpo_ref.config import ConfigError
 from sandboxgym.tree import Node, Path, RolloutTree
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 StateKey: TypeAlias = Any
 Moments: TypeAlias = tuple[float, float, float]

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from bpo_ref.generate import Generation
 from bpo_ref.packing import by_prefix
 from sandboxgym.tree import Edge, Path, RolloutTree
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Item = TypeVar("Item")
 
@@ -58,9 +59,10 @@ class Batch:
     step: Tensor  # [B, T-1] number of the action in the batch that the token belongs to, -1 where it was not sampled
     advantage: Tensor  # [B, T-1]
     weight: Tensor  # [B, T-1]
-    old_logps: Tensor  # [B, T-1] as sampled; 0 where not known
+    old_logps: Tensor  # [B, T-1] under the policy that has sampled, by the trainer or the sampler; 0 where not known
     old_values: Tensor | None = None  # [B, T-1] of a value head before the update
     targets: Tensor | None = None  # [B, T-1] of the values, NaN where they are not learnt
+    sampler_logps: Tensor | None = None  # [B, T-1] by the sampler; None: as `old_logps`
 
     @property
     def mask(self) -> Tensor:
@@ -70,7 +72,8 @@ class Batch:
 
 def rows_of(trees: Iterable[RolloutTree]) -> list[Row]:
     """The rows of all paths; those of weight 0 (for values only, and those left out) are not trained on."""
-    return [row for tree in trees for path in tree.paths if path.edges[0].weight for row in rows_of_path(path)]
+    rows = (row for tree in trees for path in tree.paths for row in rows_of_path(path))
+    return [row for row in rows if any(edge.weight for edge in row.edges)]
 
 
 def rows_of_path(path: Path) -> list[Row]:
@@ -91,7 +94,7 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
     longest = max(len(row.ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     step = torch.full((len(rows), longest - 1), -1)
-    advantage, weight, old, values = (torch.zeros(len(rows), longest - 1) for _ in range(4))
+    advantage, weight, old, values, sampler = (torch.zeros(len(rows), longest - 1) for _ in range(5))
     targets = torch.full((len(rows), longest - 1), math.nan)
     number = 0
     for i, row in enumerate(rows):
@@ -99,15 +102,18 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
         for edge in row.edges:
             span = slice(edge.action.position - 1, edge.action.position - 1 + edge.action.tokens)
             step[i, span], advantage[i, span], weight[i, span] = number, edge.advantage, edge.weight
-            if edge.action.data.logps:
-                old[i, span] = torch.tensor(edge.action.data.logps)
+            data: Generation = edge.action.data
+            if data.logps:
+                old[i, span] = torch.tensor(data.logps)
+                sampler[i, span] = torch.tensor(data.sampler_logps or data.logps)
             if isinstance(edge.data, Critique):
                 values[i, span], targets[i, span] = torch.tensor(edge.data.values), torch.tensor(edge.data.targets)
                 if edge.data.advantages:
                     advantage[i, span] = torch.tensor(edge.data.advantages)
             number += 1
     lengths = torch.tensor([len(row.ids) for row in rows])
-    return Batch(*(tensor.to(device) for tensor in (ids, lengths, step, advantage, weight, old, values, targets)))
+    tensors = (ids, lengths, step, advantage, weight, old, values, targets, sampler)
+    return Batch(*(tensor.to(device) for tensor in tensors))
 
 
 def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:

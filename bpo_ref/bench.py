@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from bpo_ref import packing
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.chat import ChatFormat
 from bpo_ref.eval import make_env
@@ -34,7 +35,7 @@ from bpo_ref.generate import Generator, forward
 from bpo_ref.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
-from bpo_ref.train import Args, Trainer, resolved
+from bpo_ref.train import Trainer
 from sandboxgym import SnapshotEnv, Unicode, interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 

@@ -58,6 +58,8 @@ def args_of(folder: Path) -> dict[str, Any]:
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The trainer's state; the weights are loaded from the folder by transformers.
 
+    Tensors are mapped, not read: the optimizer's are several times the weights, and most processes need a part of them.
+
     Raises:
         CheckpointError: no checkpoint there, or not one of this trainer.
     """
@@ -68,7 +70,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{path}: expected the state of a run to resume, found no such file")
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:  # torch raises many types on files that are not its own
         raise CheckpointError(f"{path}: cannot be read as a trainer's state: {error}") from error
     missing = FIELDS - set(state)

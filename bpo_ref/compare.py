@@ -2,7 +2,9 @@
 
     python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
 
-Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. Metrics, as the BPO paper
+Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes what
+the tables are made of to one file (`archive.py`), which takes the folders' place: it is small enough to be committed
+beside a table, and makes it again. Metrics, as the BPO paper
 defines them:
 
 - steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
@@ -25,10 +27,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import numpy as np
 
+from bpo_ref.archive import pack, unpacked
 from bpo_ref.plots import PLOTS, Metric, Plot, by_label, read_scores
 
 Groups = Mapping[str, Sequence["Finished"]]  # runs by label
@@ -278,12 +282,19 @@ def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs, or files made of some by --data")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
     parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
     parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end less start")
     parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
+    parser.add_argument("--data", type=Path, help="write what the tables are made of to this file")
     arguments = parser.parse_args(argv)
+    with TemporaryDirectory() as folder:
+        arguments.runs = unpacked(arguments.runs, Path(folder))
+        _compare(arguments, parser)
+
+
+def _compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).comparable]
     if not finished:
         given = ", ".join(map(str, arguments.runs))
@@ -291,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
         why = "they have not finished, or hold no updates or no score of their start"
         print(f"left out, for {why}: {', '.join(left_out)}", file=sys.stderr)
+    if arguments.data:
+        pack(finished, arguments.data)
     print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead, plot=arguments.plot))
 
 

@@ -9,7 +9,8 @@ What this module promises:
 
 What it does not: the tokens of a row depend on the batch, for requests draw from one stream. Log-probabilities are not
 taken from the paged kernels, which round differently from the trainer's: with ``score`` each turn is measured by the
-trainer's own forward pass, otherwise they are left to the trainer, which measures whole trees.
+trainer's own forward pass, otherwise they are left to the trainer, which measures whole trees. With ``sampler_logps``
+those of the kernels are given beside them, for the loss to be corrected by (``--tis``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class ContinuousGenerator:
         temperature: of the sampling.
         context_limit: most tokens of a row; default: the model's ``max_position_embeddings``.
         score: measure log-probabilities and entropies of each turn, for schedules that decide by them.
+        sampler_logps: tell the log-probabilities by which tokens were drawn, too.
         page: tokens that requests share or do not share as one; turns of agents are short.
     """
 
@@ -52,6 +54,7 @@ class ContinuousGenerator:
         temperature: float = 1.0,
         context_limit: int | None = None,
         score: bool = False,
+        sampler_logps: bool = False,
         page: int = 32,
     ) -> None:
         if temperature <= 0:
@@ -62,6 +65,7 @@ class ContinuousGenerator:
         self.temperature = temperature
         self.context_limit: int = context_limit or model.config.max_position_embeddings
         self.score = score
+        self.sampler_logps = sampler_logps
         self.page = page
 
     def open(self, contexts: Sequence[Sequence[int]] = ()) -> ContinuousSession:
@@ -137,22 +141,24 @@ class ContinuousSession:
         if self._sampled is not None and self._sampled != (rngs is not None):
             self._close()
         turns = self._request(rows, rngs)
-        for row, ids in zip(rows, turns):
+        for row, (ids, _) in zip(rows, turns):
             self._rows[row].extend(ids)
         if not generator.score:
-            return [Generation(ids, [], [], truncated=ids[-1] not in generator.stop_ids) for ids in turns]
+            return [Generation(ids, [], [], ids[-1] not in generator.stop_ids, told) for ids, told in turns]
         with torch.inference_mode():
             contexts = [self._rows[row] for row in rows]
             logps, entropies = score(generator.model, contexts, temperature=generator.temperature)
         measured = []
-        for i, ids in enumerate(turns):
+        for i, (ids, told) in enumerate(turns):
             span = slice(len(contexts[i]) - 1 - len(ids), len(contexts[i]) - 1)
             truncated = ids[-1] not in generator.stop_ids
-            measured.append(Generation(ids, logps[i, span].tolist(), entropies[i, span].tolist(), truncated))
+            measured.append(Generation(ids, logps[i, span].tolist(), entropies[i, span].tolist(), truncated, told))
         return measured
 
-    def _request(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None) -> list[list[int]]:
-        """The tokens drawn for each row."""
+    def _request(
+        self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None
+    ) -> list[tuple[list[int], list[float]]]:
+        """The tokens drawn for each row, and their log-probabilities where these are wanted."""
         generator, model = self._generator, self._generator.model
         before = model.config._attn_implementation
         if before == packing.ATTENTION:  # which is SDPA but for packed rows
@@ -181,13 +187,13 @@ class ContinuousSession:
                     )
                     for row in rows
                 ]
-                found: dict[str, list[int]] = {}
+                found: dict[str, tuple[list[int], list[float]]] = {}
                 while len(found) < len(rows):
                     result = manager.get_result(timeout=1)
                     if result is not None and result.error is not None:
                         raise GenerationFailed(f"request {result.request_id}: {result.error}")
                     if result is not None and result.is_finished():
-                        found[result.request_id] = list(result.generated_tokens)
+                        found[result.request_id] = list(result.generated_tokens), list(result.logprobs)
                     elif not manager.is_running():
                         raise GenerationFailed(f"continuous batching ended with {len(found)} of {len(rows)} requests")
         except BaseException:
@@ -203,6 +209,7 @@ class ContinuousSession:
         generator = self._generator
         seed = None if not rngs else int(rngs[0].integers(2**31))
         options: dict[str, Any] = {"page_size": generator.page, "seed": seed}
+        options["return_logprobs"] = generator.sampler_logps
         if generator.model.device.type == "cpu":  # by default it takes most of the memory
             pages = rows * (-(-generator.context_limit // generator.page) + 1)
             options |= {"num_blocks": pages, "max_batch_tokens": 4096, "use_cuda_graph": False}

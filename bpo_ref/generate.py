@@ -7,6 +7,8 @@ What this module promises:
 2. `Generation.logps` are those that `token_logps` computes for the same ids and weights, up to rounding.
 3. A row's tokens depend on its own context and its own random stream, not on the rest of the batch.
 4. Padding is known by lengths, never by token ids, so a pad token equal to the eos token does no harm.
+5. Keys and values of a token are kept once per session, however many rows have the token and for as long as one has
+   it. Attention needs them side by side: for one layer at a time, and for whole turns only as far as `JOINED` goes.
 
 Left out: sliding-window and recurrent layers, images, inference servers.
 """
@@ -33,8 +35,11 @@ from bpo_ref.packing import pack
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 
 
-MOST_PIECES = 8
-"""Of the keys and values of a row: more of them are slow to put together."""
+JOINED = 2**30
+"""Bytes of keys and values that a turn may hold a second time, side by side: the layers that fit are put together once
+per turn, the others at every token."""
+SLACK = 16
+"""Memory for keys and values grows by a part in so many at least: growing copies a layer."""
 
 
 class ContextOverflow(RuntimeError):
@@ -55,13 +60,15 @@ class Generation:
     logps: list[float]
     entropies: list[float]
     truncated: bool  # no stop token within `max_new_tokens` or the room left
+    sampler_logps: list[float] = field(default_factory=list)  # as sampled, where `logps` are measured otherwise
 
 
 class Generator:
     """Samples turns from a causal language model, at most `max_rows` rows in one forward pass.
 
-    `context_limit` (tokens) defaults to the model's `max_position_embeddings`. Mixed precision is the caller's
-    `torch.autocast`; the softmax is fp32 in any case. Raises `NotImplementedError` for other than full attention.
+    `context_limit` (tokens) defaults to the model's `max_position_embeddings`, `joined` is explained at `JOINED`. Mixed
+    precision is the caller's `torch.autocast`; the softmax is fp32 in any case. Raises `NotImplementedError` for other
+    than full attention.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Generator:
         temperature: float = 1.0,
         max_rows: int = 256,
         context_limit: int | None = None,
+        joined: int = JOINED,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}; for greedy turns pass no rngs")
@@ -87,6 +95,7 @@ class Generator:
         self.temperature = temperature
         self.max_rows = max_rows
         self.context_limit: int = context_limit or model.config.max_position_embeddings
+        self.joined = joined
 
     def open(self, contexts: Sequence[Sequence[int]] = ()) -> Session:
         """A session whose rows 0, 1, ... begin with `contexts`, the full ids of each so far."""
@@ -97,17 +106,17 @@ class Generator:
 
 
 class Session:
-    """Conversations that go on turn by turn, each with the keys and values of what the model has read of it.
+    """Conversations that go on turn by turn, with the keys and values of what the model has read of them.
 
-    Between turns every row has its part of the cache, forks what they share with their parents; batches are put
-    together for each turn. That copies the cache once a turn, where `DynamicCache` copies itself at every token, and in
-    return rows of any length come, go and fork at any time and padding never piles up. After an optimizer step, open a
-    new session.
+    Those are in one store for all rows; a row lists where in it its tokens are, and a fork lists the same places as its
+    parent. So rows of any length come, go and fork at any time, what they share stays shared, and padding never piles
+    up. After an optimizer step, open a new session.
     """
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._weights = weights_version(generator.model)
+        self._store = _Store(generator.layers)
         self._rows: dict[int, _Row] = {}
         self._opened = 0
         self.prefilled = 0
@@ -123,7 +132,8 @@ class Session:
         """A new row that begins with the first `length` tokens of `row` (default: all), sharing the cache."""
         parent = self._rows[row]
         fork = _Row(parent.ids[:length])
-        fork.pieces = parent.first(len(fork.ids) - 1)  # the last token is always fed, for the logits after it
+        fork.places = parent.places[: max(0, len(fork.ids) - 1)]  # the last token is fed, for the logits after it
+        self._store.share(fork.places)
         self.reused += fork.cached
         return self._insert(fork)
 
@@ -136,16 +146,18 @@ class Session:
         with torch.inference_mode(), _evaluating(self._generator.model):
             for batch in (pending[i : i + most] for i in range(0, len(pending), most)):
                 self.prefilled += sum(len(row.ids) - 1 - row.cached for row in batch)
-                _read(self._generator, batch)
+                _read(self._generator, self._store, batch)
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Append tokens of the environment; they are fed with the row's next turn."""
         self._rows[row].ids.extend(ids)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget finished rows and free their memory."""
+        """Forget finished rows; the memory of tokens that no other row has is for others to use."""
         for row in rows:
-            del self._rows[row]
+            self._store.release(self._rows.pop(row).places)
+        if not self._rows:
+            self._store = _Store(self._generator.layers)
 
     def context(self, row: int) -> list[int]:
         """The exact ids of a row so far."""
@@ -173,7 +185,7 @@ class Session:
         self.prefilled += sum(len(draft.row.ids) - draft.row.cached for draft in drafts)
         with torch.inference_mode(), _evaluating(generator.model):
             for i in range(0, len(drafts), generator.max_rows):
-                _sample(generator, drafts[i : i + generator.max_rows])
+                _sample(generator, self._store, drafts[i : i + generator.max_rows])
         return [draft.finished(generator.stop_ids) for draft in drafts]
 
     def _check(self) -> None:
@@ -190,33 +202,63 @@ class Session:
 
 @dataclass
 class _Row:
-    """A conversation, and the keys and values of its first tokens; the ids after those are still to be fed."""
+    """A conversation, and the places of its first tokens' keys and values; the ids after those are still to be fed."""
 
     ids: list[int]
-    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Keys and values [layers, heads, n, head_dim], one after another, without padding. They are never written to, so
-    that forks share them."""
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """In the session's `_Store`, token by token."""
 
     @property
     def cached(self) -> int:
-        return sum(keys.shape[2] for keys, _ in self.pieces)
+        return len(self.places)
 
-    def first(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """What there is of so many tokens."""
-        found = []
-        for keys, values in self.pieces:
-            found.append((keys[:, :, :tokens], values[:, :, :tokens]))
-            tokens -= keys.shape[2]
-            if tokens <= 0:
-                break
-        return found
 
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        """Of the tokens that follow. The first piece, which forks have in common, stays as it is."""
-        self.pieces.append((keys, values))
-        if len(self.pieces) > MOST_PIECES:
-            keys, values = (torch.cat(part, dim=2) for part in zip(*self.pieces[1:]))
-            self.pieces[1:] = [(keys, values)]
+class _Store:
+    """Keys and values of the tokens of a session, [places, heads, head_dim] for each layer.
+
+    Place 0 is that of padding, and holds zeros: it is masked, but 0 times what was there has to be a number.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.parts: list[tuple[Tensor, ...]] = [()] * layers  # made where a layer first tells its shape
+        self._owners = np.ones(1, dtype=np.int32)  # rows that have the token at a place
+        self._free = np.zeros(0, dtype=np.int64)
+
+    def take(self, count: int) -> np.ndarray:
+        """So many places, of one owner each."""
+        if count > len(self._free):
+            size = len(self._owners)
+            grown = max(size + count - len(self._free), size + size // SLACK)
+            self._free = np.concatenate([self._free, np.arange(size, grown)])
+            self._owners = np.concatenate([self._owners, np.zeros(grown - size, dtype=np.int32)])
+        taken, self._free = self._free[:count], self._free[count:]
+        self._owners[taken] = 1
+        return taken
+
+    def share(self, places: np.ndarray) -> None:
+        """One more row has these tokens."""
+        self._owners[places] += 1
+
+    def release(self, places: np.ndarray) -> None:
+        """One row less has them."""
+        self._owners[places] -= 1
+        self._free = np.concatenate([places[self._owners[places] == 0], self._free])
+
+    def layer(self, number: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Memory of a layer for keys and values like these [B, heads, n, head_dim], of all places there are by now.
+
+        Layer by layer, so that two copies of no more than one are held while it grows.
+        """
+        size, parts = len(self._owners), self.parts[number]
+        if not parts or len(parts[0]) < size:
+            grown = []
+            for i, states in enumerate(like):
+                part = states.new_zeros(size, states.shape[1], states.shape[3])
+                if parts:
+                    part[: len(parts[i])] = parts[i]
+                grown.append(part)
+            self.parts[number] = tuple(grown)
+        return self.parts[number]
 
 
 @dataclass
@@ -241,86 +283,124 @@ class _Draft:
 
 
 class _Batch:
-    """The caches of some rows as one, padded on the left: keys and values [layers, B, heads, room, head_dim], written
-    in place.
-    """
+    """Some rows as the model is given them, padded on the left."""
 
-    def __init__(self, generator: Generator, rows: Sequence[_Row], *, room: int) -> None:
-        """`room`: tokens that will be fed, padding included."""
-        self.rows = rows
-        self.width = width = max(row.cached for row in rows)
-        self.shape = generator.layers, len(rows), width + room
-        self.parts: list[Tensor] = []  # keys and values, made where the first layer tells their shape
-        if width:
-            self.parts = [self._joined([[piece[part] for piece in row.pieces] for row in rows]) for part in (0, 1)]
-        device = generator.model.device
-        padding = torch.tensor([[width - row.cached] for row in rows], device=device)
-        self.mask = torch.arange(width, device=device) >= padding  # [B, used]
-        self.cache = Cache(layers=[_Layer(self, number, width) for number in range(generator.layers)])
+    def __init__(self, generator: Generator, store: _Store, rows: Sequence[_Row], *, room: int, joined: int) -> None:
+        """`room`: tokens that will be fed, padding included; `joined`: see `JOINED`."""
+        self.store, self.rows, self.joined = store, rows, joined
+        self.device = generator.model.device
+        self.width = self.used = max(row.cached for row in rows)
+        places = np.zeros((len(rows), self.width + room), dtype=np.int64)
+        for row, listed in zip(rows, places):
+            listed[self.width - row.cached : self.width] = row.places
+        self.places = places
+        self.table = torch.from_numpy(places.copy()).to(self.device)
+        self.layers = [_Layer(self, number) for number in range(generator.layers)]
+        self.cache = Cache(layers=self.layers)
 
-    def _joined(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        batch = self.made_for(next(piece for pieces in rows for piece in pieces))
-        for i, pieces in enumerate(rows):
-            end = self.width
-            for piece in reversed(pieces):
-                batch[:, i, :, end - piece.shape[2] : end] = piece
-                end -= piece.shape[2]
-            batch[:, i, :, :end] = 0  # hidden by the mask, but 0 times what was there may be no number
-        return batch
+    def feed(self, fed: np.ndarray) -> Tensor:
+        """Make room for tokens [B, n], of which those that are not `fed` are padding; returns the mask of all so far.
 
-    def made_for(self, like: Tensor) -> Tensor:
-        """Memory for keys or values like these, [..., heads, n, head_dim]."""
-        layers, rows, room = self.shape
-        return like.new_empty(layers, rows, like.shape[1], room, like.shape[3])
+        They are there once the model has been called.
+        """
+        new = np.zeros(fed.shape, dtype=np.int64)
+        new[fed] = self.store.take(int(fed.sum()))
+        after = self.used + fed.shape[1]
+        self.places[:, self.used : after] = new
+        self.table[:, self.used : after] = torch.from_numpy(new).to(self.device)
+        self.used = after
+        self.listed = self.table[:, :after].flatten()
+        self.new = torch.from_numpy(new[fed]).to(self.device)
+        self.fed = None if fed.all() else torch.from_numpy(np.flatnonzero(fed)).to(self.device)
+        return (self.table[:, :after] > 0).long()
 
-    def split(self) -> None:
+    def end(self) -> None:
         """Hand every row what it was fed, without the columns that are padding."""
-        for i, row in enumerate(self.rows):
-            columns = self.width + self.mask[i, self.width :].nonzero()[:, 0]
-            keys, values = (part[:, i].index_select(2, columns) for part in self.parts)
-            row.add(keys, values)
+        rows, columns = np.nonzero(self.places[:, self.width : self.used])
+        at = torch.from_numpy(rows).to(self.device), torch.from_numpy(columns + self.width).to(self.device)
+        for layer in self.layers:
+            layer.keep(at, self.table[at])
+        for row, listed in zip(self.rows, self.places):
+            row.places = listed[: self.used][listed[: self.used] > 0]
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a `_Batch`; `DynamicLayer` itself copies all that it holds at every token."""
+    """One layer of a `_Batch`: gives keys and values side by side, and lets go of them after the layer if it can."""
 
-    def __init__(self, batch: _Batch, number: int, used: int) -> None:
+    def __init__(self, batch: _Batch, number: int) -> None:
         super().__init__()
-        self._batch, self._number, self._used = batch, number, used
+        self._batch, self._number, self._used = batch, number, batch.width
+        self._whole: list[Tensor] = []  # [B, heads, width + room, head_dim], if it is joined
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write these [B, heads, n, head_dim] after what is there; returns all of it."""
-        if not self._batch.parts:
-            self._batch.parts = [self._batch.made_for(key_states), self._batch.made_for(value_states)]
-        before, self._used = self._used, self._used + key_states.shape[2]
-        for whole, states in zip(self._batch.parts, (key_states, value_states), strict=True):
-            whole[self._number, :, :, before : self._used] = states
-        keys, values = (whole[self._number, :, :, : self._used] for whole in self._batch.parts)
+        """Add these [B, heads, n, head_dim] to what is there; returns all of it."""
+        batch, states = self._batch, (key_states, value_states)
+        before, self._used = self._used, batch.used
+        parts = batch.store.layer(self._number, states)
+        if self._whole or self._fits(states):
+            if not self._whole:
+                self._whole = [self._joined(part, before) for part in parts]
+            for whole, new in zip(self._whole, states, strict=True):
+                whole[:, :, before : self._used] = new
+            keys, values = (whole[:, :, : self._used] for whole in self._whole)
+            return keys, values
+        for part, new in zip(parts, states, strict=True):
+            tokens = new.transpose(1, 2).flatten(0, 1)
+            part.index_copy_(0, batch.new, tokens if batch.fed is None else tokens.index_select(0, batch.fed))
+        if not before:
+            return key_states, value_states
+        keys, values = (
+            part.index_select(0, batch.listed).view(-1, self._used, *part.shape[1:]).transpose(1, 2) for part in parts
+        )
         return keys, values
+
+    def keep(self, at: tuple[Tensor, Tensor], places: Tensor) -> None:
+        """Of what is joined, put the new tokens, in these rows and columns, in their places."""
+        for part, whole in zip(self._batch.store.parts[self._number], self._whole):
+            part.index_copy_(0, places, whole[at[0], :, at[1]])
+        self._whole = []
 
     def get_seq_length(self) -> int:
         """Tokens that are there, padding included."""
         return self._used
 
+    def _fits(self, states: Sequence[Tensor]) -> bool:
+        """Whether this layer, after those before it, can be joined for the turn."""
+        tokens = self._batch.places.size
+        size = sum(part.shape[1] * part.shape[3] * part.element_size() for part in states) * tokens
+        return (self._number + 1) * size <= self._batch.joined
 
-def _read(generator: Generator, rows: Sequence[_Row]) -> None:
+    def _joined(self, part: Tensor, before: int) -> Tensor:
+        rows, room = self._batch.places.shape
+        whole = part.new_empty(rows, part.shape[1], room, part.shape[2])
+        if before:
+            listed = self._batch.table[:, :before].flatten()
+            whole[:, :, :before] = part.index_select(0, listed).view(rows, before, *part.shape[1:]).transpose(1, 2)
+        return whole
+
+
+def _read(generator: Generator, store: _Store, rows: Sequence[_Row]) -> None:
     """Feeds what is pending but for the last token of each row."""
     tokens, fed = _pad([row.ids[row.cached : -1] for row in rows], side="left", device=generator.model.device)
-    batch = _Batch(generator, rows, room=tokens.shape[1])
-    cached = torch.tensor([[row.cached] for row in rows], device=tokens.device)
-    batch.mask = torch.cat([batch.mask, fed], dim=1)
+    batch = _Batch(generator, store, rows, room=tokens.shape[1], joined=0)
     generator.model(
         input_ids=tokens,
-        attention_mask=batch.mask.long(),
-        position_ids=cached + (fed.cumsum(dim=1) - 1).clamp(min=0),
+        attention_mask=batch.feed(fed.cpu().numpy()),
+        position_ids=_positions(rows, fed),
         past_key_values=batch.cache,
         use_cache=True,
         logits_to_keep=1,
     )
-    batch.split()
+    batch.end()
 
 
-def _sample(generator: Generator, drafts: list[_Draft]) -> None:
+def _positions(rows: Sequence[_Row], fed: Tensor) -> Tensor:
+    """Of tokens [B, n] that are fed after those that are cached."""
+    cached = torch.tensor([[row.cached] for row in rows], device=fed.device)
+    return cached + (fed.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _sample(generator: Generator, store: _Store, drafts: list[_Draft]) -> None:
     """Feeds what is pending and samples until every row has stopped, going on with the rest when half of them
     have. Fed tokens [B, n] are padded on the left, so the last column holds the newest token of every row; rows
     that have stopped are padding.
@@ -330,14 +410,13 @@ def _sample(generator: Generator, drafts: list[_Draft]) -> None:
         rows = [draft.row for draft in drafts]
         tokens, fed = _pad([row.ids[row.cached :] for row in rows], side="left", device=device)
         most = max(draft.limit - len(draft.logps) for draft in drafts)
-        batch = _Batch(generator, rows, room=tokens.shape[1] + most - 1)
-        cached = torch.tensor([[row.cached] for row in rows], device=device)
-        positions = cached + (fed.cumsum(dim=1) - 1).clamp(min=0)
+        batch = _Batch(generator, store, rows, room=tokens.shape[1] + most - 1, joined=generator.joined)
+        positions, live = _positions(rows, fed), fed.cpu().numpy()
         while 2 * sum(draft.live for draft in drafts) > len(drafts):
-            batch.mask = torch.cat([batch.mask, fed], dim=1)
+            mask = batch.feed(live)
             logits = generator.model(
                 input_ids=tokens,
-                attention_mask=batch.mask.long(),
+                attention_mask=mask,
                 position_ids=positions,
                 past_key_values=batch.cache,
                 use_cache=True,
@@ -351,9 +430,9 @@ def _sample(generator: Generator, drafts: list[_Draft]) -> None:
                 if draft.live:
                     draft.append(token, logp, entropy)
                     draft.live = token not in generator.stop_ids and len(draft.logps) < draft.limit
-            fed = torch.tensor([[draft.live] for draft in drafts], device=device)
-            positions = positions[:, -1:] + fed
-        batch.split()
+            live = np.array([[draft.live] for draft in drafts])
+            positions = positions[:, -1:] + torch.from_numpy(live).to(device)
+        batch.end()
         drafts = [draft for draft in drafts if draft.live]
 
 

@@ -3,8 +3,8 @@
     python -m bpo_ref.memory --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml
 
 Counted, not measured: weights, gradients and optimizer states as they are; activations as what a Llama-like layer
-keeps; keys and values as if every row filled its context, logits as if every token of an update had been sampled, so at
-most.
+keeps; keys and values as if every row filled its context and shared none of it, logits as if every token of an update
+had been sampled, so at most.
 Not counted: the CUDA context, buffers of NCCL, fragmentation.
 """
 
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import TaskSpread
-from bpo_ref.train import Args, parse_args, resolved
+from bpo_ref.generate import JOINED, SLACK
 
 Layout = Literal["ddp", "fsdp2", "zero3"]
 NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
@@ -52,6 +53,11 @@ class Shape:
         bias = (self.heads + 2 * self.kv_heads) * self.head_dim * self.qkv_bias
         block = sum(a * b for a, b in self.linears) + bias + 2 * self.hidden
         return self.layers * block + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def embeddings(self) -> int:
+        """Weights of the embeddings that are not those of the output layer, too."""
+        return 0 if self.tied else self.vocabulary * self.hidden
 
     def adapters(self, r: int) -> int:
         """Weights of adapters of rank r beside every linear layer of every block."""
@@ -88,6 +94,24 @@ def shape_of(config: Any) -> Shape:
     )
 
 
+def keys_and_values(shape: Shape, *, rows: int, tokens: int, size: int, joined: int = JOINED) -> tuple[int, int]:
+    """Bytes that sampling holds: of the store, and of what attention is given of it (`generate`).
+
+    The layers that are joined, and of one layer keys and values side by side and again with a copy for each head.
+
+    Args:
+        shape: of the model.
+        rows: that are sampled at the same time.
+        tokens: of each, none of them shared.
+        size: bytes of a number.
+        joined: of the generator.
+    """
+    layer = rows * tokens * 2 * shape.kv_heads * shape.head_dim * size
+    whole = min(joined // layer, shape.layers)
+    again = (whole < shape.layers) + (shape.heads // shape.kv_heads if shape.heads > shape.kv_heads else 0)
+    return shape.layers * layer * (SLACK + 1) // SLACK, (whole + again) * layer
+
+
 def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, int]:
     """Bytes on each GPU, by what they hold.
 
@@ -108,8 +132,12 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
     blocks = shape.layers if not args.gradient_checkpointing else 1
     tokens = args.micro_tokens
     rows = min(args.max_live, -(-args.prompts // gpus) * most_rows(args))
+    store, attention = keys_and_values(shape, rows=rows, tokens=args.context, size=low)
+    frozen = low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0
+    if layout == "ddp" and not args.lora_r and low < 4:  # cast for sampling (`models.lowered_twin`)
+        frozen = low * (weights - shape.embeddings)
     return {
-        "weights": ((low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0) + 4 * trained) // parts,
+        "weights": (frozen + 4 * trained) // parts,
         "gradients": 4 * trained // parts,
         "optimizer": 8 * trained // parts,
         "reference": low * weights // parts if args.kl and not args.lora_r else 0,
@@ -117,7 +145,8 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
         "update: blocks": tokens * (shape.layers * shape.hidden * residual + blocks * shape.kept * low),
         "update: logits": tokens * shape.vocabulary * 2 * low + 4096 * shape.vocabulary * 3 * 4,
         "rollout: gathered": low * weights if layout != "ddp" else 0,
-        "rollout: keys and values": rows * args.context * 2 * shape.layers * shape.kv_heads * shape.head_dim * low,
+        "rollout: keys and values": store,
+        "rollout: attention": attention,
     }
 
 
@@ -156,8 +185,9 @@ def table(name: str, args: Args, shape: Shape, *, gpus: int) -> list[str]:
 
 HEADER = [
     "| configuration | layout | weights | gradients | optimizer | reference | update: gathered or cast "
-    "| update: blocks | update: logits | rollout: gathered | rollout: keys and values | peak |",
-    "|---|---|" + "---|" * 10,
+    "| update: blocks | update: logits | rollout: gathered | rollout: keys and values "
+    "| rollout: attention | peak |",
+    "|---|---|" + "---|" * 11,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import json
@@ -13,12 +14,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from bpo_ref.config import ConfigError
 from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
 
+
+LOWERED = nn.Linear, Conv1D
+"""Layers whose products autocast computes in the lower type (GPT-2's are of the second kind)."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -196,6 +201,35 @@ def checkpoint_layers(model: CausalLM) -> None:
     else:  # its name in older versions
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.train()
+
+
+def lowered_twin(model: CausalLM, dtype: torch.dtype) -> CausalLM:
+    """A model whose forward passes are those of a model after `compute_in`, without casting its weights every time.
+
+    Autocast casts the weights of every linear layer in every pass, which for one token of a few rows takes longer than
+    the pass itself. Here they are cast once, in `refresh`; all other weights are the model's own, in fp32, so that the
+    result is the same.
+    """
+    own: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    twin = copy.deepcopy(model, own)
+    twin.__dict__.pop("forward", None)  # which computes with the model's weights
+    for layer in twin.modules():
+        if isinstance(layer, LOWERED):
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                low = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+                setattr(layer, name, low)
+    compute_in(twin, dtype)
+    refresh(twin, model)
+    return twin
+
+
+@torch.no_grad()
+def refresh(twin: CausalLM, model: CausalLM) -> None:
+    """Cast the weights of a model for its `lowered_twin` again, after an optimizer step."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in twin.named_parameters(remove_duplicate=False):
+        if parameter is not weights[name]:
+            parameter.copy_(weights[name])
 
 
 def compute_in(model: CausalLM, dtype: torch.dtype) -> None:

@@ -5,7 +5,8 @@ What this module promises:
 1. Log-probabilities, entropies, values and gradients are those of the rows one by one, up to rounding.
 2. A token attends to itself and to the tokens before it in its own rows, at the position that it has there.
 3. Attention costs what it costs one row at a time, minus the shared prefixes; no mask of N x N elements is made.
-4. A model that cannot keep 1. is refused by `enable`, which tries it out.
+4. A model that cannot keep 1. is refused by `enable`, which tries it out; by `check` again where it trains, with a
+   gradient, for another device has another attention.
 
 Sorted rows are a depth-first walk over the tree of their tokens. Of each row only the *segment* behind the prefix that
 it shares with the row before is laid out, so that the tokens below a token follow it without a gap: token k is an
@@ -17,7 +18,8 @@ Left out: sliding windows, recurrent layers, positions that are not given as ``p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -248,38 +250,109 @@ def enable(model: CausalLM) -> None:
         raise Unpackable(f"pack: tree: the attention cannot be replaced: {error}; set pack=flat") from error
     if model.config._attn_implementation != ATTENTION:
         raise Unpackable(f"pack: tree: the attention of {type(model).__name__} cannot be replaced; set pack=flat")
-    apart = packing_error(model)
-    if not apart < (1e-3 if model.dtype == torch.float32 else 0.05):
+    try:
+        _refuse(model, "output", *packing_error(model))
+    except Unpackable:
         model.set_attn_implementation(before)
-        raise Unpackable(
-            f"pack: tree: expected of {type(model).__name__} the same output packed as flat, found them apart by "
-            f"{apart:.2g} of what the context changes; set pack=flat"
-        )
+        raise
+
+
+def check(model: CausalLM) -> None:
+    """Try a model out that `enable` has passed, with a gradient: on the device and with the weights that it now has.
+
+    All processes have to call it where the weights are spread over them.
+
+    Raises:
+        Unpackable: packed rows have another output or another gradient than flat ones.
+    """
+    _refuse(model, "output", *packing_error(model))
+    _refuse(model, "gradient", *gradient_error(model))
+
+
+def _refuse(model: CausalLM, what: str, apart: float, dtype: torch.dtype) -> None:
+    bound = {"output": 1e-3, "gradient": 3e-3} if dtype == torch.float32 else {"output": 0.05, "gradient": 0.2}
+    if apart < bound[what]:
+        return
+    scale = "what the context changes" if what == "output" else "its norm"
+    raise Unpackable(
+        f"pack: tree: expected of {type(model).__name__} on {model.device.type} the same {what} packed as flat, found "
+        f"them apart by {apart:.2g} of {scale}; set pack=flat"
+    )
 
 
 @torch.no_grad()
-def packing_error(model: CausalLM) -> float:
+def packing_error(model: CausalLM) -> tuple[float, torch.dtype]:
     """How far packed and flat logits of a small tree are apart, as a part of what losing the prefix would change.
 
     Below 1e-6 in fp32 and 0.01 in bf16; about 1 where the mask is not kept to, 0.002 and more where positions are not.
+    Also returns what they were computed in.
     """
+    with _tried(model) as (ids, packing):
+        flat = _flat(model, ids)
+        cut = _flat(model, ids[:, 8:])
+        logits = _packed(model, packing)
+    apart = (logits[packing.source].float() - flat.float()).square().mean().sqrt()
+    effect = (cut.float() - flat[:, 8:].float()).square().mean().sqrt()
+    return float(apart / effect), logits.dtype
+
+
+@torch.enable_grad()
+def gradient_error(model: CausalLM) -> tuple[float, torch.dtype]:
+    """How far packed and flat gradients of the embeddings of a small tree are apart, as a part of their norm.
+
+    Those of the weights are left alone: where weights are spread over processes, they would be reduced.
+    """
+    with _tried(model) as (ids, packing), _embeddings(model) as embedded:
+        flat, packed = _flat(model, ids), _packed(model, packing)[packing.source]
+        weights = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat.device)
+        whole, mine = (
+            torch.autograd.grad((logits.float() * weights).sum(), leaf)[0].float()
+            for logits, leaf in zip((flat, packed), embedded, strict=True)
+        )
+    expected = torch.zeros_like(mine[0]).index_add_(0, packing.source.flatten(), whole[:, :-1].flatten(0, 1))
+    return float((mine[0] - expected).norm() / expected.norm()), flat.dtype
+
+
+@contextmanager
+def _tried(model: CausalLM) -> Iterator[tuple[Tensor, Packing]]:
+    """A small tree of rows, and it packed; a model that fails on it cannot be packed."""
     stream = np.random.default_rng(0)
     trunk, *ends = stream.integers(0, model.config.get_text_config().vocab_size, (6, 8)).tolist()
     rows = [trunk + ends[0], trunk + ends[1], trunk[:4] + ends[2] + ends[3][:4], ends[4] + trunk]
     device, training = model.device, model.training
-    ids, whole = torch.tensor(rows, device=device), torch.full((len(rows),), len(rows[0]), device=device)
+    ids, lengths = torch.tensor(rows, device=device), torch.full((len(rows),), len(rows[0]), device=device)
     model.eval()
     try:
-        flat = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, :-1].float()
-        cut = model(input_ids=ids[:, 8:], attention_mask=torch.ones_like(ids[:, 8:]), use_cache=False).logits
-        packing = pack(ids, whole)
-        logits = model(
-            input_ids=packing.ids, position_ids=packing.positions, attention_mask=packing.mask(), use_cache=False
-        ).logits[0]
+        yield ids, pack(ids, lengths)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise Unpackable(f"pack: tree: {type(model).__name__} fails on a packed row: {error}; set pack=flat") from error
     finally:
         model.train(training)
-    apart = (logits[packing.source].float() - flat).square().mean().sqrt()
-    effect = (cut[:, :-1].float() - flat[:, 8:]).square().mean().sqrt()
-    return float(apart / effect)
+
+
+def _flat(model: CausalLM, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, :-1]
+    return logits
+
+
+def _packed(model: CausalLM, packing: Packing) -> Tensor:
+    logits: Tensor = model(
+        input_ids=packing.ids, position_ids=packing.positions, attention_mask=packing.mask(), use_cache=False
+    ).logits[0]
+    return logits
+
+
+@contextmanager
+def _embeddings(model: CausalLM) -> Iterator[list[Tensor]]:
+    """What the model's forward passes embed, as leaves of their graphs."""
+    leaves: list[Tensor] = []
+
+    def cut(_: Any, __: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        yield leaves
+    finally:
+        hook.remove()

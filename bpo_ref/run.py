@@ -10,6 +10,8 @@ import math
 import os
 import shutil
 import signal
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import gymnasium as gym
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, gather_object, patch_environment
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -44,7 +46,9 @@ from bpo_ref.models import (
     eos_ids,
     load_adapter,
     load_policy,
+    lowered_twin,
     policy_of,
+    refresh,
     settle_cpu,
 )
 from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
@@ -53,9 +57,12 @@ from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 Item = TypeVar("Item")
+
+OUT_SECONDS = 30.0
+"""How long a process looks for the first one's file in ``out``."""
 
 MAY_CHANGE = {  # on resuming
     "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates", "budget",
@@ -79,6 +86,9 @@ class Run:
     model: Any
     """It as the processes share it: what is trained."""
     optimizer: Any
+    lower_once: bool | None = None
+    """Whether what samples has weights of its own in the lower type, cast once after each optimizer step and not at
+    every token. None: on CUDA, where casting is what a token waits for."""
 
     def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
         self.zero3 = zero3.wanted()
@@ -99,12 +109,16 @@ class Run:
             except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.args = args = resolve(gives_key(self.envs))
+        if args.credit == "gigpo" and not gives_state(self.envs):
+            raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
         self._check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
+        self._check_out()
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
         self.scores: dict[str, Score] = {}
         self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
+        self._twin: CausalLM | None = None
         self._interrupted = False
         self._saved_at = ""
         self._last = True
@@ -127,6 +141,7 @@ class Run:
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
         self._place(whole)
+        self._check_packing()
         self.restore(saved)
         self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
         self.log = RunLog(args, self.done(), self.accelerator)
@@ -323,6 +338,12 @@ class Run:
             self._shard(whole.value_head)
         self.model, self.optimizer = whole, self._adamw(whole)
 
+    def _check_packing(self) -> None:
+        """The model was tried out on the CPU; where it trains, attention may be another."""
+        if self.args.pack == "tree":
+            with zero3.gathered(self.model) if self.zero3 else parallel.gathered(self.policy):
+                packing.check(self.policy)
+
     def _shard(self, model: nn.Module) -> None:
         dtype = torch.float32 if isinstance(model, nn.Linear) else getattr(torch, self.args.dtype)  # the value head
         parallel.shard(model, device=self.accelerator.device, dtype=dtype)
@@ -435,16 +456,29 @@ class Run:
         """The present policy; good until the weights change."""
         backend = make_backend(
             self.args.backend,
-            self.policy,
+            self._sampled(),
             stop_ids=self.chat.stop_ids,
             max_new_tokens=self.args.max_new_tokens,
             temperature=temperature,
             context_limit=self.args.context,
             entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+            sampler_logps=self.args.tis > 0,
         )
         skip = self.args.entropy_skip
         skip = self.chat.length(self.prompt.opening) if skip is None else skip
         return ChatPolicy(backend, self.chat, prompt=self.prompt, entropy_skip=skip)
+
+    def _sampled(self) -> CausalLM:
+        """The policy, or the same with weights that are cast already."""
+        args, wanted = self.args, self.lower_once
+        wanted = self.accelerator.device.type == "cuda" if wanted is None else wanted
+        if not wanted or args.dtype == "float32" or args.lora_r or self.sharded or args.backend != "hf":
+            return self.policy  # which computes in its own type, or whose gathered weights are in the lower one
+        if self._twin is None:
+            self._twin = lowered_twin(self.policy, getattr(torch, args.dtype))
+        else:
+            refresh(self._twin, self.policy)
+        return self._twin
 
     def _evaluate(self, name: str) -> Score:
         args = self.args
@@ -547,6 +581,25 @@ class Run:
     def _bar(self, description: str, total: int) -> Any:
         return tqdm(desc=description, total=total, initial=self.step, disable=not self.accelerator.is_main_process)
 
+    def _check_out(self) -> None:
+        """All processes read what the first one writes there: demonstrations, merged adapters, checkpoints.
+
+        Raises:
+            ConfigError: a process, perhaps on another node, does not see the first one's folder.
+        """
+        if self.accelerator.num_processes == 1:
+            return
+        main = self.accelerator.is_main_process
+        name = broadcast_object_list([f".shared-{uuid.uuid4().hex}" if main else None])[0]
+        with token_in(self.out, name if main else None):
+            self.accelerator.wait_for_everyone()
+            sees = self._gather([appears(self.out / name, seconds=OUT_SECONDS)])
+        if blind := [process for process, seen in enumerate(sees) if not seen]:
+            raise ConfigError(
+                f"out: expected a folder that all processes share, but {self.out} of process 0 is not that of "
+                f"{blind}: with several nodes, it has to be on a file system that they share"
+            )
+
     def _check_processes(self) -> None:
         """A launcher that meant several processes but started one would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
@@ -556,7 +609,7 @@ class Run:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
             )
-        if args.prompts % (args.minibatches * wanted):
+        if args.prompts % ((args.minibatches or 1) * wanted):
             raise ConfigError(
                 f"prompts: {args.prompts} cannot be split evenly into {args.minibatches} minibatches "
                 f"for {wanted} processes"
@@ -565,9 +618,40 @@ class Run:
             raise ConfigError(f"sft_batch: {args.sft_batch} episodes for {wanted} processes")
 
 
+@contextmanager
+def token_in(folder: Path, name: str | None) -> Iterator[None]:
+    """A file in the folder for the time being; None: no file."""
+    path = None if name is None else folder / name
+    if path is not None:
+        path.touch()
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def appears(path: Path, *, seconds: float) -> bool:
+    """Whether a file is there, or is soon: network file systems show new files late."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 def gives_key(envs: Envs) -> bool:
     """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key`, what may be one."""
     env = envs.take()
     _, info = env.reset(seed=0)
     envs.give(env)
     return plain_key(info.get("progress_key")) is not None
+
+
+def gives_state(envs: Envs) -> bool:
+    """Whether the environment's ``info`` holds a ``state_hash``."""
+    env = envs.take()
+    _, info = env.reset(seed=0)
+    envs.give(env)
+    return bool(info.get("state_hash"))

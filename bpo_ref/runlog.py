@@ -21,7 +21,7 @@ from sandboxgym.tree_file import save_trees
 from sandboxgym.tree_page import write_page
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 
 def tracking(args: Args) -> dict[str, Any]:

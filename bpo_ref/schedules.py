@@ -13,7 +13,7 @@ from bpo_ref.config import ConfigError
 from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 
 if TYPE_CHECKING:
-    from bpo_ref.train import Args
+    from bpo_ref.args import Args
 
 
 class Forks(Schedule):

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
+from bpo_ref.archive import pack
 from bpo_ref.compare import write
 from bpo_ref.plots import Metric, Plot
 
@@ -40,11 +41,13 @@ STUDIES: dict[str, Variants] = {
     "main": {
         name: f"--algo {name}"
         for name in (
-            *("ppo", "grpo", "rloo", "vineppo", "bpo-paper", "bpo-sibling", "bpo-tree"),
+            *("ppo", "grpo", "gigpo", "rloo", "vineppo", "bpo-paper", "bpo-sibling", "bpo-tree"),
             *("rloo-turn", "rloo-key", "rloo-value", "rloo-pooled"),
             *("bpo-key", "bpo-forest", "bpo-split", "bpo"),
         )
-    },
+    }
+    # every turn valued by four rollouts would leave it two updates of such a budget
+    | {"vineppo": "--algo vineppo --mc-turns 2 --mc-rollouts 2"},
     # K at 13 returns a task; M is an average where it is not whole
     "k-sweep": {
         f"bpo-paper-K{k}": f"--algo bpo-paper --width {k} --points {m}"
@@ -181,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--launch", default=sys.executable, help="what starts a run, such as accelerate launch")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; writes OUT-table.md and OUT.png")
     parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what variants are compared by")
+    parser.add_argument("--data", type=Path, help="write what the tables are made of to this file (bpo_ref.archive)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
     if arguments.starts is not None and arguments.starts < 1:
@@ -209,6 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if stopped := [folder for folder in map(folder_of, stage) if not (folder / "results.json").exists()]:
             raise SystemExit(f"error: stopped before the end: {', '.join(map(str, stopped))}; the same command goes on")
     folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
+    if arguments.data:
+        pack(folders, arguments.data)
     plot: Plot = "curves" if arguments.study in CURVES else "gains"
     print(write(folders, arguments.out, arguments.metric, costs=arguments.study == "overhead", plot=plot))
 

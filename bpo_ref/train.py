@@ -1,15 +1,15 @@
-"""Branching Policy Optimization and its baselines, read from top to bottom: arguments, credit, loss, loop.
+"""Branching Policy Optimization and its baselines, read from top to bottom: credit, loss, loop.
 
     accelerate launch bpo_ref/train.py --config bpo_ref/configs/alfworld-tiny.yaml --algo bpo --seed 1
 
 Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it forks (the schedule), what an action is
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
-Beside this file: where trees fork (`schedules.py`), what credit and schedules know from other rollouts
-(`baselines.py`), which episodes are left out (`masks.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the
-network (`models.py`), sampling (`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores,
-reports (`eval.py`, `runlog.py`, `plots.py`), the quality of the estimators (`variance.py`), the paper's tables
-(`study.py`).
+Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
+where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), which episodes
+are left out (`masks.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
+(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `runlog.py`,
+`plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
 On many GPUs: data parallel or sharded (`parallel.py`, `zero3.py`), through accelerate. Left out: inference servers.
 """
 
@@ -18,9 +18,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -30,8 +29,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.annotate import annotate
-from bpo_ref.backends import BackendName
+from bpo_ref.annotate import annotate, sampler_mismatch
+from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import (
     ForkSample,
     Gather,
@@ -44,7 +43,7 @@ from bpo_ref.baselines import (
 )
 from bpo_ref.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
 from bpo_ref.checkpoint import CheckpointError
-from bpo_ref.config import ConfigError, parse
+from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
 from bpo_ref.generate import forward
 from bpo_ref.masks import end_counts, without_masked
@@ -53,390 +52,7 @@ from bpo_ref.oracle import value_scores
 from bpo_ref.run import Interrupted, Run, TrainingFailed
 from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.schedules import make_schedule
-from sandboxgym.prompts import PromptName
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
-
-Algo = Literal[
-    "sft", "ppo", "grpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
-    "bpo-paper", "bpo-sibling", "bpo-tree", "bpo-key", "bpo-forest", "bpo-split", "bpo",
-]  # fmt: skip
-ScheduleName = Literal[
-    "none",
-    "entropy",
-    "entropy-online",
-    "random",
-    "spaced",
-    "lowest",
-    "root",
-    "value-oracle",
-    "explained",
-    "split",
-    "mc",
-]
-Credit = Literal["paper", "sibling", "tree", "group", "gae", "mc"]
-Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
-KEYED = ("key", "value", "pooled")  # baselines
-
-
-@dataclass(frozen=True)
-class Args:
-    """Settings of a run. Those that are None are set by ``algo`` (see ``PRESETS``)."""
-
-    algo: Algo = "bpo"
-    """The algorithm: a preset of the settings under *Tree and credit*; each can be overridden. ``bpo`` is ``bpo-split``
-    with the pooled baseline and roulette where the environment gives a ``progress_key``, else ``bpo-forest``."""
-    out: str = "runs/alfworld"
-    """Folder for logs, checkpoints, samples, plots and results."""
-    seed: int = 0
-    """Seed of everything that is drawn: weights, demonstrations, prompts, samples."""
-    resume: bool = False
-    """Go on from the last checkpoint in ``out``, exactly as if never interrupted."""
-    init_from: str | None = None
-    """A checkpoint folder whose weights to start from (its supervised stage is then not repeated)."""
-
-    # Environment
-    env_id: str = "sandboxgym/ALFWorld-v0"
-    """Any environment with snapshots, text observations and text actions."""
-    env_kwargs: tuple[str, ...] = ()
-    """Its arguments in training, as name=value."""
-    eval_kwargs: tuple[str, ...] = ()
-    """Its arguments in evaluation."""
-    env_threads: int = 1
-    """Environments that work at the same time: more than 1 pays for sandboxes and browsers."""
-    env_overlap: bool = False
-    """Sample for one half of the tasks while the environments of the other half step: pays where steps take long."""
-    env_retries: int = 2
-    """Environments that a path may lose before it is dropped, with its forks. Those that take their place begin at its
-    last snapshot. 0: the first that fails ends the run."""
-    max_live: int = 1024
-    """Most paths that a process samples at the same time: bounds memory, changes nothing else."""
-    max_turns: int = 24
-    """Step limit of an episode (the original ALFWorld's is 50, the paper's 40)."""
-
-    # Policy
-    model: str = "tiny:0.2M"
-    """``tiny:SIZE`` (built in code, see ``tiny.py``), or a folder or hub name of a transformers causal model."""
-    tiny_vocabulary: int = 0
-    """Pieces of a tiny policy's byte-level tokenizer, learnt on the expert episodes: any text can be read and written.
-    0: a word-level one that only knows the words of these episodes (ALFWorld's few)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What is computed in, and frozen weights are kept in; weights that are trained stay in float32."""
-    lora_r: int = 0
-    """Rank of adapters that are trained in place of the weights (LoRA); 0: all weights are. The reference is then the
-    policy without them, and takes no memory."""
-    lora_alpha: int = 32
-    """Their output is scaled by this, divided by their rank."""
-    gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass rather than keep what is inside."""
-    prompt: PromptName = "plain"
-    """``plain``: a message is the observation, an answer the action. ``react``: a system prompt for the environment,
-    and answers of thoughts between <think> tags and one action between <action> tags; others are invalid actions.
-    ``choice``: the possible actions are numbered, and a number is an answer."""
-    list_actions: bool = False
-    """Name the possible actions in every message, where the environment does."""
-    history: int = 0
-    """Turns that a message recalls, each turn being a conversation (and a row in training) of its own; 0: one
-    conversation grows with the episode."""
-    system: str | None = None
-    """System prompt, in place of that of ``prompt``."""
-    context: int = 768
-    """Most tokens of an episode; one that does not fit is truncated."""
-    observation_tokens: int = 0
-    """Most tokens of an observation: the middle of longer ones is left out. 0: no limit."""
-    max_new_tokens: int = 12
-    """Most tokens of an action."""
-    entropy_skip: int | None = None
-    """Tokens that every answer begins with: its entropy is that of the token after them. Default: the prompt's tag."""
-    temperature: float = 1.0
-    """Sampling temperature in training; the policy is the tempered distribution."""
-    backend: BackendName = "hf"
-    """What samples: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
-    threads: int = 1
-    """CPU threads a process (0: PyTorch's choice)."""
-    process_timeout: float = 24.0
-    """Hours that processes wait for each other before they give up: those whose tasks are done wait for the slowest."""
-
-    # Supervised stage on expert episodes
-    sft_steps: int = 0
-    """Optimizer steps; 0 leaves the stage out."""
-    sft_data: str | None = None
-    """Chats to learn from, one JSON object ``{"messages": [{"role", "content"}, …]}`` a line, instead of the
-    environment's own expert."""
-    sft_episodes: int = 4000
-    """Expert episodes to collect."""
-    expert_kwargs: tuple[str, ...] = ()
-    """Further arguments of the environment's expert, as name=value."""
-    sft_reward: float | None = None
-    """Least total reward of an expert episode that is used; None: only the successful ones are."""
-    sft_noise: float = 0.2
-    """Probability of an action that is not the expert's, which it then recovers from; these are not learnt."""
-    sft_batch: int = 16
-    """Episodes a step, over all processes."""
-    sft_lr: float = 3e-3
-    """Learning rate, with a linear warm-up and a cosine decay."""
-    sft_observation_weight: float = 0.2
-    """Weight of the loss on observation tokens: small models learn to copy names from it."""
-
-    # Reinforcement learning
-    updates: int = 50
-    """Number of updates; with a ``budget``, only the unit of ``eval_every`` and ``warmup``."""
-    match: Literal["returns", "env-steps", "tokens"] = "returns"
-    """What ``budget`` counts: episodes played to an end, environment steps, or generated tokens; all are logged."""
-    budget: int = 0
-    """Train until so much is spent, whatever the number of updates: algorithms with equal budgets can be compared."""
-    prompts: int = 16
-    """Tasks an update, over all processes."""
-    lr: float = 5e-4
-    """Learning rate of AdamW."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, to 0 at the end."""
-    warmup: int = 0
-    """Updates of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
-    adam_eps: float = 1e-8
-    """Of AdamW: weights whose gradients are far smaller hardly move; without it all do by ``lr``, if only by noise."""
-    weight_decay: float = 0.0
-    """Of AdamW, for the policy's matrices: not for norms, biases and the value head."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    epochs: int = 1
-    """Passes over the rollouts of an update."""
-    minibatches: int = 1
-    """Optimizer steps a pass; each takes whole tasks, shuffled anew for every pass."""
-    micro_tokens: int = 16384
-    """Most tokens of a forward and backward pass; larger batches are accumulated."""
-    pack: Literal["tree", "flat"] = "tree"
-    """``tree``: prefixes that paths share are computed once an update; ``flat``: every path by itself, padded."""
-
-    # Tree and credit
-    width: int | None = None
-    """K: children of a branch node."""
-    points: float | None = None
-    """M: most branch points on the way from the root to a leaf. A fraction is drawn per task between its neighbours."""
-    roots: int | None = None
-    """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
-    allocation: Literal["equal", "spread"] = "equal"
-    """Root paths: W a task, or W on average, more for tasks whose returns spread in earlier batches."""
-    schedule: ScheduleName | None = None
-    """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
-    ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
-    ``explained`` (at the depth that explains 30 % of the variance), ``split`` (by V̂). ``mc`` forks for values only."""
-    forks: Literal["backbone", "roots", "all"] | None = None
-    """Which paths are forked: the first root path, every root path, or every path, forks too."""
-    root_branch: Literal["always", "free", "never"] | None = None
-    """Whether the root is one of the M points: always, by the schedule's choice, or never."""
-    spacing: int = 8
-    """Least distance of two branch points in tokens of context (the paper: 64); not for ``split``, ``explained``."""
-    fill: Literal["none", "widen"] = "none"
-    """What becomes of points that a short path leaves unspent: nothing, or more siblings at those chosen."""
-    subsample_returns: int = 0
-    """Train on so many of a task's paths, drawn at random (0: all); credit is by all."""
-    credit: Credit | None = None
-    """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO),
-    ``gae`` (PPO), ``mc`` (VinePPO: differences of Monte-Carlo values from restored states)."""
-    baseline: Baseline | None = None
-    """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
-    (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
-    shrunk to that (``pooled``), or a learned value head (``critic``)."""
-    fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
-    """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
-    step_weight_power: float | None = None
-    """p: a step behind f forks of width K counts K^(-p f). 1 is unbiased, 0 counts all steps of a tree alike."""
-    roulette: float | None = None
-    """q of ``split``: a path whose V̂ falls to ``roulette_below`` goes on with this probability and then counts 1/q."""
-    roulette_below: float = 0.02
-    """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
-    value_decay: float = 0.9
-    """Share of the running means (``value``, ``split``, ``allocation``) that is kept at every update."""
-    mc_rollouts: int = 4
-    """Rollouts from a restored state for its value; not trained on. VinePPO's are counted, the oracle's are not."""
-    mc_turns: int = 0
-    """VinePPO: turns of a path to value, drawn from ``max_turns`` before it begins; 0: all."""
-    lam: float = 0.95
-    """λ of Eq. 8, in agent steps."""
-    gamma: float = 1.0
-    """Discount a turn."""
-    invalid_penalty: float = 0.0
-    """Taken off the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
-    group_std: bool = True
-    """Divide ``group`` advantages by the group's standard deviation."""
-    advantage_norm: Literal["none", "batch"] | None = None
-    """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
-
-    # Value head (``credit=gae`` or ``baseline=critic``)
-    gae_steps: Literal["turn", "token"] = "turn"
-    """What is a step of ``gae``: a turn of the episode, or a token."""
-    gae_lam: float | None = None
-    """λ of ``gae``, in its steps. Default: 0.95 for turns, 1 for tokens, of which .95 forgets 60 behind."""
-    value_lr: float = 1e-3
-    """Learning rate of the value head; the rest of the network has the policy's."""
-    value_weight: float = 0.5
-    """Of the value loss."""
-    value_clip: float = 0.2
-    """Values move at most this far from those before the update without the loss noticing; 0: no clipping."""
-
-    # Loss
-    ratio: Literal["token", "step", "sequence"] = "token"
-    """Level of the importance ratio: a token, an action, or (its geometric mean) all actions of a path."""
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 minus this."""
-    clip_high: float = 0.2
-    """The ratio is clipped above 1 plus this."""
-    dual_clip: float = 0.0
-    """Where the advantage is negative, the ratio is clipped above this as well (0: not)."""
-    kl: float = 0.0
-    """β: weight of the KL divergence to the policy that reinforcement learning started from."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Schulman's estimators of it, with r the reference's probability over the policy's: -log r, (log r)² / 2 and
-    r - 1 - log r. Default: k3 in the loss, which k2 can replace; k1 in the reward. Both have the gradient of KL(π‖ref):
-    k3 counts times the importance ratio, without which it would have that of KL(ref‖π)."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where it is counted; in the reward it is the log-ratio of each action (k1)."""
-    aggregation: Literal["token", "path", "constant"] = "token"
-    """Mean over all tokens of all processes, mean over paths of token means, or sum over tokens / tasks."""
-
-    # Bookkeeping
-    eval_episodes: int = 256
-    """Size of the fixed panel of evaluation tasks: the first of the evaluation library, one episode each."""
-    eval_untrained: bool = True
-    """Evaluate before the supervised stage too; not worth it where random commands make an environment wait."""
-    eval_every: int = 10
-    """Updates between evaluations."""
-    eval_temperature: float = 1.0
-    """Sampling temperature in evaluation."""
-    save_every: int = 10
-    """Updates (and 20 times as many supervised steps) between checkpoints."""
-    trackers: tuple[str, ...] = ("tensorboard",)
-    """Which of accelerate's trackers get every number that is logged (wandb, mlflow, trackio, …)."""
-
-    @property
-    def critic(self) -> bool:
-        """Whether there is a value head."""
-        return self.credit == "gae" or self.baseline == "critic"
-
-    @property
-    def keyed(self) -> bool:
-        """Whether the environment's ``progress_key`` is used."""
-        return self.baseline in KEYED or self.schedule == "split"
-
-
-DEFAULTS: dict[str, Any] = dict(  # of what a preset does not name: independent rollouts, plain RLOO
-    width=4, points=2.0, schedule="none", forks="backbone", root_branch="never", credit="tree", baseline="none",
-    fork_baseline=None, step_weight_power=1.0, roulette=1.0, advantage_norm="none",
-)  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {
-    "sft": {},
-    "ppo": dict(credit="gae", advantage_norm="batch"),
-    "grpo": dict(credit="group"),
-    "rloo": {},
-    "rloo-turn": dict(baseline="turn"),
-    "rloo-key": dict(baseline="key"),
-    "rloo-value": dict(baseline="value"),
-    "rloo-pooled": dict(baseline="pooled"),
-    "vineppo": dict(schedule="mc", credit="mc", roots=8),
-    "bpo-paper": dict(schedule="entropy", credit="paper", step_weight_power=0.0, root_branch="free"),
-    "bpo-sibling": dict(schedule="entropy-online", credit="sibling", step_weight_power=0.0, root_branch="always"),
-    "bpo-tree": dict(schedule="entropy-online", step_weight_power=0.0, root_branch="always"),
-    "bpo-key": dict(schedule="entropy-online", baseline="key", step_weight_power=0.75, root_branch="always"),
-    "bpo-forest": dict(
-        roots=8, width=2, points=1.0, schedule="explained", forks="roots", baseline="turn", fork_baseline="shrunk"
-    ),
-    "bpo-split": dict(roots=4, width=2, points=3.0, schedule="split", forks="all", baseline="value"),
-}
-PRESETS["bpo"] = PRESETS["bpo-split"] | dict(baseline="pooled", roulette=0.5)
-
-
-def resolved(args: Args, *, keyed: bool = True) -> Args:
-    """The settings with the preset of ``algo`` filled in, checked.
-
-    Args:
-        args: as given.
-        keyed: whether the environment gives a ``progress_key``.
-
-    Raises:
-        ConfigError: naming the field that cannot be.
-    """
-    preset = DEFAULTS | PRESETS["bpo-forest" if args.algo == "bpo" and not keyed else args.algo]
-    given = {name: value for name, value in asdict(args).items() if value is not None}
-    settings = preset | given
-    preset["fork_baseline"] = preset["fork_baseline"] or ("siblings" if settings["baseline"] == "none" else "parent")
-    preset["roulette"] = preset["roulette"] if settings["schedule"] == "split" else 1.0
-    preset["kl_estimator"] = "k3" if args.kl_in == "loss" else "k1"
-    preset["gae_lam"] = 0.95 if args.gae_steps == "turn" else 1.0
-    args = replace(args, **{name: value for name, value in preset.items() if name not in given})
-    width, points = args.width or 0, args.points or 0.0
-    forks = args.schedule not in ("none", "mc")
-    n = 1 + points * (width - 1)
-    if args.roots is None:
-        if not forks and n != round(n):
-            raise ConfigError(f"roots: N = 1 + points (width - 1) = {n} is not a whole number; set roots")
-        args = replace(args, roots=(width if args.root_branch == "always" else 1) if forks else round(n))
-    roots = args.roots or 0
-
-    def refuse(wrong: bool, field: str, message: str) -> None:
-        if wrong:
-            raise ConfigError(f"{field}: {message}")
-
-    if forks:
-        always, too_far = args.root_branch == "always", args.spacing >= args.context
-        refuse(width < 2, "width", f"a branch node has at least 2 children (K >= 2), found width={width}")
-        refuse(
-            points <= 0, "points", f"schedule={args.schedule} needs at least one branch point, found points={points}"
-        )
-        refuse(always and points < 1, "points", f"a root that always branches is one already, found points={points}")
-        refuse(too_far, "spacing", f"{args.spacing} tokens between branch points exceed the context of {args.context}")
-        refuse(args.credit in ("gae", "mc"), "credit", f"{args.credit} goes without forks, found {args.schedule}")
-    branched = f"found schedule={args.schedule}, roots={roots}"
-    alone = f"group is for two or more independent rollouts, {branched}"
-    refuse(args.credit == "group" and (forks or roots < 2), "credit", alone)
-    refuse((args.credit == "mc") != (args.schedule == "mc"), "credit", f"mc goes with schedule=mc, {branched}")
-    refuse(
-        args.baseline != "none" and args.credit != "tree", "baseline",
-        f"{args.baseline} goes with credit=tree, found credit={args.credit}",
-    )  # fmt: skip
-    refuse(
-        args.keyed and not keyed, "baseline" if args.baseline in KEYED else "schedule",
-        f"needs info['progress_key'], which {args.env_id} does not give",
-    )  # fmt: skip
-    refuse(
-        roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
-        "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
-    )  # fmt: skip
-    uneven = {  # what root paths that differ in number do not go with
-        f"credit={args.credit}": args.credit != "tree",
-        f"root_branch={args.root_branch}": args.root_branch == "free",
-        f"roots={roots} and baseline={args.baseline}": roots < 2 + (args.baseline == "none"),
-        f"aggregation={args.aggregation}": args.aggregation == "path",  # counts the paths of all tasks alike
-        f"subsample_returns={args.subsample_returns}": args.subsample_returns > 0,
-    }
-    for found, wrong in uneven.items():
-        refuse(wrong and args.allocation == "spread", "allocation", f"spread does not go with {found}")
-    in_loss = args.kl_in == "loss"
-    expected = "k2 or k3 in the loss, where the gradient of k1 is 0 on average" if in_loss else "k1 in the reward"
-    refuse((args.kl_estimator == "k1") == in_loss, "kl_estimator", f"expected {expected}, found {args.kl_estimator}")
-    survival = args.roulette or 0.0
-    refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
-    refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
-    for name in ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"):
-        refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
-    at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads", "max_live")
-    for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
-        refuse(getattr(args, name) < 1, name, f"expected at least 1, found {getattr(args, name)}")
-    for name in ("gamma", "temperature", "eval_temperature", "process_timeout"):
-        refuse(getattr(args, name) <= 0, name, f"expected more than 0, found {getattr(args, name)}")
-    split = f"{args.minibatches} of {args.prompts} prompts: each needs a whole task"
-    refuse(args.minibatches > args.prompts, "minibatches", split)
-    pretrained = not args.model.startswith("tiny:") or args.init_from is not None
-    refuse(args.lora_r > 0 and not pretrained, "lora_r", f"goes with a pretrained model, found model={args.model}")
-    window = f"with history={args.history} every turn is a row, found "
-    refuse(args.history > 0 and args.aggregation == "path", "aggregation", f"{window}{args.aggregation}")
-    refuse(args.history > 0 and args.ratio == "sequence", "ratio", f"{window}{args.ratio}")
-    refuse(args.history > 0 and forks and args.spacing > 0, "spacing", f"{window}{args.spacing} tokens; set it to 0")
-    too_long = args.max_new_tokens >= args.context
-    refuse(too_long, "max_new_tokens", f"{args.max_new_tokens} do not fit the context of {args.context}")
-    return args
-
 
 # ------------------------------------------------------------------------------------------------------------- credit
 
@@ -502,13 +118,37 @@ def sibling_credit(tree: RolloutTree, args: Args) -> None:
             edge.advantage, edge.weight = advantage, 1.0
 
 
+def relative(returns: Sequence[float], args: Args) -> NDArray[np.float64]:
+    """(G - mean) / std over a group, or G - mean without ``group_std``; 0 where all are equal, and for one alone."""
+    values = np.array(returns)
+    apart: NDArray[np.float64] = values - values.mean()
+    return apart / (values.std() + 1e-4) if args.group_std else apart
+
+
 def group_credit(tree: RolloutTree, args: Args) -> None:
     """GRPO: (R - mean) / std over the group of independent rollouts."""
-    returns = np.array([edge.value for edge in tree.root.children])
-    scale = returns.std() + 1e-4 if args.group_std else 1.0
-    for path, value in zip(tree.paths, (returns - returns.mean()) / scale):
+    returns = [edge.value for edge in tree.root.children]
+    for path, value in zip(tree.paths, relative(returns, args)):
         for edge in path.edges:
             edge.advantage, edge.weight = float(value), 1.0 / len(returns)
+
+
+def gigpo_credit(tree: RolloutTree, args: Args) -> None:
+    """GiGPO ("Group-in-Group Policy Optimization", Feng et al., 2025, arXiv 2505.10978): A = A_E + ω A_S.
+
+    A_E is GRPO's, of the episode's return in the group of the task's rollouts. A_S is that of the discounted return
+    from the step on, R_t = Σ_{k ≥ t} γ^(k-t) r_k, in the step's group: all steps of the task's rollouts, the same
+    rollout's too, taken in the same *anchor state*, which is told by ``info["state_hash"]``. F_norm, what both are
+    divided by, is the group's standard deviation or 1 (``group_std``). A state met once has A_S = 0.
+    """
+    group_credit(tree, args)
+    returns = path_returns(tree, args.omega_gamma)
+    anchored: dict[Any, list[Edge]] = {}
+    for edge in tree.edges():
+        anchored.setdefault(edge.parent.state_hash or id(edge), []).append(edge)  # an unknown state is like no other
+    for edges in anchored.values():
+        for edge, value in zip(edges, relative([returns[id(edge)] for edge in edges], args)):
+            edge.advantage += args.omega * float(value)
 
 
 def mc_credit(tree: RolloutTree, args: Args) -> None:
@@ -663,7 +303,8 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
             forks += tree_credit(tree, args, parent, share, prior)
         else:
             by_name = {"paper": paper_credit, "sibling": sibling_credit, "group": group_credit, "gae": gae_credit}
-            by_name.get(str(args.credit), mc_credit)(tree, args)
+            by_name |= {"gigpo": gigpo_credit, "mc": mc_credit}
+            by_name[str(args.credit)](tree, args)
         if args.baseline == "critic":
             for edge in tree.edges():
                 edge.data.targets = [edge.value] + [math.nan] * (edge.action.tokens - 1)
@@ -697,13 +338,17 @@ def policy_loss(
     from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1, and k2 (q - p)² / 2. The
     gradient of ratio x k3, and that of k2 alone, is log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
 
+    With ``tis`` = C all of a token's loss counts min(π_old / π_sampler, C) times: truncated importance sampling, for
+    tokens that another program has drawn than the one that measures them (Yao et al., 2025). The clip still bounds
+    π / π_old. A ratio of 1 is exactly no change.
+
     ``ratio="sequence"`` is GSPO-token (Zheng et al., 2025, section 4.3): every token has its row's ratio as value and
     its own as gradient, which is GSPO where a row's advantages are equal.
 
     Args:
         logps: log-probabilities under the current policy, [B, T-1].
         batch: what was sampled.
-        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl`` and ``kl_estimator`` are used.
+        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl``, ``kl_estimator`` and ``tis`` are used.
         reference: log-probabilities under the reference policy, [B, T-1].
     """
     mask = batch.mask
@@ -737,8 +382,12 @@ def policy_loss(
         apart = (reference - logps).masked_fill(~mask, 0.0)
         divergence = apart**2 / 2 if args.kl_estimator == "k2" else apart.exp() - apart - 1
         moved = change.exp()  # of the policy since it has sampled
-        loss = loss + args.kl * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
+        loss = loss + (args.kl or 0.0) * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
         stats["kl"] = (divergence.detach() * mask).sum()
+    if args.tis and batch.sampler_logps is not None:
+        drawn = (batch.old_logps - batch.sampler_logps).exp()
+        loss = loss * drawn.clamp(max=args.tis)
+        stats["tis_capped"] = ((drawn > args.tis) & mask).sum().float()
     return loss, stats
 
 
@@ -780,6 +429,7 @@ class Trainer(Run):
     """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step)."""
 
     def __init__(self, args: Args) -> None:
+        self.passed_over = dict.fromkeys(("returns", "env_steps", "tokens"), 0)  # drawn, but not learnt from
         super().__init__(args, lambda keyed: resolved(args, keyed=keyed))
 
     def state(self) -> dict[str, Any]:
@@ -871,8 +521,8 @@ class Trainer(Run):
             sampled = time.perf_counter()
             forks = assign_credit(trees, args, self.memory, self._gather)
             self.memory.observe(trees, forks, args, self._gather)
-            leave_out(trees, args, (args.seed, 4, self.step))
-            metrics = self._optimize(trees)
+            cut = leave_out(trees, args, (args.seed, 4, self.step))
+            metrics = self._optimize(trees) | {"rollout/left_out_actions": self._sum(float(cut))}
             self.step += 1
             finished = time.perf_counter()
             metrics |= self._count(trees, finished - began)
@@ -905,10 +555,11 @@ class Trainer(Run):
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
         """Trees of the update's tasks, every N-th on each of N processes: the same tasks whatever N is."""
         args = self.args
+        self.passed_over = dict.fromkeys(self.passed_over, 0)
         env = self.envs.take()
-        drawn = draw_tasks(env, args.prompts, seed)
+        drawn = draw_tasks(env, math.ceil(args.prompts * max(1.0, args.dynamic_sampling)), seed)
         self.envs.give(env)
-        indices = range(self.accelerator.process_index, args.prompts, self.accelerator.num_processes)
+        indices = range(self.accelerator.process_index, len(drawn), self.accelerator.num_processes)
         tasks, scores = [drawn[i] for i in indices], None
         shared: dict[str, Any] = dict(
             tasks=tasks, seed=seed, indices=indices, max_live=args.max_live, retries=args.env_retries
@@ -926,13 +577,41 @@ class Trainer(Run):
         self.rollout_costs = rollout_costs(policy, clock, failures, ends, time.perf_counter() - began, self._sum)
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
+        trees = self._differing(trees) if args.dynamic_sampling else trees
         measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
         annotate(trees, args, measure, reference, self.accelerator.device)
+        if told := self._gather(sampler_mismatch(trees)):
+            tokens, apart, largest = zip(*told)
+            self.rollout_costs["rollout/sampler_mismatch"] = sum(apart) / sum(tokens)
+            self.rollout_costs["rollout/sampler_ratio_max"] = max(largest)
         return trees
+
+    def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
+        """Dynamic sampling: the trees whose returns differ, the first ``prompts`` of all processes, numbered anew.
+
+        Where no task's do, there is nothing to choose by. What was drawn beside them is counted as spent.
+        """
+        every = sorted(self._gather([(tree.index, returns_differ(tree)) for tree in trees]))
+        differing = [index for index, differs in every if differs]
+        places = {index: place for place, index in enumerate((differing or [i for i, _ in every])[: self.args.prompts])}
+        for tree in trees:
+            if tree.index not in places:
+                self.passed_over["returns"] += len(tree.paths)
+                self.passed_over["env_steps"] += tree.env_steps
+                self.passed_over["tokens"] += tree.tokens
+        wins = [path.edges[-1].success for tree in trees for path in tree.paths]
+        self.rollout_costs["rollout/drawn_success"] = self._sum(float(sum(wins))) / self._sum(float(len(wins)))
+        self.rollout_costs["rollout/drawn_tasks"] = float(len(every))
+        self.rollout_costs["rollout/differing_tasks"] = float(len(differing))
+        kept = [tree for tree in trees if tree.index in places]
+        for tree in kept:
+            tree.index = places[tree.index]
+        return kept
 
     def _optimize(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
         """``epochs`` passes of ``minibatches`` optimizer steps over the trees."""
         args = self.args
+        assert args.epochs is not None and args.minibatches is not None
         sums: dict[str, float] = {}
         norms: list[float] = []
         for epoch in range(args.epochs):
@@ -941,7 +620,7 @@ class Trainer(Run):
                 chosen = [tree for tree in trees if parts[tree.index] == part]
                 rows = rows_of(chosen)
                 denominator = self._sum(denominator_of(rows, len(chosen), args))
-                if not denominator:  # all of its tasks were dropped
+                if not denominator:  # all of its tasks were dropped, or all actions left out
                     continue
                 learnt = self._sum(sum(row.learnt for row in rows))
 
@@ -953,6 +632,8 @@ class Trainer(Run):
                 self._accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
                 self._optimizer_step()
                 norms.append(self.grad_norm)
+        if not norms:
+            return {"update/skipped": 1.0}
         sums = {name: self._sum(value) for name, value in sums.items()}
         tokens = max(sums.pop("tokens"), 1.0)
         metrics = {f"update/{name}": value / tokens for name, value in sums.items() if not name.endswith("loss")}
@@ -984,19 +665,46 @@ class Trainer(Run):
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""
         total = batch_totals(trees, self._gather)
-        for name in ("returns", "env_steps", "tokens"):
-            self.counters[name] += int(total[name])
+        for name, beside in self.passed_over.items():
+            self.counters[name] += int(total[name] + self._sum(float(beside)))
         self.counters["seconds"] += seconds
         return batch_metrics(total) | {f"total/{name}": float(value) for name, value in self.counters.items()}
 
 
-def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> None:
-    """Give the paths beyond ``subsample_returns`` of each task weight 0."""
+def returns_differ(tree: RolloutTree) -> bool:
+    """Whether any two episodes of a task had different rewards in all."""
+    totals = [path.total_reward for path in tree.paths]
+    return max(totals) > min(totals)
+
+
+def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:
+    """Give weight 0 to the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
+    cut: an answer without its end, and an action after which every episode was cut. Returns how many of the latter.
+    """
     for tree in trees if args.subsample_returns else ():
         paths = sorted(tree.paths, key=lambda path: path.key)  # they come in the order in which they ended
         for place in np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]:
             for edge in paths[place].edges:
                 edge.weight = 0.0
+    cut = [edge for tree in trees for edge in cut_actions(tree) if edge.weight] if args.mask_truncated else []
+    for edge in cut:
+        edge.weight = 0.0
+        if isinstance(edge.data, Critique):
+            edge.data.targets = [math.nan] * edge.action.tokens
+    return len(cut)
+
+
+def cut_actions(tree: RolloutTree) -> list[Edge]:
+    """Actions whose answer was cut, and those that no episode goes through that came to an end of its own.
+
+    An episode that Russian roulette has stopped counts as one that did: what it would have brought is accounted for.
+    """
+    ended: set[int] = set()
+    for path in tree.paths:
+        last = path.edges[-1]
+        if last.child.stopped or not last.truncated:
+            ended.update(map(id, path.from_root()))
+    return [edge for edge in tree.edges() if edge.action.data.truncated or id(edge) not in ended]
 
 
 def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
@@ -1004,6 +712,7 @@ def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
 
     Drawn such that N processes, of which each has every N-th task, have equally many in each minibatch.
     """
+    assert args.minibatches is not None
     rng, size = np.random.default_rng([*seed]), args.prompts // args.minibatches
     order = rng.permuted(np.tile(np.arange(args.minibatches), (size, 1)), axis=1)  # of the tasks i, i + size, …
     return np.concatenate([order.T.reshape(-1), rng.integers(args.minibatches, size=args.prompts % args.minibatches)])
@@ -1024,11 +733,6 @@ def learning_rate_factor(position: float, args: Args) -> float:
         return (position + 1) / args.warmup
     rest = (position - args.warmup) / max(1, args.updates - args.warmup)
     return {"constant": 1.0, "linear": 1.0 - rest, "cosine": 0.5 * (1 + math.cos(math.pi * rest))}[args.lr_decay]
-
-
-def parse_args(argv: Sequence[str] | None = None) -> Args:
-    """Defaults, then the YAML file of ``--config``, then the command line; raises `ConfigError`."""
-    return parse(Args, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Score]:

@@ -43,6 +43,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bpo_ref import packing
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.batch import collate, micro_batches, rows_of
 from bpo_ref.chat import ChatFormat
@@ -51,9 +52,10 @@ from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, forward
 from bpo_ref.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.policy import ChatPolicy
+from bpo_ref.presets import PRESETS
 from bpo_ref.run import MAY_CHANGE, gives_key
 from bpo_ref.schedules import make_schedule
-from bpo_ref.train import PRESETS, Args, aggregate, assign_credit, draw_tasks, policy_loss, resolved
+from bpo_ref.train import aggregate, assign_credit, draw_tasks, policy_loss
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
 

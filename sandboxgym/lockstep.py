@@ -258,7 +258,7 @@ class Lockstep:
                     again.append((task, index))
                     continue
                 ((observation, info), snap), seconds, _ = outcome
-                root = Node(0, observation, info.get("progress_key"), owner=())
+                root = Node(0, observation, info.get("progress_key"), owner=(), state_hash=info.get("state_hash"))
                 tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
                 tree.snapshot_seconds = seconds
                 self.hold((index, root.owner))
@@ -362,7 +362,7 @@ class Lockstep:
         edge.verdict = str(info.get("verdict") or "")
         edge.masked, edge.suspicious = bool(info.get("masked", False)), bool(info.get("suspicious"))
         depth, key = run.node.depth + 1, info.get("progress_key")
-        edge.child = Node(depth, observation, key, owner=run.path.key, parent=edge)
+        edge.child = Node(depth, observation, key, run.path.key, edge, state_hash=info.get("state_hash"))
         run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
         run.node.children.append(edge)
         run.path.edges.append(edge)

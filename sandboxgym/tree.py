@@ -82,6 +82,8 @@ class Node:
     """Probability with which the path went on from here (`Schedule.survival`)."""
     stopped: bool = False
     """Whether it did not."""
+    state_hash: Any = field(default=None, kw_only=True)
+    """``info["state_hash"]``, equal for equal states, where the environment gives one."""
 
 
 @dataclass(slots=True, eq=False)

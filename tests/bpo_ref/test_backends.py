@@ -160,6 +160,27 @@ def test_continuous_batching_samples_the_tempered_distribution_of_all_tokens() -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("entropies", [False, True])
+def test_the_log_probabilities_that_it_has_drawn_by_are_told_on_demand(entropies: bool) -> None:
+    """They are those of the tempered distribution, as near to the trainer's as kernels agree."""
+    model = llama()
+    options: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.7, "context_limit": LIMIT}
+    for wanted in (False, True):
+        generator = make_backend(
+            "transformers-continuous", model, stop_ids=STOPS, entropies=entropies, sampler_logps=wanted, **options
+        )
+        session = generator.open(contexts(3))
+        for turn, row in zip(session.generate(range(3), streams(3)), range(3)):
+            assert bool(turn.logps) == entropies and len(turn.sampler_logps) == (len(turn.ids) if wanted else 0)
+            if wanted:
+                ids = torch.tensor([session.context(row)])
+                with torch.no_grad():
+                    logps = (model(ids).logits / 0.7).log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+                assert turn.sampler_logps == pytest.approx(logps[-len(turn.ids) :].tolist(), abs=1e-4)
+        session.drop(range(3))
+
+
+@pytest.mark.slow
 def test_turns_end_where_they_must() -> None:
     session = backend_of("transformers-continuous", llama()).open([[5] * (LIMIT - 2), [5] * LIMIT, [6]])
     with pytest.raises(ContextOverflow):
@@ -189,12 +210,13 @@ def test_a_temperature_of_zero_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_what_continuous_batching_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tis", [0.0, 2.0])
+def test_a_run_trains_on_what_continuous_batching_sampled(tmp_path: Path, tis: float) -> None:
     """Log-probabilities that the backend does not give are the trainer's, so that the first ratio is 1."""
     options: dict[str, Any] = {"env_id": wordgame.ENV_ID, "max_turns": 6, "context": 160, "max_new_tokens": 4}
     sizes: dict[str, Any] = {"prompts": 2, "width": 2, "sft_episodes": 12, "updates": 1, "eval_episodes": 2}
     backend: Any = "transformers-continuous"
-    trainer = Trainer(Args(algo="bpo-forest", roots=2, backend=backend, out=str(tmp_path), **options, **sizes))
+    trainer = Trainer(Args(algo="bpo-forest", roots=2, backend=backend, tis=tis, out=str(tmp_path), **options, **sizes))
     try:
         policy: list[ChatPolicy] = []
         player = trainer._player
@@ -204,6 +226,8 @@ def test_a_run_trains_on_what_continuous_batching_sampled(tmp_path: Path) -> Non
         edges = [edge for tree in trees for edge in tree.edges()]
         assert all(len(edge.action.data.logps) == edge.action.tokens for edge in edges)
         assert all(math.isfinite(edge.action.logp) for edge in edges)
+        assert all(len(edge.action.data.sampler_logps) == (edge.action.tokens if tis else 0) for edge in edges)
+        assert not tis or 0 < trainer.rollout_costs["rollout/sampler_mismatch"] < 1e-4
         for i, edge in enumerate(edges):
             edge.advantage = float(i % 2)
         metrics = trainer._optimize(trees)

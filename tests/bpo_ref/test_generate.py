@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -18,7 +22,7 @@ from transformers import (
 
 from bpo_ref.chat import ChatFormat
 from bpo_ref.generate import (
-    MOST_PIECES,
+    JOINED,
     ContextOverflow,
     Generator,
     Session,
@@ -27,6 +31,7 @@ from bpo_ref.generate import (
     score,
     token_logps,
 )
+from bpo_ref.memory import keys_and_values, shape_of
 from bpo_ref.models import ActorCritic
 from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
 
@@ -361,19 +366,80 @@ def test_rows_read_ahead_are_forked_without_reading_again() -> None:
     recorder.check()
 
 
-def test_forks_share_memory_and_long_conversations_stay_in_few_pieces() -> None:
-    recorder = Recorder(generator_of(llama(), max_new_tokens=3), contexts_of(4))
-    session = recorder.session
-    for turn in range(MOST_PIECES + 3):
-        recorder.turn([0, 1, 2, 3], streams(4, seed=turn))
-        for row in range(4):
-            session.extend(row, [turn])
-    assert all(1 < len(session._rows[row].pieces) <= MOST_PIECES for row in range(4))
-    late, early = session.fork(0, length=len(session.context(0)) - 4), session.fork(0, length=len(contexts_of(4)[0]))
+def tokens_held(session: Session) -> int:
+    """Tokens whose keys and values a layer has memory for; the storages of all layers are of this size."""
+    sizes = {}
+    for part in (part for parts in session._store.parts for part in parts):
+        sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes() // part[0].nbytes
+    assert len(sizes) == 2 * len(session._store.parts)  # keys and values of each layer, and nothing beside
+    (size,) = set(sizes.values())
+    return size
+
+
+def distinct(session: Session) -> int:
+    """Tokens that rows have read, those that they share counted once."""
+    read = (tuple(session.context(row)[: session._rows[row].cached]) for row in session._rows)
+    return len({ids[: n + 1] for ids in read for n in range(len(ids))})
+
+
+@pytest.mark.parametrize("joined", [JOINED, 0], ids=["joined", "by layer"])
+def test_forks_share_keys_and_values_until_they_are_dropped(joined: int) -> None:
+    """Forks of a long path and forks of forks, twenty turns on: what they share is held once."""
+    recorder = Recorder(generator_of(llama(), max_new_tokens=3, context_limit=400, joined=joined), contexts_of(1))
+    session, rng = recorder.session, np.random.default_rng(0)
+
+    def play(rows: list[int], turns: int) -> None:
+        for turn in range(turns):
+            recorder.turn(rows, streams(len(rows), seed=len(session.context(rows[0])) + turn))
+            for row in rows:
+                session.extend(row, rng.integers(0, VOCABULARY, 2).tolist())
+
+    play([0], 20)
+    forks = [session.fork(0) for _ in range(8)]
+    recorder.sampled.update({row: [] for row in forks})
+    play([0, *forks], 20)
+    assert tokens_held(session) <= 1.3 * distinct(session)
+    late, early = session.fork(forks[3], length=len(session.context(forks[3])) - 4), session.fork(forks[0], length=30)
     recorder.sampled.update({late: [], early: []})
-    recorder.turn([0, 2, late, early], streams(4, seed=99))
-    first = [session._rows[row].pieces[0][0].data_ptr() for row in (0, late, early)]
-    assert len(set(first)) == 1
+    session.drop([0, *forks[:3]])  # a parent and a grandparent of what goes on
+    for row in (0, *forks[:3]):
+        recorder.sampled.pop(row)
+    play([late, early, *forks[3:]], 3)
+    recorder.check()
+    before = tokens_held(session)
+    play([late, early, *forks[3:]], 2)
+    assert tokens_held(session) == before  # in the places of what was dropped
+    owners = session._store._owners
+    listed = np.concatenate([session._rows[row].places for row in session._rows])
+    np.testing.assert_array_equal(np.bincount(listed, minlength=len(owners))[1:], owners[1:])
+    session.drop([late, early, *forks[3:]])
+    assert not any(session._store.parts)
+
+
+@pytest.mark.parametrize("build", [llama, qwen2, gpt2])
+def test_layers_put_together_at_every_token_sample_the_same(build: Callable[[], Any]) -> None:
+    model = build()
+    layer = 7 * 20 * 32 * 2 * 4  # bytes of one, roughly
+    found = []
+    for joined in (JOINED, 4 * layer, 0):
+        session = generator_of(model, joined=joined, max_rows=5).open(contexts_of(7))
+        turns = []
+        for seed in range(4):
+            turns += session.generate(range(7), streams(7, seed=seed))
+            session.extend(seed, [1, 2, 3])
+            session.drop([session.fork(2, length=3)])
+        found.append(turns)
+    for turns in found[1:]:
+        assert [turn.ids for turn in turns] == [turn.ids for turn in found[0]]
+        for one, other in zip(turns, found[0]):
+            assert one.logps == pytest.approx(other.logps, abs=1e-6)
+
+
+def test_padding_is_a_place_of_zeros() -> None:
+    """It is masked, but 0 times what was there has to be a number."""
+    recorder = Recorder(generator_of(llama(), joined=0), [[1], contexts_of(9)[8] * 3])
+    recorder.turn([0, 1], streams(2))
+    assert not any(part[0].any() for parts in recorder.session._store.parts for part in parts)
     recorder.check()
 
 
@@ -381,3 +447,62 @@ def test_a_row_without_room_is_not_read_ahead() -> None:
     session = generator_of(gpt2(), context_limit=8).open([[1] * 8, [1] * 7])
     session.prefill([0, 1])
     assert session.prefilled == 6
+
+
+class Census(TorchDispatchMode):
+    """The most bytes that tensors made within it have held at a time, storage by storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.now = 0
+        self.storages: dict[int, tuple[int, int]] = {}  # bytes, and tensors that are alive
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self.known:
+                self.known.add(id(tensor))  # made before, as weights are
+                weakref.finalize(tensor, self.known.discard, id(tensor))
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self.known:
+                self.count(tensor)
+        return made
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        at, size = storage.data_ptr(), storage.nbytes()
+        before = self.storages.get(at, (0, 0))
+        self.storages[at] = max(size, before[0]), before[1] + 1
+        self.now += self.storages[at][0] - before[0]
+        self.peak = max(self.peak, self.now)
+        self.known.add(id(tensor))
+        weakref.finalize(tensor, self.forget, at, id(tensor))
+
+    def forget(self, at: int, tensor: int) -> None:
+        size, alive = self.storages[at]
+        self.known.discard(tensor)
+        if alive > 1:
+            self.storages[at] = size, alive - 1
+        else:
+            del self.storages[at]
+            self.now -= size
+
+
+@pytest.mark.parametrize("joined", [JOINED, 0, 600_000], ids=["joined", "by layer", "some layers"])
+def test_what_sampling_holds_is_what_is_counted(joined: int) -> None:
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=64, max_position_embeddings=256, **SHAPE,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    rows = 8
+    session = generator_of(model, joined=joined, stop_ids=()).open([[1] * 16] * rows)
+    with Census() as census:
+        while session.room(0) > 0:
+            session.generate(range(rows), streams(rows))
+            for row in range(rows):
+                session.extend(row, [3] * min(10, max(0, session.room(row) - 1)))
+    assert session.room(0) == 0
+    counted = sum(keys_and_values(shape_of(config), rows=rows, tokens=256, size=4, joined=joined))
+    assert counted / 1.1 < census.peak < counted * 1.1

@@ -267,6 +267,34 @@ def test_the_sequence_ratio_of_equal_advantages_has_the_gradient_of_gspo() -> No
     torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_the_loss_of_the_sequence_ratio_is_the_papers_objective_clip_included() -> None:
+    """GSPO (Zheng et al., 2025): J = 1/G Σ_i min(s_i A_i, clip(s_i, 1 - ε, 1 + ε') A_i), s_i = (π/π_old)^(1/|y_i|).
+
+    And GSPO-token, 1/G Σ_i 1/|y_i| Σ_t min(s_it A_it, clip(s_it) A_it), s_it = sg(s_i) π_t / sg(π_t), for advantages
+    that differ within a row. Two rows; the first is beyond the upper bound, the second within both.
+    """
+    args = settings(ratio="sequence", aggregation="path", clip_low=3e-4, clip_high=4e-4)
+    for advantages, within in (([1.0, 1.0, -1.0, -1.0], True), ([1.0, -2.0, 0.5, 3.0], False)):
+        batch = replace(made(advantages), weight=made().mask / 2.0)
+        rows = rows_like(batch)
+        change = torch.tensor([[5e-4], [1e-4]]) * batch.mask
+        mine, theirs = ((batch.old_logps + change).requires_grad_() for _ in range(2))
+        aggregate(policy_loss(mine, batch, args)[0], batch, rows, denominator_of(rows, 1, args), args).backward()
+        objective = torch.zeros(())
+        for i in range(2):
+            new, old, a = theirs[i][batch.mask[i]], batch.old_logps[i][batch.mask[i]], batch.advantage[i][batch.mask[i]]
+            sequence = ((new - old).sum() / len(new)).exp()
+            s = sequence if within else sequence.detach() * new.exp() / new.exp().detach()
+            bounded = s.clamp(1 - args.clip_low, 1 + args.clip_high)
+            objective = objective + torch.minimum(s * a, bounded * a).mean() / 2
+        (-objective).backward()
+        assert mine.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-7, rtol=1e-5)
+        assert bool(mine.grad[0].any()) == (not within)  # where the clip is active nothing flows; a worse action is not
+        loss = aggregate(policy_loss(mine, batch, args)[0], batch, rows, denominator_of(rows, 1, args), args)
+        torch.testing.assert_close(loss, -objective)
+
+
 @pytest.mark.parametrize("ratio", ["token", "step", "sequence"])
 @pytest.mark.parametrize(
     ("advantage", "moved", "flows"),

@@ -237,6 +237,64 @@ def test_a_model_that_does_not_keep_to_the_mask_is_refused_by_trying_it_out(monk
         packing.enable(model)
 
 
+def test_attention_that_is_wrong_where_the_model_trains_is_refused_after_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for a device with attention of its own: right while the model is tried out at first."""
+    import wordgame
+
+    from bpo_ref.train import Args, Trainer
+
+    right, place = packing.sdpa_attention_forward, Trainer._place
+
+    def blurred(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        output, _ = right(module, query, key, value, mask, **options)
+        return (output if query.shape[0] > 1 else output * 0.9), None  # of packed rows, which are one
+
+    def placed(trainer: Trainer, whole: Any) -> None:
+        place(trainer, whole)
+        monkeypatch.setattr(packing, "sdpa_attention_forward", blurred)
+
+    monkeypatch.setattr(Trainer, "_place", placed)
+    with pytest.raises(Unpackable, match="same output packed as flat"):
+        Trainer(Args(env_id=wordgame.ENV_ID, eval_kwargs=(), sft_episodes=4, context=160, out=str(tmp_path)))
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient is not."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 0.9 * gradient
+
+
+def test_a_gradient_that_is_wrong_where_the_output_is_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama)
+    packing.enable(model)
+    packing.check(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    right = packing.sdpa_attention_forward
+
+    def bent(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        output, _ = right(module, query, key, *rest, **options)
+        return (output if query.shape[0] > 1 else WrongGradient.apply(output)), None
+
+    monkeypatch.setattr(packing, "sdpa_attention_forward", bent)
+    with pytest.raises(Unpackable, match="same gradient packed as flat"):
+        packing.check(model)
+
+
+@pytest.mark.parametrize("build", [llama, qwen2, gpt2])
+def test_a_model_in_half_precision_passes_the_check(build: Callable[[], Any]) -> None:
+    model = build().bfloat16()
+    packing.enable(model)
+    packing.check(model)
+
+
 # Whole updates.
 
 

@@ -15,11 +15,13 @@ import yaml
 from test_train import ENVIRONMENT, TINY
 
 from bpo_ref import compare, study
+from bpo_ref.archive import ArchiveError, pack, unpack
 from bpo_ref.compare import Finished, beside, efficiency, grouped, overhead, summary
 from bpo_ref.study import STUDIES, commands, main
 from bpo_ref.train import parse_args, resolved
 
 CONFIGS = Path(__file__).parents[2] / "bpo_ref" / "configs"
+DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,41 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     assert beside(rewards).splitlines()[2].startswith("| ours | 1 | +0.150 |")
     # of 80 steps of a batch's returns 20 are shared, 2.5 a task; at 2 ms a step
     assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 | 5.00 | 2.5 | 5.00 |" in overhead(groups)
+
+
+def test_tables_are_made_again_from_a_file_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        fake_run(tmp_path / "runs" / "grpo-seed0", "grpo", [0.2, 0.4, 0.6], norm=1.0),
+        fake_run(tmp_path / "runs" / "grpo-seed1", "grpo", [0.2, 0.6, 0.8], norm=1.0),
+        fake_run(tmp_path / "runs" / "ours-seed1", "bpo", [0.2, 0.5, 0.9], norm=0.5),
+    ]
+    for run in runs:  # a line of the supervised stage, which no table is made of, and a folder of the machine
+        with (run / "metrics.jsonl").open("a") as log:
+            log.write('{"step": 0, "sft/loss": 1.0}\n')
+        results = json.loads((run / "results.json").read_text())
+        (run / "results.json").write_text(json.dumps({**results, "args": {**results["args"], "out": "/home/me"}}))
+    data = tmp_path / "data" / "page" / "scores.jsonl"
+    words = ["--overhead", "--plot", "gains"]
+    compare.main([*map(str, runs), "--out", str(tmp_path / "one"), "--data", str(data), *words])
+    compare.main([str(data), "--out", str(tmp_path / "two"), *words])
+    tables = [(tmp_path / f"{name}-table.md").read_text() for name in ("one", "two")]
+    assert tables[0] == tables[1] and "c_snap" in tables[0]
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert "/home/me" not in data.read_text() and "sft" not in data.read_text()
+    again = tmp_path / "again.jsonl"
+    pack(unpack(data, tmp_path / "unpacked"), again)
+    assert again.read_bytes() == data.read_bytes()
+    for line in ('{"run": "a"}', '{"run": "../a", "score": {}}', '{"score": {}}', "[]", "nonsense"):
+        data.write_text(f'{{"run": "a-seed0", "score": {{}}}}\n{line}\n')
+        with pytest.raises(ArchiveError, match=rf"{data}:2: expected a run and its results, score or update"):
+            unpack(data, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize("data", sorted((DOCS / "data").glob("*/scores.jsonl")), ids=lambda path: path.parent.name)
+def test_a_committed_table_is_that_of_the_committed_scores(data: Path, tmp_path: Path) -> None:
+    compare.main([str(data), "--out", str(tmp_path / "table")])
+    assert (tmp_path / "table-table.md").read_text() == (DOCS / f"{data.parent.name}-table.md").read_text()
 
 
 def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,8 @@ from bpo_ref.baselines import TaskSpread
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.models import load_policy
-from bpo_ref.train import PRESETS, Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+from bpo_ref.presets import PRESETS
+from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
 from sandboxgym.tree_file import load_trees
 
 TINY: dict[str, Any] = {
@@ -474,10 +475,11 @@ def launch(script: Path, out: Path, processes: int, config: Path, *more: str) ->
     [
         {"algo": "bpo", "sft_steps": 0},
         {"algo": "bpo-forest", "sft_steps": 0, "aggregation": "path"},
-        {"algo": "ppo", "sft_steps": 0},
-        {"algo": "ppo", "sft_steps": 1, "updates": 0},
+        {"algo": "ppo", "sft_steps": 0, "epochs": 1, "minibatches": 1},
+        {"algo": "ppo", "sft_steps": 1, "updates": 0, "minibatches": 1},
+        {"algo": "gigpo", "sft_steps": 0, "dynamic_sampling": 1.5, "mask_truncated": True, "tis": 2.0},
     ],
-    ids=["split", "forest", "value head", "supervised"],
+    ids=["split", "forest", "value head", "supervised", "gigpo"],
 )
 def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path, options: dict[str, Any]) -> None:
     """Compared before AdamW, which turns rounding into steps where a gradient is about 0."""
@@ -568,6 +570,10 @@ def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, mon
         ({"algo": "bpo", "allocation": "spread", "aggregation": "path"}, "allocation: .*aggregation=path"),
         ({"algo": "bpo", "allocation": "spread", "subsample_returns": 4}, "allocation: .*subsample_returns=4"),
         ({"minibatches": 17}, "minibatches: 17 of 16 prompts"),
+        ({"tis": 0.5}, "tis: a cap below 1"),
+        ({"tis": 2.0, "ratio": "sequence"}, "tis: .*ratio=token, found sequence"),
+        ({"dynamic_sampling": 0.5}, "dynamic_sampling: expected 1 or more, found 0.5"),
+        ({"algo": "rloo", "roots": 1, "dynamic_sampling": 1.5}, "dynamic_sampling: one return .*roots=1"),
         ({"max_new_tokens": 768}, "max_new_tokens: 768 do not fit"),
         ({"updates": -1}, "updates: expected 0 or more, found -1"),
         ({"roots": 0}, "roots: expected at least 1, found 0"),
@@ -588,8 +594,17 @@ def test_every_field_of_a_preset_is_a_setting_and_is_filled_in(algo: Any) -> Non
 
 
 def test_a_given_setting_wins_over_the_preset() -> None:
+    assert (resolved(Args(algo="bpo-paper")).kl, resolved(Args(algo="bpo-paper", kl=0.0)).kl) == (0.05, 0.0)
     assert resolved(Args(algo="bpo", baseline="turn")).baseline == "turn"
     assert resolved(Args(algo="bpo", roulette=0.25)).roulette == 0.25
+
+
+def test_ppo_takes_several_minibatches_where_the_batch_allows() -> None:
+    for prompts, minibatches in ((16, 4), (6, 2), (5, 1)):
+        args = resolved(Args(algo="ppo", prompts=prompts))
+        assert (args.epochs, args.minibatches) == (4, minibatches)
+    assert resolved(Args(algo="ppo", minibatches=3)).minibatches == 3
+    assert (resolved(Args(algo="grpo")).epochs, resolved(Args(algo="grpo")).minibatches) == (1, 1)
 
 
 def test_bpo_is_splitting_with_the_pooled_baseline_and_roulette_or_a_forest() -> None:

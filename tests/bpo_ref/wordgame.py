@@ -46,7 +46,8 @@ class WordGame(SnapshotEnv[str, str]):
     def _info(self, success: bool, *, valid: bool = True) -> dict[str, Any]:
         task, _, characters = self.state
         kind = "odd" if task % 2 else "even"
-        return {"success": success, "valid_action": valid, "task_type": kind, "progress_key": characters % 2}
+        told = {"progress_key": characters % 2, "state_hash": str(self.state)}
+        return {"success": success, "valid_action": valid, "task_type": kind, **told}
 
     def _capture(self) -> tuple[int, int, int]:
         return self.state

@@ -1,0 +1,409 @@
+"""Settings of a run: what they mean, what a preset of ``--algo`` makes of them, and which contradict each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from bpo_ref.backends import BackendName
+from bpo_ref.config import ConfigError, parse
+from bpo_ref.presets import DEFAULTS, PRESETS
+from bpo_ref.ranges import check_combinations, check_ranges
+from sandboxgym.prompts import PromptName
+
+Algo = Literal[
+    "sft", "ppo", "grpo", "gigpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
+    "bpo-paper", "bpo-sibling", "bpo-tree", "bpo-key", "bpo-forest", "bpo-split", "bpo",
+]  # fmt: skip
+ScheduleName = Literal[
+    "none",
+    "entropy",
+    "entropy-online",
+    "random",
+    "spaced",
+    "lowest",
+    "root",
+    "value-oracle",
+    "explained",
+    "split",
+    "mc",
+]
+Credit = Literal["paper", "sibling", "tree", "group", "gigpo", "gae", "mc"]
+Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
+KEYED = ("key", "value", "pooled")  # baselines
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings of a run. Those that are None are set by ``algo`` (see `presets.PRESETS`)."""
+
+    algo: Algo = "bpo"
+    """The algorithm: a preset (`presets.py`) of the settings that are None; each can be overridden. ``bpo`` is
+    ``bpo-split`` with the pooled baseline and roulette where the environment gives a ``progress_key``, else
+    ``bpo-forest``."""
+    out: str = "runs/alfworld"
+    """Folder for logs, checkpoints, samples, plots and results."""
+    seed: int = 0
+    """Seed of everything that is drawn: weights, demonstrations, prompts, samples."""
+    resume: bool = False
+    """Go on from the last checkpoint in ``out``, exactly as if never interrupted."""
+    init_from: str | None = None
+    """A checkpoint folder whose weights to start from (its supervised stage is then not repeated)."""
+
+    # Environment
+    env_id: str = "sandboxgym/ALFWorld-v0"
+    """Any environment with snapshots, text observations and text actions."""
+    env_kwargs: tuple[str, ...] = ()
+    """Its arguments in training, as name=value."""
+    eval_kwargs: tuple[str, ...] = ()
+    """Its arguments in evaluation."""
+    env_threads: int = 1
+    """Environments that work at the same time: more than 1 pays for sandboxes and browsers."""
+    env_overlap: bool = False
+    """Sample for one half of the tasks while the environments of the other half step: pays where steps take long."""
+    env_retries: int = 2
+    """Environments that a path may lose before it is dropped, with its forks. Those that take their place begin at its
+    last snapshot. 0: the first that fails ends the run."""
+    max_live: int = 1024
+    """Most paths that a process samples at the same time: bounds memory, changes nothing else."""
+    max_turns: int = 24
+    """Step limit of an episode (the original ALFWorld's is 50, the paper's 40)."""
+
+    # Policy
+    model: str = "tiny:0.2M"
+    """``tiny:SIZE`` (built in code, see ``tiny.py``), or a folder or hub name of a transformers causal model."""
+    tiny_vocabulary: int = 0
+    """Pieces of a tiny policy's byte-level tokenizer, learnt on the expert episodes: any text can be read and written.
+    0: a word-level one that only knows the words of these episodes (ALFWorld's few)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What is computed in, and frozen weights are kept in; weights that are trained stay in float32."""
+    lora_r: int = 0
+    """Rank of adapters that are trained in place of the weights (LoRA); 0: all weights are. The reference is then the
+    policy without them, and takes no memory."""
+    lora_alpha: int = 32
+    """Their output is scaled by this, divided by their rank."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass rather than keep what is inside."""
+    prompt: PromptName = "plain"
+    """``plain``: a message is the observation, an answer the action. ``react``: a system prompt for the environment,
+    and answers of thoughts between <think> tags and one action between <action> tags; others are invalid actions.
+    ``choice``: the possible actions are numbered, and a number is an answer."""
+    list_actions: bool = False
+    """Name the possible actions in every message, where the environment does."""
+    history: int = 0
+    """Turns that a message recalls, each turn being a conversation (and a row in training) of its own; 0: one
+    conversation grows with the episode."""
+    system: str | None = None
+    """System prompt, in place of that of ``prompt``."""
+    context: int = 768
+    """Most tokens of an episode; one that does not fit is truncated."""
+    observation_tokens: int = 0
+    """Most tokens of an observation: the middle of longer ones is left out. 0: no limit."""
+    max_new_tokens: int = 12
+    """Most tokens of an action."""
+    entropy_skip: int | None = None
+    """Tokens that every answer begins with: its entropy is that of the token after them. Default: the prompt's tag."""
+    temperature: float = 1.0
+    """Sampling temperature in training; the policy is the tempered distribution."""
+    backend: BackendName = "hf"
+    """What samples: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
+    threads: int = 1
+    """CPU threads a process (0: PyTorch's choice)."""
+    process_timeout: float = 24.0
+    """Hours that processes wait for each other before they give up: those whose tasks are done wait for the slowest."""
+
+    # Supervised stage on expert episodes
+    sft_steps: int = 0
+    """Optimizer steps; 0 leaves the stage out."""
+    sft_data: str | None = None
+    """Chats to learn from, one JSON object ``{"messages": [{"role", "content"}, …]}`` a line, instead of the
+    environment's own expert."""
+    sft_episodes: int = 4000
+    """Expert episodes to collect."""
+    expert_kwargs: tuple[str, ...] = ()
+    """Further arguments of the environment's expert, as name=value."""
+    sft_reward: float | None = None
+    """Least total reward of an expert episode that is used; None: only the successful ones are."""
+    sft_noise: float = 0.2
+    """Probability of an action that is not the expert's, which it then recovers from; these are not learnt."""
+    sft_batch: int = 16
+    """Episodes a step, over all processes."""
+    sft_lr: float = 3e-3
+    """Learning rate, with a linear warm-up and a cosine decay."""
+    sft_observation_weight: float = 0.2
+    """Weight of the loss on observation tokens: small models learn to copy names from it."""
+
+    # Reinforcement learning
+    updates: int = 50
+    """Number of updates; with a ``budget``, only the unit of ``eval_every`` and ``warmup``."""
+    match: Literal["returns", "env-steps", "tokens"] = "returns"
+    """What ``budget`` counts: episodes played to an end, environment steps, or generated tokens; all are logged."""
+    budget: int = 0
+    """Train until so much is spent, whatever the number of updates: algorithms with equal budgets can be compared."""
+    prompts: int = 16
+    """Tasks an update, over all processes."""
+    dynamic_sampling: float = 0.0
+    """F: draw F times as many tasks and learn from those whose returns differ, ``prompts`` at most (0: off). Biased: it
+    favours the tasks that are neither sure nor hopeless. Budgets and totals count all that was drawn."""
+    lr: float = 5e-4
+    """Learning rate of AdamW."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, to 0 at the end."""
+    warmup: int = 0
+    """Updates of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    adam_eps: float = 1e-8
+    """Of AdamW: weights whose gradients are far smaller hardly move; without it all do by ``lr``, if only by noise."""
+    weight_decay: float = 0.0
+    """Of AdamW, for the policy's matrices: not for norms, biases and the value head."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    epochs: int | None = None
+    """Passes over the rollouts of an update. Default: 1; of ``ppo`` 4."""
+    minibatches: int | None = None
+    """Optimizer steps a pass; each takes whole tasks, shuffled anew for every pass. Default: 1; of ``ppo`` 4, or as
+    many as ``prompts`` can be split into."""
+    micro_tokens: int = 16384
+    """Most tokens of a forward and backward pass; larger batches are accumulated."""
+    pack: Literal["tree", "flat"] = "tree"
+    """``tree``: prefixes that paths share are computed once an update; ``flat``: every path by itself, padded."""
+
+    # Tree and credit
+    width: int | None = None
+    """K: children of a branch node."""
+    points: float | None = None
+    """M: most branch points on the way from the root to a leaf. A fraction is drawn per task between its neighbours."""
+    roots: int | None = None
+    """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
+    allocation: Literal["equal", "spread"] = "equal"
+    """Root paths: W a task, or W on average, more for tasks whose returns spread in earlier batches."""
+    schedule: ScheduleName | None = None
+    """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
+    ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
+    ``explained`` (at the depth that explains 30 % of the variance), ``split`` (by V̂). ``mc`` forks for values only."""
+    forks: Literal["backbone", "roots", "all"] | None = None
+    """Which paths are forked: the first root path, every root path, or every path, forks too."""
+    root_branch: Literal["always", "free", "never"] | None = None
+    """Whether the root is one of the M points: always, by the schedule's choice, or never."""
+    spacing: int = 8
+    """Least distance of two branch points in tokens of context (the paper: 64); not for ``split``, ``explained``."""
+    fill: Literal["none", "widen"] = "none"
+    """What becomes of points that a short path leaves unspent: nothing, or more siblings at those chosen."""
+    subsample_returns: int = 0
+    """Train on so many of a task's paths, drawn at random (0: all); credit is by all."""
+    credit: Credit | None = None
+    """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO),
+    ``gigpo`` (GRPO's, and that of the step among all visits of its state), ``gae`` (PPO), ``mc`` (VinePPO: differences
+    of Monte-Carlo values from restored states)."""
+    baseline: Baseline | None = None
+    """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
+    (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
+    shrunk to that (``pooled``), or a learned value head (``critic``)."""
+    fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
+    """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
+    step_weight_power: float | None = None
+    """p: a step behind f forks of width K counts K^(-p f). 1 is unbiased, 0 counts all steps of a tree alike."""
+    roulette: float | None = None
+    """q of ``split``: a path whose V̂ falls to ``roulette_below`` goes on with this probability and then counts 1/q."""
+    roulette_below: float = 0.02
+    """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
+    value_decay: float = 0.9
+    """Share of the running means (``value``, ``split``, ``allocation``) that is kept at every update."""
+    mc_rollouts: int = 4
+    """Rollouts from a restored state for its value; not trained on. VinePPO's are counted, the oracle's are not."""
+    mc_turns: int = 0
+    """VinePPO: turns of a path to value, drawn from ``max_turns`` before it begins; 0: all."""
+    lam: float = 0.95
+    """λ of Eq. 8, in agent steps."""
+    gamma: float = 1.0
+    """Discount a turn."""
+    invalid_penalty: float = 0.0
+    """Taken off the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
+    group_std: bool = True
+    """Divide ``group`` and ``gigpo`` advantages by the group's standard deviation."""
+    omega: float = 1.0
+    """ω of ``gigpo``: weight of a step's advantage among the visits of its state."""
+    omega_gamma: float = 0.95
+    """γ of ``gigpo``'s returns from a step on; those of whole episodes have ``gamma``."""
+    advantage_norm: Literal["none", "batch"] | None = None
+    """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
+
+    # Value head (``credit=gae`` or ``baseline=critic``)
+    gae_steps: Literal["turn", "token"] = "turn"
+    """What is a step of ``gae``: a turn of the episode, or a token."""
+    gae_lam: float | None = None
+    """λ of ``gae``, in its steps. Default: 0.95 for turns, 1 for tokens, of which .95 forgets 60 behind."""
+    value_lr: float = 1e-3
+    """Learning rate of the value head; the rest of the network has the policy's."""
+    value_weight: float = 0.5
+    """Of the value loss."""
+    value_clip: float = 0.2
+    """Values move at most this far from those before the update without the loss noticing; 0: no clipping."""
+
+    # Loss
+    ratio: Literal["token", "step", "sequence"] = "token"
+    """Level of the importance ratio: a token, an action, or (its geometric mean) all actions of a path."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 minus this."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 plus this."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the ratio is clipped above this as well (0: not)."""
+    tis: float = 0.0
+    """C: the loss of a token counts min(π_old / π_sampler, C) times, with π_old measured by the trainer and π_sampler
+    as the backend has sampled (0: not; the two are then taken for the same). Changes nothing where they are."""
+    mask_truncated: bool = False
+    """Leave answers cut by ``max_new_tokens`` out of the loss, and actions after which every episode was cut by the
+    context or the turn limit. Credit and baselines are by all."""
+    kl: float | None = None
+    """β: weight of the KL divergence to the policy that reinforcement learning started from. Default: 0; of
+    ``bpo-paper`` 0.05, as printed."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Schulman's estimators of it, with r the reference's probability over the policy's: -log r, (log r)² / 2 and
+    r - 1 - log r. Default: k3 in the loss, which k2 can replace; k1 in the reward. Both have the gradient of KL(π‖ref):
+    k3 counts times the importance ratio, without which it would have that of KL(ref‖π)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it is counted; in the reward it is the log-ratio of each action (k1)."""
+    aggregation: Literal["token", "path", "constant"] = "token"
+    """Mean over all tokens of all processes, mean over paths of token means, or sum over tokens / tasks."""
+
+    # Bookkeeping
+    eval_episodes: int = 256
+    """Size of the fixed panel of evaluation tasks: the first of the evaluation library, one episode each."""
+    eval_untrained: bool = True
+    """Evaluate before the supervised stage too; not worth it where random commands make an environment wait."""
+    eval_every: int = 10
+    """Updates between evaluations."""
+    eval_temperature: float = 1.0
+    """Sampling temperature in evaluation."""
+    save_every: int = 10
+    """Updates (and 20 times as many supervised steps) between checkpoints."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Which of accelerate's trackers get every number that is logged (wandb, mlflow, trackio, …)."""
+
+    @property
+    def critic(self) -> bool:
+        """Whether there is a value head."""
+        return self.credit == "gae" or self.baseline == "critic"
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the environment's ``progress_key`` is used."""
+        return self.baseline in KEYED or self.schedule == "split"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Args:
+    """Defaults, then the YAML file of ``--config``, then the command line; raises `ConfigError`."""
+    return parse(Args, argv)
+
+
+def resolved(args: Args, *, keyed: bool = True) -> Args:
+    """The settings with the preset of ``algo`` filled in, checked.
+
+    Args:
+        args: as given.
+        keyed: whether the environment gives a ``progress_key``.
+
+    Raises:
+        ConfigError: naming the field that cannot be.
+    """
+    check_ranges(args)
+    preset = DEFAULTS | PRESETS["bpo-forest" if args.algo == "bpo" and not keyed else args.algo]
+    given = {name: value for name, value in asdict(args).items() if value is not None}
+    settings = preset | given
+    preset["fork_baseline"] = preset["fork_baseline"] or ("siblings" if settings["baseline"] == "none" else "parent")
+    preset["roulette"] = preset["roulette"] if settings["schedule"] == "split" else 1.0
+    preset["kl_estimator"] = "k3" if args.kl_in == "loss" else "k1"
+    preset["gae_lam"] = 0.95 if args.gae_steps == "turn" else 1.0
+    preset["minibatches"] = math.gcd(preset["minibatches"], args.prompts)
+    args = replace(args, **{name: value for name, value in preset.items() if name not in given})
+    width, points = args.width or 0, args.points or 0.0
+    forks = args.schedule not in ("none", "mc")
+    n = 1 + points * (width - 1)
+    if args.roots is None:
+        if not forks and n != round(n):
+            raise ConfigError(f"roots: N = 1 + points (width - 1) = {n} is not a whole number; set roots")
+        args = replace(args, roots=(width if args.root_branch == "always" else 1) if forks else round(n))
+    refuse_contradictions(args, keyed=keyed)
+    check_combinations(args)
+    return args
+
+
+def refuse_contradictions(args: Args, *, keyed: bool) -> None:
+    """Raise `ConfigError` for settings that cannot be, or that would not compute what they say; see `resolved`."""
+    width, points, roots = args.width or 0, args.points or 0.0, args.roots or 0
+    forks = args.schedule not in ("none", "mc")
+
+    def refuse(wrong: bool, field: str, message: str) -> None:
+        if wrong:
+            raise ConfigError(f"{field}: {message}")
+
+    if forks:
+        always, too_far = args.root_branch == "always", args.spacing >= args.context
+        refuse(width < 2, "width", f"a branch node has at least 2 children (K >= 2), found width={width}")
+        refuse(
+            points <= 0, "points", f"schedule={args.schedule} needs at least one branch point, found points={points}"
+        )
+        refuse(always and points < 1, "points", f"a root that always branches is one already, found points={points}")
+        refuse(too_far, "spacing", f"{args.spacing} tokens between branch points exceed the context of {args.context}")
+        refuse(args.credit in ("gae", "mc"), "credit", f"{args.credit} goes without forks, found {args.schedule}")
+    branched = f"found schedule={args.schedule}, roots={roots}"
+    alone = f"{args.credit} is for two or more independent rollouts, {branched}"
+    refuse(args.credit in ("group", "gigpo") and (forks or roots < 2), "credit", alone)
+    refuse((args.credit == "mc") != (args.schedule == "mc"), "credit", f"mc goes with schedule=mc, {branched}")
+    refuse(
+        args.baseline != "none" and args.credit != "tree", "baseline",
+        f"{args.baseline} goes with credit=tree, found credit={args.credit}",
+    )  # fmt: skip
+    refuse(
+        args.keyed and not keyed, "baseline" if args.baseline in KEYED else "schedule",
+        f"needs info['progress_key'], which {args.env_id} does not give",
+    )  # fmt: skip
+    refuse(
+        roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
+        "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
+    )  # fmt: skip
+    uneven = {  # what root paths that differ in number do not go with
+        f"credit={args.credit}": args.credit != "tree",
+        f"root_branch={args.root_branch}": args.root_branch == "free",
+        f"roots={roots} and baseline={args.baseline}": roots < 2 + (args.baseline == "none"),
+        f"aggregation={args.aggregation}": args.aggregation == "path",  # counts the paths of all tasks alike
+        f"subsample_returns={args.subsample_returns}": args.subsample_returns > 0,
+    }
+    for found, wrong in uneven.items():
+        refuse(wrong and args.allocation == "spread", "allocation", f"spread does not go with {found}")
+    in_loss = args.kl_in == "loss"
+    expected = "k2 or k3 in the loss, where the gradient of k1 is 0 on average" if in_loss else "k1 in the reward"
+    refuse((args.kl_estimator == "k1") == in_loss, "kl_estimator", f"expected {expected}, found {args.kl_estimator}")
+    refuse(0 < args.tis < 1, "tis", f"a cap below 1 would scale what was sampled as it should be, found {args.tis}")
+    level = f"corrects tokens, so it goes with ratio=token, found {args.ratio}"
+    refuse(args.tis > 0 and args.ratio != "token", "tis", level)
+    refuse(0 < args.dynamic_sampling < 1, "dynamic_sampling", f"expected 1 or more, found {args.dynamic_sampling}")
+    refuse(
+        args.dynamic_sampling > 0 and roots == 1 and not forks,
+        "dynamic_sampling", f"one return of a task cannot differ from others, {branched}",
+    )  # fmt: skip
+    survival = args.roulette or 0.0
+    refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
+    refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
+    at_least_none = ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns", "kl", "tis", "dynamic_sampling")
+    for name in at_least_none:
+        refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
+    at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads", "max_live")
+    for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
+        refuse(getattr(args, name) < 1, name, f"expected at least 1, found {getattr(args, name)}")
+    for name in ("gamma", "temperature", "eval_temperature", "process_timeout"):
+        refuse(getattr(args, name) <= 0, name, f"expected more than 0, found {getattr(args, name)}")
+    split = f"{args.minibatches} of {args.prompts} prompts: each needs a whole task"
+    refuse((args.minibatches or 1) > args.prompts, "minibatches", split)
+    pretrained = not args.model.startswith("tiny:") or args.init_from is not None
+    refuse(args.lora_r > 0 and not pretrained, "lora_r", f"goes with a pretrained model, found model={args.model}")
+    window = f"with history={args.history} every turn is a row, found "
+    refuse(args.history > 0 and args.aggregation == "path", "aggregation", f"{window}{args.aggregation}")
+    refuse(args.history > 0 and args.ratio == "sequence", "ratio", f"{window}{args.ratio}")
+    refuse(args.history > 0 and forks and args.spacing > 0, "spacing", f"{window}{args.spacing} tokens; set it to 0")
+    too_long = args.max_new_tokens >= args.context
+    refuse(too_long, "max_new_tokens", f"{args.max_new_tokens} do not fit the context of {args.context}")

@@ -1,0 +1,156 @@
+"""The trainer's own loop with the policy of an `MDP` in the network's place: one update is a sample of its gradient.
+
+Rollout, rescoring, credit, minibatches, loss and optimizer are the trainer's; the text, the sampler and the processes
+around them are not. A row of tokens is state, action, state, action, …
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from tabular import MDP, TabularEnv, TabularPolicy
+from torch import Tensor, nn
+
+from bpo_ref.baselines import Memory
+from bpo_ref.eval import Score
+from bpo_ref.generate import Generation
+from bpo_ref.models import ActorCritic
+from bpo_ref.policy import Turn
+from bpo_ref.train import Args, Trainer, resolved
+from sandboxgym.tree import Action, Context, Envs
+
+LR = 1e-3
+"""Small enough that the second minibatch of an update meets the policy that has sampled it, all but."""
+
+
+class SeveralTasks(TabularEnv):
+    """An `MDP` that says how many tasks it has."""
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.mdp.starts)
+
+
+class Table(nn.Module):
+    """Logits of the actions by the token that went before: the least of a causal model."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: np.ndarray) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits, dtype=torch.float32))
+        self.config = SimpleNamespace(hidden_size=len(logits))
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, *, input_ids: Tensor, output_hidden_states: bool = False, **_: Any) -> SimpleNamespace:
+        known = input_ids.clamp(max=len(self.logits) - 1)  # an end is never acted in
+        states = nn.functional.one_hot(known, len(self.logits)).float()
+        return SimpleNamespace(logits=self.logits[known], hidden_states=(states,))
+
+
+class TokenPolicy(TabularPolicy):
+    """The policy of an `MDP` with what the trainer keeps of a turn; ``silent``: without the log-probabilities."""
+
+    prefilled = reused = None
+
+    def __init__(self, mdp: MDP, *, silent: bool) -> None:
+        super().__init__(mdp)
+        self._logps = np.log(mdp.policy)
+        self._silent = silent
+
+    def _act(self, context: Context) -> Action:
+        action, state = super()._act(context), int(context.observation)
+        turn = Turn(context.memory, [state], [action.text], truncated=False)
+        logps = [] if self._silent else [float(self._logps[state, action.text])]
+        data = Generation(turn.sampled, logps, [] if self._silent else [action.entropy], truncated=False)
+        return replace(action, position=len(turn.ids()) - 1, memory=turn, data=data)
+
+
+class LoopTrainer(Trainer):
+    """`Trainer` whose weights and optimizer are given; every update begins at the same weights.
+
+    Args:
+        args: not resolved.
+        mdp: to be learnt.
+        reference: logits of the reference policy.
+        values: what the value head begins with, by state.
+        silent: whether the sampler leaves log-probabilities to the trainer.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        mdp: MDP,
+        *,
+        reference: np.ndarray | None = None,
+        values: np.ndarray | None = None,
+        silent: bool = False,
+    ) -> None:
+        self.args = args = resolved(args)
+        self.accelerator = Accelerator(cpu=True)
+        self.zero3 = False
+        self.mdp, self.silent = mdp, silent
+        self.out = Path(args.out)
+        self.envs = Envs(lambda: SeveralTasks(mdp))
+        policy = Table(mdp.logits)
+        self.network = self.model = ActorCritic(policy) if args.critic else policy
+        if values is not None and args.critic:
+            with torch.no_grad():
+                self.model.value_head.weight[0] = torch.tensor(values)
+        self.reference = Table(reference) if reference is not None else None
+        groups = [{"params": list(policy.parameters()), "scale": 1.0}]
+        if args.critic:
+            groups.append({"params": list(self.model.value_head.parameters()), "scale": args.value_lr / args.lr})
+        self.optimizer = torch.optim.SGD(groups, lr=args.lr)
+        self.memory = Memory.of(args)
+        self.stage, self.step, self._interrupted = "rl", 0, False
+        self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
+        self.passed_over = {"returns": 0, "env_steps": 0, "tokens": 0}
+        self.scores: dict[str, Score] = {}
+        self.log: Any = SimpleNamespace(scalars=lambda *_: None)
+        self._start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.changes: list[dict[str, np.ndarray]] = []
+
+    def sampled(self) -> dict[str, np.ndarray]:
+        """Train; returns the changes of every parameter by learning rate and update, [updates, …]."""
+        self._reinforce()
+        self.envs.close()
+        self._record()
+        return {name: np.stack([change[name] for change in self.changes]) for name in self._start}
+
+    def _record(self) -> None:
+        now = self.model.state_dict()
+        lr = self.args.lr
+        self.changes.append({name: ((now[name] - start) / lr).numpy() for name, start in self._start.items()})
+
+    def _set_lr(self, lr: float) -> None:
+        super()._set_lr(lr)
+        if self.step:
+            self._record()
+        self.model.load_state_dict(self._start)
+
+    def _player(self, temperature: float) -> Any:
+        return TokenPolicy(self.mdp, silent=self.silent)
+
+    def _evaluate(self, name: str) -> Score:
+        return SimpleNamespace(rate=0.0)  # type: ignore[return-value]
+
+    def _maybe_save(self, every: int, *, last: bool = False) -> None:
+        pass
+
+    def done(self) -> int:
+        return self.step
+
+
+def penalised(mdp: MDP, reference: np.ndarray, kl: float) -> MDP:
+    """The MDP with the divergence from a reference taken off the rewards, as at the present policy."""
+    log_ratio = np.log(mdp.policy) - np.log(replace(mdp, logits=reference).policy)
+    return replace(mdp, rewards=mdp.rewards - kl * log_ratio[:, :, None])

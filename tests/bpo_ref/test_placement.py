@@ -1,0 +1,103 @@
+"""What the processes of a run share, and what they do not read twice."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bpo_ref import parallel, run
+from bpo_ref.checkpoint import STATE, load_checkpoint
+from bpo_ref.config import ConfigError
+from bpo_ref.run import Run, appears
+
+
+def process_of(folder: Path, *, number: int) -> Any:
+    """Of two processes, as far as the check of `out` needs one."""
+    made = Run.__new__(Run)
+    made.out = folder
+    made.accelerator = SimpleNamespace(  # type: ignore[assignment]
+        num_processes=2, is_main_process=number == 0, wait_for_everyone=lambda: None
+    )
+    return made
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_not_all_processes_see_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(run, "OUT_SECONDS", 0.3)
+    (tmp_path / "main").mkdir()
+    (tmp_path / "other").mkdir()
+    main = process_of(tmp_path / "main", number=0)
+    other = process_of(tmp_path / ("main" if shared else "other"), number=1)
+    sent: list[Any] = []
+    monkeypatch.setattr(run, "broadcast_object_list", lambda told: sent.extend(told) or told)
+    found: list[bool] = []
+
+    def gather(mine: list[bool]) -> list[bool]:
+        """While the first process waits, the other one looks for the file, too."""
+        monkeypatch.setattr(run, "broadcast_object_list", lambda _: sent)
+        other._gather = lambda local: [True, *local]
+        try:
+            other._check_out()
+        except ConfigError as error:
+            assert "found" not in str(error) and "[1]" in str(error)
+        found.append((other.out / sent[0]).exists())
+        return [*mine, found[0]]
+
+    main._gather = gather
+    if shared:
+        main._check_out()
+    else:
+        with pytest.raises(ConfigError, match=r"out: expected a folder that all processes share.*\[1\].*several nodes"):
+            main._check_out()
+    assert found == [shared]
+    assert not list((tmp_path / "main").iterdir()) and not list((tmp_path / "other").iterdir())
+
+
+def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
+    later = threading.Timer(0.3, (tmp_path / "late").touch)
+    later.start()
+    assert appears(tmp_path / "late", seconds=30)
+    later.join()
+    assert not appears(tmp_path / "never", seconds=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_process_is_asked_for_the_optimizers_state(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The others get theirs from it; what they do not touch of a mapped file, they do not read."""
+    told: list[tuple[dict[str, Any], Any]] = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(
+        parallel, "set_optimizer_state_dict", lambda model, optimizer, state, options: told.append((state, options))
+    )
+    state = {"state": {"weight": 1}, "param_groups": []}
+    parallel.load_optimizer_state(None, None, state)  # type: ignore[arg-type]
+    ((mine, options),) = told
+    assert mine == (state if rank == 0 else {})
+    assert options.full_state_dict and options.broadcast_from_rank0
+
+
+def test_a_checkpoint_is_mapped_and_going_on_from_it_leaves_it_as_it_is(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(1000)
+    optimizer.step()
+    other = ("args", "stage", "step", "counters", "memory", "scores", "value_head", "sharded")
+    torch.save({"optimizer": optimizer.state_dict(), **dict.fromkeys(other)}, tmp_path / STATE)
+    before = (tmp_path / STATE).read_bytes()
+    state = load_checkpoint(tmp_path)["optimizer"]
+    moment = state["state"][0]["exp_avg"]
+    assert moment.untyped_storage().nbytes() == 4000
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert str(tmp_path / STATE) in maps.read_text()
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert not torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], torch.full((1000,), 0.1))
+    assert (tmp_path / STATE).read_bytes() == before

@@ -1,0 +1,155 @@
+"""Random settings: each is refused at once, with the field's name, or makes one update on the word game."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+import wordgame
+
+from bpo_ref import train
+from bpo_ref.config import ConfigError
+from bpo_ref.train import Args, Trainer, resolved
+
+BASE: dict[str, Any] = {
+    "env_id": wordgame.ENV_ID, "max_turns": 5, "context": 160, "max_new_tokens": 3, "sft_episodes": 2, "updates": 1,
+    "prompts": 4, "eval_episodes": 1, "eval_untrained": False, "trackers": (), "lr": 1e-2, "dtype": "float32",
+}  # fmt: skip
+
+DRAWN: dict[str, tuple[Any, ...]] = {
+    "seed": (0, 1, 7), "env_threads": (1, 2), "env_overlap": (False, True), "env_retries": (0, 2),
+    "max_live": (1, 3, 1024), "max_turns": (1, 3, 5), "tiny_vocabulary": (0, 300), "dtype": ("float32", "bfloat16"),
+    "lora_r": (0, 0, 0, 2), "gradient_checkpointing": (False, True), "prompt": ("plain", "react", "choice"),
+    "list_actions": (False, True), "history": (0, 0, 0, 1, 2), "system": (None, "task turn"), "context": (30, 90, 160),
+    "observation_tokens": (0, 4), "max_new_tokens": (1, 3, 8), "entropy_skip": (None, 0, 1),
+    "temperature": (1.0, 0.7, 2.0), "sft_steps": (0, 0, 1), "sft_noise": (0.0, 0.2), "sft_batch": (1, 4),
+    "sft_reward": (None, 0.5), "match": ("returns", "env-steps", "tokens"), "budget": (0, 0, 1),
+    "prompts": (1, 2, 4, 6), "lr_decay": ("constant", "linear", "cosine"), "warmup": (0, 2),
+    "weight_decay": (0.0, 0.1), "epochs": (1, 2), "minibatches": (1, 2, 3), "micro_tokens": (16, 16384),
+    "pack": ("tree", "flat"), "width": (None, 2, 3), "points": (None, 1, 1.5, 2, 0), "roots": (None, 1, 2, 3),
+    "allocation": ("equal", "equal", "spread"), "forks": (None, "backbone", "roots", "all"),
+    "root_branch": (None, "always", "free", "never"), "spacing": (8, 0, 1, 200), "fill": ("none", "widen"),
+    "subsample_returns": (0, 0, 1, 3), "advantage_norm": (None, "none", "batch"), "group_std": (True, False),
+    "fork_baseline": (None, "siblings", "shrunk", "parent"), "step_weight_power": (None, 0.0, 0.75, 1.0),
+    "baseline": (None, None, "none", "turn", "key", "value", "pooled", "critic"), "roulette": (None, None, 0.5, 1.0),
+    "credit": (None, None, None, "paper", "sibling", "tree", "group", "gae", "mc"),
+    "schedule": (None, None, "none", "entropy", "entropy-online", "random", "spaced", "lowest", "root",
+                 "value-oracle", "explained", "split", "mc"),
+    "value_decay": (0.9, 0.0, 1.0), "mc_rollouts": (1, 2), "mc_turns": (0, 1, 9), "lam": (0.95, 0.0, 1.0),
+    "gamma": (1.0, 0.5), "invalid_penalty": (0.0, 0.1), "gae_steps": ("turn", "token"), "gae_lam": (None, 0.0, 1.0),
+    "value_clip": (0.2, 0.0), "ratio": ("token", "step", "sequence"), "clip_high": (0.2, 0.28), "dual_clip": (0.0, 3.0),
+    "kl": (0.0, 0.0, 0.1), "kl_estimator": (None, None, "k1", "k2", "k3"), "kl_in": ("loss", "reward"),
+    "aggregation": ("token", "path", "constant"),
+}  # fmt: skip
+"""Values that look valid, by field; the algorithm is drawn as well."""
+
+
+def drawn(seed: int, *, changed: int) -> dict[str, Any]:
+    """An algorithm, and so many settings in which it is to differ from the small run."""
+    rng = np.random.default_rng([44, seed])
+    names = rng.choice(list(DRAWN), changed, replace=False)
+    algos = get_args(get_type_hints(Args)["algo"])
+    options = {str(name): DRAWN[str(name)][rng.integers(len(DRAWN[str(name)]))] for name in names}
+    return {**BASE, "algo": algos[rng.integers(len(algos))], **options}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without plots, samples, checkpoints and evaluation: what is looked at is the update."""
+    monkeypatch.setattr(train, "write_samples", lambda *_, **__: None)
+    monkeypatch.setattr(Trainer, "_report", lambda self: None)
+    monkeypatch.setattr(Trainer, "_save", lambda self, folder, **_: None)
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self, name: SimpleNamespace(rate=0.0))
+
+
+def outcome(options: dict[str, Any], out: Path) -> str:
+    """``refused`` with a field's name, or ``updated``; anything else is an error."""
+    fields = {field.name for field in dataclasses.fields(Args)}
+    try:
+        trainer = Trainer(Args(**{**options, "out": str(out)}))
+        trainer._enter_rl() if trainer.stage == "sft" else None
+    except ConfigError as error:
+        named = str(error).partition(":")[0]
+        assert named in fields, f"the message begins with no field: {error}"
+        return f"refused: {named}"
+    logged: list[dict[str, float]] = []
+    trainer.log.scalars = lambda metrics, step: logged.append(dict(metrics))  # type: ignore[method-assign]
+    try:
+        if trainer.args.algo == "sft":
+            return "updated"
+        before = {name: value.detach().clone() for name, value in trainer.network.state_dict().items()}
+        trainer._reinforce()
+    except train.TrainingFailed as error:  # of rollouts that come to nothing, which no setting tells before
+        assert "too long" in str(error) or "masked" in str(error) or "room" in str(error), error
+        return "failed"
+    finally:
+        trainer.close()
+    assert logged and all(math.isfinite(v) for m in logged for k, v in m.items() if k.startswith("update/")), logged
+    if logged[0]["update/grad_norm"] > 1e-6 and trainer.args.warmup == 0:
+        assert any(not value.equal(before[name]) for name, value in trainer.network.state_dict().items())
+    return "updated"
+
+
+def found(first: int, count: int, tmp_path: Path, *, changed: int) -> list[str]:
+    outcomes = []
+    for seed in range(first, first + count):
+        options = drawn(seed, changed=changed)
+        told = {name: value for name, value in options.items() if BASE.get(name, ...) != value}
+        try:
+            outcomes.append(outcome(options, tmp_path / str(seed)))
+        except Exception as error:
+            raise AssertionError(f"draw {seed}: {told}: {type(error).__name__}: {error}") from error
+    return outcomes
+
+
+def test_random_settings_train_or_are_refused_by_name(tmp_path: Path) -> None:
+    outcomes = found(0, 40, tmp_path, changed=4)
+    assert outcomes.count("updated") >= 15, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [3, 6, 10, 20])
+def test_many_random_settings_train_or_are_refused_by_name(tmp_path: Path, changed: int) -> None:
+    assert "updated" in found(1000 * changed, 100, tmp_path, changed=changed)
+
+
+# Numbers that mean nothing.
+
+
+def numbers() -> list[str]:
+    """Fields that hold a number."""
+    hints = get_type_hints(Args)
+    kinds = {name: set(get_args(hint)) or {hint} for name, hint in hints.items() if get_origin(hint) is not Literal}
+    return sorted(name for name, kind in kinds.items() if kind & {int, float} and get_origin(hints[name]) is not tuple)
+
+
+@pytest.mark.parametrize("name", numbers())
+def test_every_number_has_bounds(name: str) -> None:
+    integer = int in (set(get_args(get_type_hints(Args)[name])) or {get_type_hints(Args)[name]})
+    wrong = [math.nan] if name == "sft_reward" else [-1] if integer else [-1.0, math.nan]
+    for value in wrong:
+        with pytest.raises(ConfigError, match=rf"^{name}: "):
+            resolved(Args(**{"algo": "rloo", name: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"gamma": 1.5}, "gamma"),
+        ({"value_decay": 1.1}, "value_decay"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"dual_clip": 0.5}, "dual_clip"),
+        ({"algo": "vineppo", "subsample_returns": 4}, "subsample_returns"),
+        ({"algo": "bpo", "aggregation": "path"}, "aggregation"),
+    ],
+)
+def test_settings_that_would_compute_something_else_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
+        resolved(Args(**options))
