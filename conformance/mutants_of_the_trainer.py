@@ -263,8 +263,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "            forks = assign_credit(trees, args, self.memory, self._gather)\n",
         ),
         "nothing is left out": (
-            "            leave_out(trees, args, (args.seed, 4, self.step))\n",
-            "",
+            "            cut = leave_out(trees, args, (args.seed, 4, self.step))\n",
+            "            cut = 0\n",
         ),
         "the first paths are kept": (
             "np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]",
@@ -296,8 +296,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             'packed, temperature = self.args.pack == "tree", 1.0',
         ),
         "invalid actions rewarded": (
-            "edge.reward -= args.invalid_penalty * (not edge.valid)\n        measure",
-            "edge.reward += args.invalid_penalty * (not edge.valid)\n        measure",
+            "edge.reward -= args.invalid_penalty * (not edge.valid)\n        trees = self._differing",
+            "edge.reward += args.invalid_penalty * (not edge.valid)\n        trees = self._differing",
         ),
         "warm-up one update late": (
             "return (position + 1) / args.warmup",
@@ -373,8 +373,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "torch.searchsorted(cumulative, thresholds, right=True).sub(1).clamp(min=0)",
         ),
         "positions count the padding": (
-            "positions = cached + (fed.cumsum(dim=1) - 1).clamp(min=0)\n        while",
-            "positions = cached + torch.arange(fed.shape[1], device=device)[None]\n        while",
+            "return cached + (fed.cumsum(dim=1) - 1).clamp(min=0)\n",
+            "return cached + torch.arange(fed.shape[1], device=fed.device)[None]\n",
         ),
         "padding of caches is seen": (
             "self.mask = torch.arange(width, device=device) >= padding",
