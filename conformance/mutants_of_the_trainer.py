@@ -105,10 +105,13 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "advantage = local.get(id(edge), 0.0)",
         ),
         "group centred on the median": (
-            "zip(tree.paths, (returns - returns.mean()) / scale)",
-            "zip(tree.paths, (returns - np.median(returns)) / scale)",
+            "= values - values.mean()",
+            "= values - np.median(values)",
         ),
-        "group always by its deviation": ("if args.group_std else 1.0", "if True else 1.0"),
+        "group always by its deviation": (
+            "(values.std() + 1e-4) if args.group_std else apart",
+            "(values.std() + 1e-4)",
+        ),
         "VinePPO without the next value": ("target = target if valued is None else valued", "pass"),
         "VinePPO trains on its valuing rollouts": (
             "edge.advantage, edge.weight = 0.0, 0.0",
@@ -318,7 +321,7 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "span = slice(action.position, action.position + action.tokens)\n                if penalty",
         ),
         "log-probabilities stay unknown": (
-            "sampled = logps if unknown else sampled",
+            "sampled = logps if measured else sampled",
             "sampled = sampled",
         ),
     },
@@ -329,12 +332,12 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "actions share a number": ("            number += 1\n", ""),
         "old log-probabilities lost": (
-            "old[i, span] = torch.tensor(edge.action.data.logps)",
+            "old[i, span] = torch.tensor(data.logps)",
             "pass",
         ),
         "rows of weight 0 are trained on": (
-            "for path in tree.paths if path.edges[0].weight for row in",
-            "for path in tree.paths for row in",
+            "return [row for row in rows if any(edge.weight for edge in row.edges)]",
+            "return list(rows)",
         ),
         "rows without advantage always dropped": (
             "matter = args.kl or args.critic",
@@ -377,12 +380,12 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "return cached + torch.arange(fed.shape[1], device=fed.device)[None]\n",
         ),
         "padding of caches is seen": (
-            "self.mask = torch.arange(width, device=device) >= padding",
-            "self.mask = torch.arange(width, device=device) >= 0 * padding",
+            "return (self.table[:, :after] > 0).long()",
+            "return (self.table[:, :after] >= 0).long()",
         ),
         "a fork keeps its parent's last token": (
-            "fork.pieces = parent.first(len(fork.ids) - 1)",
-            "fork.pieces = parent.first(len(fork.ids))",
+            "fork.places = parent.places[: max(0, len(fork.ids) - 1)]",
+            "fork.places = parent.places[: len(fork.ids)]",
         ),
         "stale keys are used": (
             "if weights_version(self._generator.model) != self._weights:",
