@@ -389,14 +389,7 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     survival = args.roulette or 0.0
     refuse(survival != 1.0 and args.schedule != "split", "roulette", f"goes with schedule=split, {branched}")
     refuse(not 0 < survival <= 1, "roulette", f"expected a probability above 0, found {args.roulette}")
-    at_least_none = ("updates", "sft_steps", "budget", "mc_turns", "subsample_returns", "kl", "tis", "dynamic_sampling")
-    for name in at_least_none:
-        refuse(getattr(args, name) < 0, name, f"expected 0 or more, found {getattr(args, name)}")
-    at_least_one = ("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads", "max_live")
-    for name in (*at_least_one, "eval_episodes", "eval_every", "save_every"):
-        refuse(getattr(args, name) < 1, name, f"expected at least 1, found {getattr(args, name)}")
-    for name in ("gamma", "temperature", "eval_temperature", "process_timeout"):
-        refuse(getattr(args, name) <= 0, name, f"expected more than 0, found {getattr(args, name)}")
+    refuse(roots < 1, "roots", f"expected at least 1, found {roots}")
     split = f"{args.minibatches} of {args.prompts} prompts: each needs a whole task"
     refuse((args.minibatches or 1) > args.prompts, "minibatches", split)
     pretrained = not args.model.startswith("tiny:") or args.init_from is not None

@@ -16,7 +16,10 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("adam_eps", "spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
+    **dict.fromkeys(("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
+    **dict.fromkeys(("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads"), 1),
+    **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every"), 1),
 }
 """The least that a setting may be."""
 MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma"), 1)
@@ -38,7 +41,8 @@ def check_ranges(args: Args) -> None:
         least, most = LEAST.get(name, 0.0), MOST.get(name, math.inf)
         if not least <= value <= most or math.isinf(value) or (name in POSITIVE and value == 0):
             bounds = "more than 0" if name in POSITIVE else f"{least:g} to {most:g}" if most < math.inf else None
-            raise ConfigError(f"{name}: expected {bounds or f'{least:g} or more'}, found {value}")
+            unbounded = f"at least {least:g}" if least else "0 or more"
+            raise ConfigError(f"{name}: expected {bounds or unbounded}, found {value}")
     if not all(0 <= beta < 1 for beta in args.betas):
         raise ConfigError(f"betas: expected two numbers from 0 to below 1, found {args.betas}")
     if args.dual_clip and not 1 < args.dual_clip < math.inf:

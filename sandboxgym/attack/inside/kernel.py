@@ -11,27 +11,26 @@ from .answers import Answer, absent, attempt, name_of, refused, worked
 from .libc import MACHINE, call, check
 
 
-@attempt
-def _clone_namespace(flag: int) -> Answer:
-    result, code = call("clone", flag | signal.SIGCHLD, 0, 0, 0, 0)
+def _made(name: str, *arguments: object) -> Answer:
+    """Make a process in a new namespace by the call of this name; the process ends at once."""
+    result, code = call(name, *arguments)
     if result == 0:
         os._exit(0)
     if result < 0:
-        return refused(f"clone: {name_of(code)}")
+        return refused(f"{name}: {name_of(code)}")
     os.waitpid(result, 0)
     return worked("a process in a new namespace was made")
+
+
+@attempt
+def _clone_namespace(flag: int) -> Answer:
+    return _made("clone", flag | signal.SIGCHLD, 0, 0, 0, 0)
 
 
 @attempt
 def _clone3_namespace(flag: int) -> Answer:
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flag, 0, 0, 0, signal.SIGCHLD, 0, 0, 0), 64)
-    result, code = call("clone3", arguments, 64)
-    if result == 0:
-        os._exit(0)
-    if result < 0:
-        return refused(f"clone3: {name_of(code)}")
-    os.waitpid(result, 0)
-    return worked("a process in a new namespace was made")
+    return _made("clone3", arguments, 64)
 
 
 @attempt
