@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from tabular import MDP, Comparison, compare, random_mdp
-from tabular_loop import LR, LoopTrainer, penalised
+from tabular_loop import LR, LoopTrainer, TokenPolicy, penalised
 
 from bpo_ref import train
 from bpo_ref.train import Args
-from sandboxgym.tree import Action, Edge, Node, RolloutTree
+from sandboxgym.tree import Action, Context, Edge, Node, RolloutTree
 from sandboxgym.tree import Path as TreePath
 
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
@@ -221,6 +221,27 @@ def test_leaving_the_reference_costs_reward(tmp_path: Path, silent: bool) -> Non
         assert edge.reward == pytest.approx(earned - costs[-1], abs=1e-5)
         assert edge.action.data.logps == [pytest.approx(logps[at], abs=1e-5)]
     assert min(costs) < -0.05 and max(costs) > 0.05
+
+
+class Misread(TokenPolicy):
+    """A policy whose answers of 1 cannot be read."""
+
+    def _act(self, context: Context) -> Action:
+        action = super()._act(context)
+        return replace(action, valid=action.text != 1)
+
+
+def test_actions_that_cannot_be_read_cost_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path, algo="rloo", roots=3, invalid_penalty=0.25)
+    monkeypatch.setattr(trainer, "_player", lambda _: Misread(SPARSE, silent=False))
+    seen = []
+    for edge in (edge for tree in trainer._rollouts((0,)) for edge in tree.edges()):
+        ended = edge.child.observation == len(SPARSE.logits)
+        earned = SPARSE.rewards[edge.parent.observation, edge.action.text, -1] if ended else 0.0
+        seen.append(edge.action.text == 1)
+        assert edge.valid is not seen[-1]
+        assert edge.reward == pytest.approx(earned - 0.25 * seen[-1], abs=1e-6)
+    assert 0 < sum(seen) < len(seen)
 
 
 def steps_of(trainer: LoopTrainer, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
