@@ -96,6 +96,7 @@ def fetch(
                     return
                 problem: Exception = TransferError("the connection was cut")
             except urllib.error.HTTPError as error:
+                error.close()  # it holds the connection
                 if error.code < 500 and error.code not in (408, 429):
                     raise TransferError(f"{url}: HTTP {error.code} {error.reason}") from error
                 problem = error
@@ -144,6 +145,7 @@ def _attempt(
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
+        error.close()
         if _total(error.headers) == have and known.total == have:
             return True
         file.truncate(0)
