@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from bpo_ref.config import ConfigError
-from sandboxgym.tree import Node, Path, RolloutTree
+from sandboxgym.tree import Edge, Node, Path, RolloutTree
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -61,6 +61,19 @@ def mean_value(node: Node) -> float:
     return sum(edge.value for edge in node.children) / len(node.children)
 
 
+def fair_value(edge: Edge) -> float:
+    """What an action was worth, less the luck of it and of all decisions after it: an estimate of its *state's* value.
+
+    Without look-ahead it is `Edge.value`.
+    """
+    return edge.value - edge.luck - edge.control
+
+
+def fair_mean(node: Node) -> float:
+    """Mean of the children's `fair_value`."""
+    return sum(map(fair_value, node.children)) / len(node.children)
+
+
 @dataclass(frozen=True)
 class TreeSummary:
     """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
@@ -76,13 +89,19 @@ class TreeSummary:
     """Mean return of each root path's subtree, and its mean square."""
 
 
-def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummary:
-    """Mean value of each root path's subtree at each state key, every return counted once."""
+def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0, fair: bool = False) -> TreeSummary:
+    """Mean value of each root path's subtree at each state key, every return counted once.
+
+    With ``fair`` the values are less luck (`fair_value`), as the batch's own baselines want them; the squares are not,
+    and what earlier batches teach is the plain returns.
+    """
+    mean = fair_mean if fair else mean_value
     squares = _second_moments(tree, gamma)
     roots: list[RootTable] = []
     returns: list[tuple[float, float]] = []
     for root_edge in tree.root.children:
-        v, s = root_edge.value, _square(root_edge.reward, gamma, root_edge.child, squares)
+        v = fair_value(root_edge) if fair else root_edge.value
+        s = _square(root_edge.reward, gamma, root_edge.child, squares)
         sums: dict[StateKey, list[float]] = {state_key(tree.root, kind): [1.0, v, s]}
         todo = [(root_edge.child, 1.0)]
         while todo:
@@ -90,12 +109,12 @@ def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummar
             if node.children:
                 entry = sums.setdefault(state_key(node, kind), [0.0, 0.0, 0.0])
                 entry[0] += share
-                entry[1] += share * mean_value(node)
+                entry[1] += share * mean(node)
                 entry[2] += share * squares[id(node)]
                 todo += [(edge.child, share / len(node.children)) for edge in node.children]
         roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
         returns.append((v, s))
-    return TreeSummary(tree.task, tree.index, tree.kind, tree.root.value, roots, returns)
+    return TreeSummary(tree.task, tree.index, tree.kind, mean(tree.root), roots, returns)
 
 
 def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
@@ -209,6 +228,10 @@ class ValueTable:
         self._sums: dict[StateKey, list[float]] = {key: list(entry) for key, entry in (state or {}).get("sums", [])}
         self._overall: list[float] = list((state or {}).get("overall", [0.0, 0.0, 0.0]))
         self._low: list[float] = list((state or {}).get("low", [0.0, 0.0]))
+
+    def copy(self) -> ValueTable:
+        """As it is now, whatever this one goes on to learn."""
+        return ValueTable(self._decay, state=self.state())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -305,6 +305,28 @@ class _Body:
     transition: Transition | None  # None where the environment recomputes it from the state
 
 
+def tried(env: gym.Env[Any, Any], actions: Sequence[Any], here: Any, restore: Callable[[Any], Any]) -> list[Transition]:
+    """What each action by itself leads to from the present state, whose snapshot ``here`` is released at the end.
+
+    Args:
+        env: to step.
+        actions: in any number.
+        here: of the state that ``env`` is in.
+        restore: back to it; called after every step, also one that raises.
+    """
+    found = []
+    try:
+        for action in actions:
+            try:
+                observation, reward, terminated, truncated, info = env.step(action)
+            finally:
+                restore(here)
+            found.append(Transition(observation, float(reward), bool(terminated), bool(truncated), info))
+        return found
+    finally:
+        getattr(here, "release", lambda: None)()
+
+
 class SnapshotEnv(gym.Env[ObsT, ActT]):
     """An environment that can be snapshotted, restored and forked at any step.
 
@@ -391,6 +413,21 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
                 other exception too: one that an alarm's handler raises, a full disk (`sandboxgym.errors.from_outside`).
         """
         return self._restore(snap, seed, lambda observation, info: (observation, info))
+
+    def successors(self, actions: Sequence[ActT]) -> list[Transition]:
+        """What ``step`` would return for each of these actions, tried one by one from here; nothing changes by it.
+
+        This environment alone: `sandboxgym.successors` heeds the wrappers around it too. An environment that can
+        compute a step without taking it overrides this.
+
+        Raises:
+            ResetNeeded: before the first ``reset``.
+        """
+        lineage = self._lineage
+        try:
+            return tried(self, actions, self.snapshot(), self.restore)
+        finally:
+            self._lineage = lineage
 
     def _restore(self, snap: Snapshot, seed: int | None, through: Through) -> tuple[ObsT, dict[str, Any]]:
         """`restore`, its result taken through the wrappers around; what fails there is rolled back too."""

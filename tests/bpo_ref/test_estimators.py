@@ -260,7 +260,7 @@ def best_child_for_the_mean(trees: Sequence[RolloutTree]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "back_up", back_up)
-        patch.setattr(train, "mean_value", lambda node: max(edge.value for edge in node.children))
+        patch.setattr(train, "fair_mean", lambda node: max(edge.value for edge in node.children))
         credit(settings("bpo-tree"))(trees)
 
 
