@@ -153,7 +153,7 @@ def own_luck_too(trees: Sequence[RolloutTree], args: Args, memory: Memory, *_: A
 def probabilities_of_other_weights(
     trees: Sequence[RolloutTree], args: Args, memory: Memory, ahead: LookAhead, score: Any
 ) -> None:
-    ahead.set_controls(trees, lambda asked: [1.7 * value for value in score(asked)])
+    ahead.set_controls(trees, lambda asked: [0.3 * value for value in score(asked)])
     assign_credit(trees, args, memory)
     ahead.set_controls(trees, score)
 
