@@ -202,6 +202,9 @@ class Args:
     """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
     (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
     shrunk to that (``pooled``), or a learned value head (``critic``)."""
+    refusals: bool = False
+    """Baselines by progress (``key``, ``value``, ``pooled``) also tell how many answers in a row the environment has
+    refused: 0, 1, 2 or more."""
     fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
     """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
     step_weight_power: float | None = None
@@ -368,6 +371,8 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         f"advantage_norm={args.advantage_norm}": args.advantage_norm != "none",
     }.items():
         refuse(wrong and args.lookahead, "lookahead", f"goes with credit=tree and V̂ of earlier batches, found {found}")
+    by_progress = f"goes with a baseline of {', '.join(KEYED)}, found {args.baseline}"
+    refuse(args.refusals and args.baseline not in KEYED, "refusals", by_progress)
     by_key = "baseline" if args.baseline in KEYED else "schedule" if args.schedule == "split" else "lookahead"
     refuse(
         args.keyed and not keyed, by_key,

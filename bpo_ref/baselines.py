@@ -29,8 +29,21 @@ Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 def state_key(node: Node, kind: str) -> StateKey:
-    """Where states are pooled: by turn, or by the environment's progress key and half the turn."""
-    return node.depth if kind == "turn" else (plain_key(node.key), node.depth // 2)
+    """Where states are pooled: by turn; by the environment's progress key and half the turn; or by these and by how
+    many answers in a row were refused (0, 1, 2 or more).
+    """
+    if kind == "turn":
+        return node.depth
+    progress = (plain_key(node.key), node.depth // 2)
+    return progress if kind == "key" else (*progress, refusals(node))
+
+
+def refusals(node: Node) -> int:
+    """How many of the last answers before a state the environment did not take, 2 at most."""
+    count, edge = 0, node.parent
+    while edge is not None and not edge.valid and count < 2:
+        count, edge = count + 1, edge.parent.parent
+    return count
 
 
 def plain_key(key: Any) -> StateKey:
@@ -440,6 +453,8 @@ class Memory:
     shrinkage: Shrinkage
     depth: ForkDepth
     spread: TaskSpread
+    refused: ValueTable
+    """As ``values``, by refusals too; for baselines alone (`Args.refusals`)."""
 
     @classmethod
     def of(cls, args: Args, state: Mapping[str, Any] | None = None) -> Memory:
@@ -453,6 +468,7 @@ class Memory:
             Shrinkage(state.get("shrinkage", (0.0,) * 4)),
             ForkDepth(state.get("depth", max(1.0, args.max_turns / 4)), limit=args.max_turns),
             TaskSpread(args.value_decay, state.get("spread", ())),
+            ValueTable(args.value_decay, state=state.get("refused")),
         )
 
     def state(self) -> dict[str, Any]:
@@ -463,6 +479,7 @@ class Memory:
             "shrinkage": self.shrinkage.sums,
             "depth": self.depth.depth,
             "spread": [(task, entry.tolist()) for task, entry in self.spread.sums.items()],
+            "refused": self.refused.state(),
         }
 
     def observe(
@@ -475,10 +492,13 @@ class Memory:
             forked = roots[:1] if args.forks == "backbone" else roots
             entropies = [[edge.action.entropy for edge in path.edges] for path in forked]
             summary = summarize(tree, "key", gamma=args.gamma) if args.keyed or args.allocation == "spread" else None
+            finer = summarize(tree, "refusals", gamma=args.gamma) if args.refusals else None
             depth = ForkDepth.sample(tree, [path.total_reward for path in roots])
-            local.append((tree.index, entropies, summary, depth, [fork for fork in forks if fork.tree == tree.index]))
+            found = [fork for fork in forks if fork.tree == tree.index]
+            local.append((tree.index, entropies, summary, finer, depth, found))
         every = sorted(gather(local), key=lambda entry: entry[0])
         summaries = [summary for _, _, summary, *_ in every if summary]
+        self.refused.observe([finer for _, _, _, finer, *_ in every if finer], low=args.roulette_below)
         self.entropies.observe(path for _, paths, *_ in every for path in paths)
         self.values.observe(summaries if args.keyed else (), low=args.roulette_below)
         self.spread.observe(summaries if args.allocation == "spread" else ())

@@ -281,7 +281,8 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
         The forks of these trees, for `Memory.observe`.
     """
     table, forks = memory.values, []
-    pooled_by = "turn" if args.baseline == "turn" else "key"
+    pooled_by = "turn" if args.baseline == "turn" else "refusals" if args.refusals else "key"
+    states = memory.refused if args.refusals else table
     for tree in trees:
 
         def known(node: Node, kind: str = tree.kind) -> float:
@@ -302,7 +303,7 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
             if args.baseline in ("turn", "key"):
                 return batch(tree.index, root, key)
             if args.baseline in ("value", "pooled"):
-                value = table.value(key, tree.kind, prior=others)
+                value = states.value(key, tree.kind, prior=others)
                 return 0.9 * value + 0.1 * roots if args.baseline == "value" else batch(tree.index, root, key, value)
             return float(edge.data.values[0]) if args.baseline == "critic" else roots
 

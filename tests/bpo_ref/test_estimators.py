@@ -148,6 +148,13 @@ CASES: dict[str, Case | Callable[[], Case]] = {
     "earlier batches": informed(
         SPARSE, **{algo: settings(algo, roots=4, value_decay=1.0) for algo in ("rloo-value", "rloo-pooled")}
     ),
+    "earlier batches, by refusals": informed(
+        SPARSE,
+        **{
+            algo: settings(algo, roots=4, value_decay=1.0, refusals=True)
+            for algo in ("rloo-value", "rloo-pooled", "rloo-key")
+        },
+    ),
     "forest": informed(
         SPARSE,
         **{
@@ -169,6 +176,7 @@ CASES: dict[str, Case | Callable[[], Case]] = {
             "split, pooled": settings("bpo-split", baseline="pooled", **SPLIT, **ROULETTE),
         },
     ),
+    "split with roulette, by refusals": informed(SPARSE, bpo=settings("bpo", refusals=True, **{**SPLIT, **ROULETTE})),
     "split, rewards on the way": informed(
         DENSE, **{"bpo-split": settings("bpo-split", gamma=0.8, **SPLIT, roulette=0.5, roulette_below=0.3)}
     ),

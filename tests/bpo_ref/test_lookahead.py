@@ -17,7 +17,7 @@ from tabular import MDP, Credit, TabularEnv, TabularPolicy, compare, gradients, 
 
 import sandboxgym
 from bpo_ref.args import Args, resolved
-from bpo_ref.baselines import Memory, ValueTable, mean_value
+from bpo_ref.baselines import Memory, ValueTable, mean_value, refusals, state_key
 from bpo_ref.config import ConfigError
 from bpo_ref.generate import Generation
 from bpo_ref.lookahead import Candidate, Ids, LookAhead
@@ -140,6 +140,7 @@ CASES: dict[str, tuple[MDP, Args, Callable[[MDP, Args], Memory], Sequence[int]]]
     "bpo, V̂ of nonsense": (SPARSE, settings("bpo", roulette=1.0), nonsense, (0, 1)),
     "bpo, rewards on the way": (DENSE, settings("bpo", gamma=0.8, roulette=0.5, roulette_below=0.3), taught, (0, 1)),
     "bpo, one action listed": (SPARSE, settings("bpo", **ROULETTE), taught, (0,)),
+    "bpo, by refusals": (SPARSE, settings("bpo", refusals=True, **ROULETTE), taught, (0, 1)),
     "uneven roots": (SPARSE, settings("rloo-pooled", roots=4, allocation="spread"), taught, (0, 1)),
 }
 
@@ -512,3 +513,27 @@ def test_an_action_that_raises_leaves_the_environment_as_it_was() -> None:
     assert sandboxgym.snapshot(env).digest == digest
     assert sandboxgym.successors(env, []) == []
     env.close()
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("valid", "expected"),
+    [((), 0), ((True,), 0), ((False,), 1), ((False, False), 2), ((False,) * 4, 2), ((False, True), 0),
+     ((True, False), 1), ((False, True, False, False), 2)],
+)  # fmt: skip
+def test_refusals_in_a_row_are_told_up_to_two(valid: tuple[bool, ...], expected: int) -> None:
+    node = Node(0, None, "far", owner=())
+    for taken in valid:
+        edge = decided(node, "go")
+        edge.valid, node = taken, edge.child
+        node.key = "far"
+    assert refusals(node) == expected
+    assert state_key(node, "refusals") == ("far", len(valid) // 2, expected)
+    assert state_key(node, "key") == ("far", len(valid) // 2)
+
+
+def test_refusals_go_with_a_baseline_by_progress() -> None:
+    with pytest.raises(ConfigError, match="refusals: goes with a baseline of"):
+        resolved(Args(algo="rloo", refusals=True))
