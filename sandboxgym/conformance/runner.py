@@ -37,6 +37,7 @@ from sandboxgym.conformance.check import (
     Verdict,
 )
 from sandboxgym.conformance.recording import opened, quiet, release
+from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
 from sandboxgym.conformance.subject import Control, Subject, put, take
 
 SCHEMA = 1
@@ -81,6 +82,8 @@ class Report:
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
+    strength: Strength | None = None
+    """What it would have seen; None where that was not asked for."""
     beside: tuple[Report, ...] = ()
     """Of the same checks, on the environment made in other ways."""
 
@@ -156,6 +159,7 @@ class Report:
             "platform": self.platform,
             "counts": {str(verdict): len(self.of(verdict)) for verdict in Verdict},
             "exit_code": self.exit_code,
+            "strength": self.strength and self.strength.to_json(),
             "results": results,
             "not_tested": [{"id": id, "reason": reason} for id, reason in self.not_tested],
             "beside": [other.to_json() for other in self.beside],
@@ -192,8 +196,9 @@ def run(
     seed: int = 0,
     only: Collection[str] | None = None,
     listener: Listener | None = None,
+    strength: bool = False,
 ) -> Report:
-    """Run the checks of some levels, or those in ``only``.
+    """Run the checks of some levels, or those in ``only``; with ``strength``, then tell how much they would have seen.
 
     Raises:
         ValueError: no check has such an id; no such budget.
@@ -216,6 +221,12 @@ def run(
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
+    measured = None
+    if strength:
+        spent = max(time.process_time() - busy, (time.perf_counter() - start) / 2 if budget.waits else 0)
+        seconds = max(LEAST_SECONDS, SHARE * spent)
+        with preserved():
+            measured = measure(subject, budget, results, seed=seed, seconds=seconds)
     spec = subject.make_spec
     try:
         capabilities = asdict(subject.capabilities)
@@ -234,6 +245,7 @@ def run(
         seconds=time.perf_counter() - start,
         versions=versions(),
         platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        strength=measured,
     )
 
 
