@@ -17,13 +17,14 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from sandboxgym.conformance import ambient
+from sandboxgym.conformance.causes import Cause, causes
 from sandboxgym.conformance.check import (
     REGISTRY,
     SHORTEST,
@@ -37,6 +38,7 @@ from sandboxgym.conformance.check import (
     Verdict,
 )
 from sandboxgym.conformance.recording import opened, quiet, release
+from sandboxgym.conformance.shrink import shrunk
 from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
 from sandboxgym.conformance.subject import Control, Subject, put, take
 
@@ -103,6 +105,11 @@ class Report:
         return self.of(Verdict.FAIL)
 
     @property
+    def causes(self) -> list[Cause]:
+        """The failures, grouped by what probably causes them."""
+        return causes([{**asdict(result), "evidence": _json(result.evidence)} for result in self.failures])
+
+    @property
     def not_tested(self) -> tuple[tuple[str, str], ...]:
         """Ids of checks that ran not at all, or told nothing, with the reason; of levels left out too."""
         ran = {result.id for result in self.results}
@@ -160,6 +167,7 @@ class Report:
             "counts": {str(verdict): len(self.of(verdict)) for verdict in Verdict},
             "exit_code": self.exit_code,
             "strength": self.strength and self.strength.to_json(),
+            "causes": [{**cause._asdict(), "checks": list(cause.checks)} for cause in self.causes],
             "results": results,
             "not_tested": [{"id": id, "reason": reason} for id, reason in self.not_tested],
             "beside": [other.to_json() for other in self.beside],
@@ -197,8 +205,19 @@ def run(
     only: Collection[str] | None = None,
     listener: Listener | None = None,
     strength: bool = False,
+    shrink: bool = True,
 ) -> Report:
-    """Run the checks of some levels, or those in ``only``; with ``strength``, then tell how much they would have seen.
+    """Run the checks of some levels, or those in ``only``.
+
+    Args:
+        subject: what is checked.
+        levels: which `Level`s.
+        budget: how much to spend, or its name.
+        seed: of all that is drawn.
+        only: ids of the only checks to run.
+        listener: is told of each check.
+        strength: put faults into the environment afterwards, and say which of them this run would have seen.
+        shrink: shorten the scripts of failures.
 
     Raises:
         ValueError: no check has such an id; no such budget.
@@ -221,6 +240,8 @@ def run(
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
+    if shrink:
+        results = {id: shortened(subject, result, budget) for id, result in results.items()}
     measured = None
     if strength:
         spent = max(time.process_time() - busy, (time.perf_counter() - start) / 2 if budget.waits else 0)
@@ -247,6 +268,20 @@ def run(
         platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         strength=measured,
     )
+
+
+def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
+    """A failure with the shortest script that shows it, and with expected and found values; others as they are."""
+    if result.verdict is not Verdict.FAIL or not result.counterexample:
+        return result
+    try:
+        found = shrunk(subject, result.counterexample, seconds=budget.seconds)
+    except Exception:  # an environment that fails may fail in any way
+        return result
+    if found is None:
+        return result
+    evidence = {**result.evidence, "difference": found.difference}
+    return replace(result, counterexample=found.script, evidence=evidence)
 
 
 def pace(subject: Subject) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, opened, quiet
+from sandboxgym.conformance.recording import Scene, opened, quiet, written
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject
 from sandboxgym.conformance.values import canonical, difference
 from sandboxgym.core import Transition
@@ -63,7 +63,7 @@ def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
                     scene.restore(target, snap)
                     found = canonical(tuple(getattr(target.unwrapped, "last")))  # noqa: B009 (not of every base)
                     if text := difference(before, found, "last"):
-                        scene.fail(f"after a restore the last transition is another than at the captured moment: {text}")
+                        scene.fail(f"after a restore the last transition is not that of the captured moment: {text}")
                     compared += 1
     return compared
 
@@ -74,7 +74,7 @@ def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -
     subject = scene.subject
     for op in control.ops[: control.last]:
         outcome, raw = subject.call(env, op)
-        scene.note(f"returned = {scene.name(env)}.{op.kind}(…)  # as in the control run")
+        scene.note(written(scene.name(env), op))
         if raw is not None:
             kept.append((raw, outcome))
             if len(kept) == 2:
