@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 _FIELD = re.compile(r"\b(observation|reward|terminated|truncated|info|state|last)((?:\[[^\]:]*\])*): ")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _STREAM = "random stream"
+_FUTURE = "the future"
+"""Where a failure shows that names no field."""
+CLEAR = 30
+"""Lines of a script that a person reads at once."""
 
 
 class Cause(NamedTuple):
@@ -34,7 +38,7 @@ def causes(failures: Sequence[Mapping[str, Any]]) -> list[Cause]:
     """Group failed results, in their JSON form; groups and what they hold are in the order of the results."""
     signs = [signature(result) for result in failures]
     lost = any(f"{_STREAM} np_random" in found for found in signs)
-    groups: list[list[int]] = []
+    groups: list[list[int]] = []  # of the numbers of results
     for index, found in enumerate(signs):
         follows = lost and any(not sign.startswith(("line ", "the ")) for sign in found)
         joined = [
@@ -43,7 +47,11 @@ def causes(failures: Sequence[Mapping[str, Any]]) -> list[Cause]:
             if found & set().union(*(signs[other] for other in group))
             or (follows and any(_follows(signs[other]) for other in group))
         ]
-        groups = [group for group in groups if group not in joined] + [[*(each for group in joined for each in group), index]]
+        if found == {_FUTURE}:
+            joined = [group for group in groups if any(_follows(signs[other]) for other in group)][:1]
+        groups = [group for group in groups if group not in joined] + [
+            [*(each for group in joined for each in group), index]
+        ]
     return [_cause(sorted(group), failures, signs) for group in sorted(groups, key=min)]
 
 
@@ -52,16 +60,16 @@ def _follows(found: set[str]) -> bool:
 
 
 def _cause(group: Sequence[int], failures: Sequence[Mapping[str, Any]], signs: Sequence[set[str]]) -> Cause:
-    def clarity(index: int) -> tuple[bool, int, int]:
-        named = any(sign.startswith(_STREAM) for sign in signs[index])
-        script = failures[index].get("counterexample") or ""
-        return not named, len(script.splitlines()) if script else 10**6, index
+    def clarity(index: int) -> tuple[bool, int]:
+        lines = (failures[index].get("counterexample") or "").count("\n")
+        return not 0 < lines <= CLEAR, index
 
     order = sorted(group, key=clarity)
-    shared = Counter(sign for index in group for sign in signs[index])
+    shared = Counter(sign for index in group for sign in signs[index] - {_FUTURE})
     best = max(shared.values(), default=0)
-    first = sorted(signs[order[0]], key=lambda sign: (-shared[sign], sign))
-    what = first[0] if first and (len(group) == 1 or best > 1 or _STREAM in first[0]) else ""
+    streams = sorted(sign for sign in shared if sign.startswith(_STREAM))
+    first = streams or sorted(signs[order[0]] - {_FUTURE}, key=lambda sign: (-shared[sign], sign))
+    what = first[0] if first and (len(group) == 1 or best > 1 or streams) else ""
     return Cause(tuple(failures[index]["id"] for index in order), what)
 
 
@@ -81,7 +89,7 @@ def signature(result: Mapping[str, Any]) -> set[str]:
     if frames:
         file, line, function = frames[-1]
         return {f"line {line} of {file.rpartition('/')[2]} ({function})"}
-    return set()
+    return {_FUTURE} if "future" in result["message"] or "goes on" in result["message"] else set()
 
 
 def _general(place: str) -> str:

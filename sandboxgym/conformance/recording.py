@@ -513,10 +513,9 @@ class Scene:
 
     def script(self, walk: Walk | None = None, env: AnyEnv | None = None, index: int | None = None) -> str:
         """What was done, as runnable Python."""
-        spec = self.subject.make_spec
         head = ["", "import sandboxgym", ""]
-        if spec is not None:
-            head += spec.source().splitlines()
+        if self.subject.source is not None:
+            head += self.subject.source.splitlines()
         else:
             head += [f"def make_env():  # {self.subject.name}", "    ...  # the factory that was given to the suite"]
         head += ["", ""]

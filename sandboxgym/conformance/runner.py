@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import os
 import platform
 import random
 import time
@@ -36,6 +37,7 @@ from sandboxgym.conformance.check import (
     Result,
     Skipped,
     Verdict,
+    as_levels,
 )
 from sandboxgym.conformance.recording import opened, quiet, release
 from sandboxgym.conformance.shrink import shrunk
@@ -86,6 +88,8 @@ class Report:
     platform: str = ""
     strength: Strength | None = None
     """What it would have seen; None where that was not asked for."""
+    machine: dict[str, float | None] = field(default_factory=dict)
+    """Runnable processes before and after (mean of a minute), cores, and how long the environment takes for a call."""
     beside: tuple[Report, ...] = ()
     """Of the same checks, on the environment made in other ways."""
 
@@ -164,6 +168,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "versions": self.versions,
             "platform": self.platform,
+            "machine": self.machine,
             "counts": {str(verdict): len(self.of(verdict)) for verdict in Verdict},
             "exit_code": self.exit_code,
             "strength": self.strength and self.strength.to_json(),
@@ -174,12 +179,13 @@ class Report:
         }
 
 
-def all_checks(*, levels: Collection[int] | None = None, only: Collection[str] | None = None) -> list[Check]:
+def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[str] | None = None) -> list[Check]:
     """All checks, in order; or those of some levels, or of some ids.
 
     Raises:
-        ValueError: no check has such an id.
+        ValueError: no check has such an id; there is no such level.
     """
+    wanted = None if levels is None else as_levels(levels)
     for theme in THEMES:
         importlib.import_module(f"sandboxgym.conformance.checks.{theme}")
     if only is not None and (unknown := sorted(set(only) - REGISTRY.keys())):
@@ -187,7 +193,7 @@ def all_checks(*, levels: Collection[int] | None = None, only: Collection[str] |
     return [
         check
         for check in sorted(REGISTRY.values(), key=_theme)
-        if (levels is None or int(check.level) in levels) and (only is None or check.id in only)
+        if (wanted is None or int(check.level) in wanted) and (only is None or check.id in only)
     ]
 
 
@@ -199,7 +205,7 @@ def _theme(check: Check) -> int:
 def run(
     subject: Subject,
     *,
-    levels: Collection[int] = tuple(Level),
+    levels: Collection[int | str] = tuple(Level),
     budget: str | Budget = "quick",
     seed: int = 0,
     only: Collection[str] | None = None,
@@ -211,7 +217,7 @@ def run(
 
     Args:
         subject: what is checked.
-        levels: which `Level`s.
+        levels: which `Level`s, by number or name.
         budget: how much to spend, or its name.
         seed: of all that is drawn.
         only: ids of the only checks to run.
@@ -226,7 +232,9 @@ def run(
         budget = Budget.named(budget)
     subject.reseed(seed)
     chosen = all_checks(levels=levels, only=only)
-    budget = budget.paced(pace(subject))
+    call = pace(subject)
+    budget = budget.paced(call)
+    load = _load()
     started, start = datetime.datetime.now(datetime.UTC), time.perf_counter()
     results: dict[str, Result] = {}
     busy = time.process_time()
@@ -260,14 +268,19 @@ def run(
         capabilities=capabilities,
         results=tuple(results.values()),
         budget=str(budget),
-        levels=tuple(sorted(map(int, levels))),
+        levels=as_levels(levels),
         seed=seed,
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
         versions=versions(),
         platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         strength=measured,
+        machine={"load before": load, "load after": _load(), "cores": os.cpu_count() or 1, "seconds per call": call},
     )
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def shortened(subject: Subject, result: Result, budget: Budget) -> Result:

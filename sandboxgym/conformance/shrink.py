@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ def shrunk(subject: Subject, script: str, *, seconds: float) -> Shrunk | None:
 
     kept = _simplified(_fewest(body[:-1], still, end), still, end)
     found = _shows(subject, [*kept, body[-1]]) or found
-    script = _written(head, [*kept, body[-1]], found.history)
+    source = subject.source or "\n\n".join(_unparsed(each) for each in head if not isinstance(each, ast.Import))
+    script = _written(source, [*kept, body[-1]], found.history)
     return Shrunk(script, len(kept) + 1, rows(found.expected._asdict(), found.found._asdict()))
 
 
@@ -332,21 +334,15 @@ def _simplified(
     return kept
 
 
-def _written(head: Sequence[ast.stmt], body: Sequence[ast.stmt], history: Sequence[ast.expr]) -> str:
+def _written(source: str, body: Sequence[ast.stmt], history: Sequence[ast.expr]) -> str:
     lines = [line for each in body for line in _unparsed(each).splitlines()]
     control = [ast.unparse(each) for each in history]
     tail = ["", "control = make_env()  # never interrupted", *control[:-1], f"expected = {control[-1]}"]
     tail += ['print("expected", expected)', 'print("found   ", found)']
-    lines = [*folded(lines[:-1]), f"{FOUND} = {lines[-1]}", *folded(tail)]
-    text = "\n".join(lines)
+    text = "\n".join([source.strip(), "", "", *folded(lines[:-1]), f"{FOUND} = {lines[-1]}", *folded(tail)])
     imports = {"gym": "gymnasium as gym", "np": "numpy as np", "sandboxgym": "sandboxgym"}
-    makes = [_unparsed(each) for each in head if not _is_import_of(each, imports)]
-    needed = [f"import {what}" for name, what in imports.items() if f"{name}." in "\n".join([*makes, text])]
-    return "\n".join([*needed, "", *makes, "", "", text]) + "\n"
-
-
-def _is_import_of(statement: ast.stmt, imports: dict[str, str]) -> bool:
-    return isinstance(statement, ast.Import) and (statement.names[0].asname or statement.names[0].name) in imports
+    needed = [f"import {what}\n" for name, what in imports.items() if re.search(rf"\b{name}\.", text)]
+    return "".join([*needed, "\n" if needed else "", text, "\n"])
 
 
 def _unparsed(statement: ast.stmt) -> str:
