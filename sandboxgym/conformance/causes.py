@@ -48,7 +48,8 @@ def causes(failures: Sequence[Mapping[str, Any]]) -> list[Cause]:
             or (follows and any(_follows(signs[other]) for other in group))
         ]
         if found == {_FUTURE}:
-            joined = [group for group in groups if any(_follows(signs[other]) for other in group)][:1]
+            telling = [group for group in groups if any(_follows(signs[other]) for other in group)]
+            joined = sorted(telling, key=len)[-1:]
         groups = [group for group in groups if group not in joined] + [
             [*(each for group in joined for each in group), index]
         ]

@@ -39,7 +39,8 @@ p { margin: .4rem 0; } .dim { color: var(--dim); }
 .tile b { font-weight: 700; }
 .tile:hover, .tile:focus-visible { background: var(--panel); }
 :target { outline: 2px solid var(--skip); outline-offset: 2px; }
-.wide { overflow-x: auto; }
+a { color: inherit; }
+.wide { overflow-x: auto; margin: .6rem 0; }
 .differs td { background: color-mix(in srgb, var(--fail) 14%, transparent); }
 .differs td:first-child { color: var(--fail); font-weight: 700; }
 .differs td:first-child::before { content: "≠ "; }
@@ -72,7 +73,7 @@ _COLOURS = {
     "lost": "inconclusive",
     **dict.fromkeys(("caught", "explained"), "pass"),
     "unseen": "fail",
-    **dict.fromkeys(("constant", "not tried"), "inconclusive"),
+    **dict.fromkeys(("never varied", "not tried"), "inconclusive"),
     "without effect": "skip",
 }
 _LEVELS = {
@@ -123,9 +124,7 @@ def page(report: Mapping[str, Any]) -> str:
         "<h2>Declared</h2>",
         _table(("claim", "value"), ((name, sidebyside.plain(v)) for name, v in report["capabilities"].items())),
         "<h2>What was not tested</h2>",
-        _table(("check", "why"), ((entry["id"], entry["reason"]) for entry in report["not_tested"]))
-        if report["not_tested"]
-        else "<p>Every check ran and could tell.</p>",
+        *_not_tested(report["not_tested"]),
         "<h2>All checks</h2>",
         *(_details(result) for result in results if result["verdict"] != "FAIL"),
     ]
@@ -179,6 +178,18 @@ def _headed(cause: Cause) -> str:
     return f"Probably one cause{where}, in {len(cause.checks)} checks; look at the first"
 
 
+def _not_tested(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    unasked = [entry["id"] for entry in entries if "not asked for" in entry["reason"]]
+    rows = [(entry["id"], entry["reason"]) for entry in entries if entry["id"] not in unasked]
+    if rows:
+        yield _table(("check", "why"), rows)
+    if unasked:
+        ids = escape(", ".join(unasked))
+        yield f"<details><summary>{len(unasked)} checks were not asked for</summary><div><p>{ids}</p></div></details>"
+    if not entries:
+        yield "<p>Every check ran and could tell.</p>"
+
+
 def _strength(strength: Mapping[str, Any] | None) -> Iterator[str]:
     if strength is None:
         return
@@ -198,14 +209,17 @@ def _weights(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [row for row in rows if any(row[1:])]
     if rows:
         yield "<h2>How strong each PASS is</h2>"
-        yield _table(("check", "tried", "would show (99.9 %) a fault of", "power"), rows)
+        head = ("check", "tried", "would show (99.9 %) a fault of", "power")
+        shown = 4 if any(row[3] for row in rows) else 3
+        yield _table(head[:shown], (row[:shown] for row in rows))
 
 
 def _matrix(results: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for level in Level:
         tiles = [
-            f'<a class="tile {r["verdict"].lower()}" href="#{escape(r["id"])}" title="{escape(r["message"])}">'
+            f'<a class="tile {r["verdict"].lower()}" href="#{escape(r["id"])}" title="{escape(r["message"])}" '
+            f'onclick="{_OPEN}">'
             f"<b>{_MARKS[r['verdict']]}</b> {escape(r['id'])}</a>"
             for r in results
             if r.get("level") == int(level)
@@ -245,7 +259,7 @@ def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") 
     ]
     if table := evidence.pop("difference", None):
         evidence = {name: value for name, value in evidence.items() if name not in ("expected", "found")}
-        parts.append(_difference(table))
+        parts.append("<p><b>Expected and found</b></p>" + _difference(table))
     if evidence:
         parts.append(_evidence(evidence))
     if result.get("counterexample"):
@@ -258,6 +272,7 @@ def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") 
     )
 
 
+_OPEN = "document.getElementById(this.hash.slice(1)).open = true"
 _COPY = "navigator.clipboard.writeText(this.nextElementSibling.textContent).then(() => {this.textContent='Copied'})"
 
 

@@ -69,7 +69,7 @@ class Trial:
     fault: str
     """``left out``, ``coarser``, ``shared``, ``stale``, ``stream`` or ``wrapper``."""
     outcome: str
-    """``caught``, ``unseen``, ``constant`` (it never varied), ``explained`` (unseen, and the environment's metadata say
+    """``caught``, ``unseen``, ``never varied``, ``explained`` (unseen, and the environment's metadata say
     why: ``unobservable``), ``without effect`` or ``not tried``."""
     note: str
     """The check that saw it, or why none did."""
@@ -150,7 +150,7 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     except Exception as error:
         return Strength(reason=f"its state cannot be looked at: {type(error).__qualname__}: {error}")
     trials = [
-        Trial(name(path), "left out", "constant", f"the same in {seen.count} snapshots of {seen.episodes} episodes")
+        Trial(name(path), "left out", "never varied", f"the same in {seen.count} snapshots of {seen.episodes} episodes")
         for path in seen.constant
     ]
     if not faults and not trials:
@@ -169,7 +169,7 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     reasons = _explanations(subject)
     trials = [
         replace(trial, outcome="explained", note=reasons[trial.field])
-        if trial.fault == "left out" and trial.outcome in ("unseen", "constant") and trial.field in reasons
+        if trial.fault == "left out" and trial.outcome in ("unseen", "never varied") and trial.field in reasons
         else trial
         for trial in trials
     ]
@@ -225,7 +225,7 @@ def _missed(fault: _Fault, clock: _Clock, passed: Sequence[str]) -> Trial:
         note = f"{fault.effects} restores were wrong, and nothing that followed showed it"
         return Trial(*fault.name, "unseen", note)
     note = "no restore found another value where it came"
-    return Trial(*fault.name, "constant" if fault.kind == "left out" else "without effect", note)
+    return Trial(*fault.name, "never varied" if fault.kind == "left out" else "without effect", note)
 
 
 # The state and its fields.

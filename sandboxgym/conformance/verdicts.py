@@ -24,7 +24,8 @@ COUNTS = (
     "programs",
     "cycles",
     "drawn orders",
-    "futures",
+    "restores with one seed",
+    "forks with one seed",
     "last transitions",
 )
 """Measurements that count independent trials, the most telling first."""
