@@ -47,6 +47,9 @@ from sandboxgym.conformance.subject import Control, Subject, put, take
 SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
 
+SHRINKING = 5.0
+"""Seconds of the processor at most for shortening one script."""
+
 THEMES = (
     "api",
     "restore",
@@ -288,7 +291,7 @@ def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
     if result.verdict is not Verdict.FAIL or not result.counterexample:
         return result
     try:
-        found = shrunk(subject, result.counterexample, seconds=budget.seconds)
+        found = shrunk(subject, result.counterexample, seconds=min(SHRINKING, budget.seconds))
     except Exception:  # an environment that fails may fail in any way
         return result
     if found is None:

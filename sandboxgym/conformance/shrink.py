@@ -27,6 +27,8 @@ from sandboxgym.conformance.subject import Outcome, Subject
 from sandboxgym.conformance.values import rows
 
 FOUND, CONTROL = "found", "control"
+WAITING = 6
+_Still = Callable[[Sequence[ast.stmt]], bool]
 
 
 class Shrunk(NamedTuple):
@@ -45,7 +47,7 @@ def shrunk(subject: Subject, script: str, *, seconds: float) -> Shrunk | None:
     Args:
         subject: what failed.
         script: as `Scene.script` writes it.
-        seconds: after which no further one is tried.
+        seconds: of the processor, or `WAITING` times as many on the wall, after which no further one is tried.
     """
     try:
         head, body = _parsed(script)
@@ -58,13 +60,16 @@ def shrunk(subject: Subject, script: str, *, seconds: float) -> Shrunk | None:
     if found is None:
         return None
     kind = _kind(found)
-    end = time.perf_counter() + seconds
+    busy, start = time.process_time(), time.perf_counter()
+
+    def over() -> bool:
+        return time.process_time() - busy > seconds or time.perf_counter() - start > WAITING * seconds
 
     def still(statements: Sequence[ast.stmt]) -> bool:
         now = _shows(subject, [*statements, body[-1]])
         return now is not None and _kind(now) == kind
 
-    kept = _simplified(_fewest(body[:-1], still, end), still, end)
+    kept = _simplified(_fewest(body[:-1], still, over), still, over)
     found = _shows(subject, [*kept, body[-1]]) or found
     source = subject.source or "\n\n".join(_unparsed(each) for each in head if not isinstance(each, ast.Import))
     script = _written(source, [*kept, body[-1]], found.history)
@@ -294,15 +299,13 @@ def _normal(history: Sequence[ast.expr]) -> list[ast.expr]:
 # Delta debugging (Zeller and Hildebrandt, 2002).
 
 
-def _fewest(
-    statements: Sequence[ast.stmt], still: Callable[[Sequence[ast.stmt]], bool], end: float
-) -> Sequence[ast.stmt]:
+def _fewest(statements: Sequence[ast.stmt], still: _Still, over: Callable[[], bool]) -> Sequence[ast.stmt]:
     """A part of the statements that shows the same and of which none can be left out."""
     kept, parts = list(statements), 2
     while kept:
         size = -(-len(kept) // parts)
         for start in range(0, len(kept), size)[::-1]:
-            if time.perf_counter() > end:
+            if over():
                 return kept
             fewer = kept[:start] + kept[start + size :]
             if still(fewer):
@@ -315,23 +318,34 @@ def _fewest(
     return kept
 
 
-def _simplified(
-    statements: Sequence[ast.stmt], still: Callable[[Sequence[ast.stmt]], bool], end: float
-) -> Sequence[ast.stmt]:
-    """The same with loops that run fewer times, or once and then without what is not needed."""
+def _simplified(statements: Sequence[ast.stmt], still: _Still, over: Callable[[], bool]) -> Sequence[ast.stmt]:
+    """The same with calls alone, and with loops that run fewer times, or once and then without what is not needed."""
     kept = list(statements)
     for index, each in enumerate(kept):
-        if isinstance(each, ast.For) and time.perf_counter() < end:
+        bare = _bare(each)
+        if bare is not None and not over() and still([*kept[:index], bare, *kept[index + 1 :]]):
+            kept[index] = bare
+    kept = list(_fewest(kept, still, over))
+    for index, each in enumerate(kept):
+        if isinstance(each, ast.For) and not over():
             once = [*kept[:index], *each.body, *kept[index + 1 :]]
             if still(once):
-                return _simplified(_fewest(once, still, end), still, end)
+                return _simplified(_fewest(once, still, over), still, over)
             times = ast.literal_eval(each.iter.args[0])  # type: ignore[attr-defined]
-            while times > 1 and time.perf_counter() < end:
+            while times > 1 and not over():
                 fewer = ast.For(each.target, ast.parse(f"range({times // 2})").body[0].value, each.body, [])  # type: ignore[attr-defined]
                 if not still([*kept[:index], fewer, *kept[index + 1 :]]):
                     break
                 kept[index], times = fewer, times // 2
     return kept
+
+
+def _bare(statement: ast.stmt) -> ast.stmt | None:
+    """The reset or step alone of a statement that does something with what it returns."""
+    calls = [call for _, what, call in _calls(statement) if what in ("step", "reset")]
+    if len(calls) != 1 or not isinstance(statement, ast.Expr) or statement.value is calls[0]:
+        return None
+    return ast.Expr(calls[0])
 
 
 def _written(source: str, body: Sequence[ast.stmt], history: Sequence[ast.expr]) -> str:

@@ -160,7 +160,7 @@ def test_reset_options_on_the_command_line(capsys):
 def test_short_ids_and_the_names_of_options_are_those_of_the_other_commands(capsys):
     assert main(["ALFWorld-v0", "--only", "api.spec", "--kwargs", "limit=2", "stop_when_won=true"]) == 0
     assert "Conformance of sandboxgym/ALFWorld-v0" in capsys.readouterr().out
-    assert main(["toys/Corridor-v0", "--only", "api.spec"]) == 3
+    assert main(["Nothing-v9", "--only", "api.spec"]) == 3
     assert (
         main(["faulty:deep_copied", "--env-kwargs", "id=Blackjack-v1", "--import", "faulty", "--only", "api.spec"]) == 0
     )

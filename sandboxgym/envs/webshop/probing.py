@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 ELSEWHERE = ("search[<r>]", "click[nothing]")
-"""The original's search for random products, and what no page offers."""
+"""The original's search for random products (with ``compat="upstream"``), and what no page offers."""
 
 
 def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
