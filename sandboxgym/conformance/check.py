@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,24 @@ class Level(enum.IntEnum):
     """Files, other processes, resources, crashes, threads."""
     COST = 6
     """Time and size, and what they grow with."""
+
+
+def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
+    """Levels by number or by name (``"exact"``), in order.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    names = {level.name.lower(): int(level) for level in Level}
+    found = set()
+    for value in values:
+        number = names.get(value.lower(), value) if isinstance(value, str) else value
+        try:
+            found.add(int(Level(int(number))))
+        except ValueError:
+            known = ", ".join(f"{number} ({name})" for name, number in names.items())
+            raise ValueError(f"expected levels among {known}, found {value!r}") from None
+    return tuple(sorted(found))
 
 
 class Failed(Exception):

@@ -23,7 +23,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Failed
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, layers, methods, put, take
-from sandboxgym.conformance.values import Canonical, canonical, difference, show
+from sandboxgym.conformance.values import Canonical, canonical, difference, literal, rows, show
 
 AFTER_END = 2
 """Steps that a control run takes after the end of its first episode."""
@@ -396,7 +396,7 @@ class Scene:
         mark = self._loop + bool(index)
         made, taken, live = self._made, self._taken, (len(self._envs), len(self._snaps))
         yield
-        body = "\n".join(f"    {line}" for line in "\n".join(_folded(self.lines[mark:])).splitlines())
+        body = "\n".join(f"    {line}" for line in "\n".join(folded(self.lines[mark:])).splitlines())
         self.lines[self._loop :] = [f"for _ in range({index + 1}):\n{body}"]
         if live == (len(self._envs), len(self._snaps)):
             self._made, self._taken = made, taken
@@ -477,6 +477,7 @@ class Scene:
             "call": index,
             "expected": show_outcome(walk.expected[index]),
             "found": show_outcome(found),
+            "difference": rows(walk.expected[index]._asdict(), found._asdict()),
             "compared with": "an uninterrupted run" if walk.control.repeatable else "the original environment",
         }
         if point is not None:
@@ -508,14 +509,13 @@ class Scene:
         return name
 
     def _write_op(self, env: AnyEnv, op: Op) -> None:
-        self.lines.append(_call(self.name(env), op))
+        self.lines.append(written(self.name(env), op))
 
     def script(self, walk: Walk | None = None, env: AnyEnv | None = None, index: int | None = None) -> str:
         """What was done, as runnable Python."""
-        spec = self.subject.make_spec
-        head = ["import gymnasium as gym", "", "import sandboxgym", ""]
-        if spec is not None:
-            head += spec.source().splitlines()
+        head = ["", "import sandboxgym", ""]
+        if self.subject.source is not None:
+            head += self.subject.source.splitlines()
         else:
             head += [f"def make_env():  # {self.subject.name}", "    ...  # the factory that was given to the suite"]
         head += ["", ""]
@@ -528,13 +528,15 @@ class Scene:
                 tail += ["", "control = make_env()  # never interrupted"]
                 seed = walk.control.seed
                 tail.append(f"control.action_space.seed({seed}), control.observation_space.seed({seed})")
-                tail += [_call("control", op) for op in walk.control.ops[:index]]
-                tail.append(f"expected = {_call('control', walk.control.ops[index])}")
+                tail += [written("control", op) for op in walk.control.ops[:index]]
+                tail.append(f"expected = {written('control', walk.control.ops[index])}")
                 tail += ['print("expected", expected)']
             else:
                 tail.append(f"# expected: {show_outcome(walk.expected[index])}")
             tail += ['print("found   ", found)']
-        return "\n".join([*head, *_folded(lines), *_folded(tail)]) + "\n"
+        body = [*head, *folded(lines), *folded(tail)]
+        numpy = ["import numpy as np"] if any("np." in line for line in body) else []
+        return "\n".join(["import gymnasium as gym", *numpy, *body]) + "\n"
 
 
 def comparable(subject: Subject, control: Control) -> int:
@@ -558,29 +560,20 @@ def release(snap: Any) -> None:
     getattr(snap, "release", lambda: None)()
 
 
-def _call(name: str, op: Op) -> str:
+def written(name: str, op: Op) -> str:
+    """A call as Python."""
     if op.kind == "step":
-        return f"{name}.step({_argument(op.value)})"
+        action = int(op.value) if isinstance(op.value, np.integer) else op.value
+        return f"{name}.step({literal(action)})"
     seed, options = op.value
     arguments = [] if seed is None else [f"seed={seed}"]
     if options is not None:
-        arguments.append(f"options={options!r}")
+        arguments.append(f"options={literal(options)}")
     return f"{name}.reset({', '.join(arguments)})"
 
 
-def _argument(action: Any) -> str:
-    if isinstance(action, np.integer):
-        return repr(int(action))
-    if isinstance(action, np.ndarray):
-        return f"np.array({action.tolist()!r}, dtype={action.dtype.str!r})"
-    return repr(action)
-
-
-def _folded(lines: Sequence[str]) -> Iterator[str]:
+def folded(lines: Sequence[str]) -> Iterator[str]:
     """The lines with runs of steps of one environment as loops."""
-    if any("np.array(" in line for line in lines):
-        yield "import numpy as np"
-        yield ""
     index = 0
     while index < len(lines):
         name, step, _ = lines[index].partition(".step(")

@@ -9,7 +9,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, streams
+from sandboxgym.conformance.recording import Scene, streams, written
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.conformance.values import canonical, difference
 
@@ -104,10 +104,12 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
             with Scene(subject) as scene:
                 env = scene.start(control)
                 returned: list[Any] = []
+                scene.note(f"from {__name__} import scribble")
+                scene.note("returned = []")
                 expected = []
                 for op in control.ops[:point]:
                     outcome, raw = subject.call(env, op)
-                    scene.note(f"returned = {scene.name(env)}.{op.kind}(…)  # as in the control run")
+                    scene.note(f"returned.append({written(scene.name(env), op)})")
                     expected.append(outcome)
                     returned.append(raw)
                 snap = scene.snapshot(env)
@@ -121,8 +123,9 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                     walk = scene.walk(control, ())
                     walk.expected = expected
                 overwritten += sum(map(scribble, returned))
-                scene.note("# every list, dict, set and array in what was returned is overwritten in place")
+                scene.note("scribble(returned)  # every list, dict, set and array in it is overwritten in place")
                 for op in control.ops[point:]:
+                    scene.note(f"scribble({written(scene.name(env), op)})")
                     overwritten += scribble(subject.call(env, op)[1])
                 for number in range(3):
                     other = scene.start(control)
@@ -132,6 +135,7 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                         what = "restored after what an earlier restore() had returned was overwritten"
                     scene.expect_returned(other, walk, point, result, what)
                     overwritten += scribble(result)
+                    scene.lines[-1] = f"scribble({scene.lines[-1]})"
                     if number == 2:
                         scene.restore(other, snap)
                     again = scene.start(control)

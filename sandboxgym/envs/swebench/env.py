@@ -192,7 +192,11 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     - v0: first version.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "render_modes": ["ansi"],
+        "render_fps": 4,
+        "unobservable": {"editor.history": 'only the editor writes it, which the tools "bash" do not have'},
+    }
     snapshot_spec = SnapshotSpec(kind="filesystem", cost="constant", rng=False, cross_host=False)
     immutable_state = True
     state_version = 1
