@@ -87,14 +87,14 @@ def _covered(subject: Subject, budget: Budget) -> Coverage:
     elif not plain[0].repeatable:
         stopped = "runs do not repeat themselves"
     else:
-        longest = _longest(plain[0], budget)
-        starts = min(2, len(plain))
+        longest = budget.steps if budget.waits else _longest(plain[0], budget)
+        starts = 1 if budget.waits else min(2, len(plain))
         for index in range(starts):
             search = _Search(subject, budget, index, longest, starts)
             search.run()
             searches.append(search)
             stopped = stopped or search.stopped
-    chosen = _chosen(searches, 1 + budget.traces)
+    chosen = _chosen(searches, 2 if budget.waits else 1 + budget.traces)
     controls = tuple(
         record(subject, search.index, len(path) + BEYOND, planned=path) for search, path in chosen if len(path)
     )
@@ -210,7 +210,7 @@ class _Search:
     def run(self) -> None:
         """Plain episodes, then a long one that goes back from every end, then bursts from where something was new."""
         quick = CALLS.get(self.budget.name, CALLS["quick"])
-        self.most = quick // self.starts
+        self.most = quick // self.starts if self.index else quick
         self.busy, self.began = time.process_time(), time.perf_counter()
         self.rng = np.random.default_rng([self.subject.seed, self.index, 17])
         try:
@@ -220,7 +220,8 @@ class _Search:
                 try:
                     for _ in range(4):
                         self._episode(env)
-                    self._survive(env)
+                    if self.index == 0:
+                        self._survive(env)
                     self._explore(env)
                 finally:
                     for moment in self.archive:
@@ -230,8 +231,8 @@ class _Search:
 
     def late(self) -> bool:
         """Whether the search has had its share."""
-        limit = self.budget.seconds / 2 / self.starts
-        waited = time.perf_counter() - self.began > 4 * limit
+        limit = self.budget.seconds / 2
+        waited = time.perf_counter() - self.began > (2 if self.budget.waits else 6) * limit
         return self.calls >= self.most or waited or time.process_time() - self.busy > limit
 
     def _reset(self, env: AnyEnv) -> tuple[Any, ...] | None:
@@ -349,22 +350,22 @@ def _number(reward: Any) -> float:
 
 def _chosen(searches: list[_Search], count: int) -> list[tuple[_Search, tuple[Any, ...]]]:
     """The paths that together show the most: one of each ending, the longest, then by what they add."""
-    candidates = [(search, *found) for search in searches for found in dict.fromkeys(search.paths.values())]
+    candidates = [
+        (search, *found) for search in searches for found in {id(it[0]): it for it in search.paths.values()}.values()
+    ]
     chosen: list[tuple[_Search, tuple[Any, ...]]] = []
     seen: set[Feature] = set()
 
     def choose_one(search: _Search, path: tuple[Any, ...], features: frozenset[Feature]) -> None:
-        if all(path != other or search is not its for its, other in chosen):
+        if all(path is not other for _, other in chosen):
             chosen.append((search, path))
             seen.update(features)
 
     endings = {feature for search in searches for feature in search.paths if feature[0] == "ending"}
-    for feature in sorted(endings):
-        search = next(search for search in searches if feature in search.paths)
-        choose_one(search, *search.paths[feature])
-    longest = [(search, *search.paths["longest",]) for search in searches if ("longest",) in search.paths]
-    for deepest in sorted(longest, key=lambda deepest: -len(deepest[1]))[:1]:
-        choose_one(*deepest)
+    for feature in [*sorted(endings), ("longest",)]:
+        search = next((search for search in searches if feature in search.paths), None)
+        if search is not None:
+            choose_one(search, *search.paths[feature])
     while len(chosen) < count and candidates:
         best = max(candidates, key=lambda candidate: len(_telling(candidate[2]) - seen))
         if not _telling(best[2]) - seen:

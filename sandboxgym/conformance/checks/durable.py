@@ -211,11 +211,9 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     pool = [each for each in pool if each.repeatable]
     if not pool:
         raise Skipped("no run repeats itself: " + subject.control(0, budget.steps).differs)
-    jobs = [
-        elsewhere.Job(each.seed, each.ops, points=tuple({1, max(1, each.last // 2), max(1, each.last - 1)}))
-        for each in pool
-    ]
-    jobs = [elsewhere.Job(job.seed, job.ops, points=tuple(sorted(job.points))) for job in jobs]
+    pool = pool[:1] if budget.waits else pool
+    wanted = [{max(1, each.last // 2)} | (set() if budget.waits else {1, max(1, each.last - 1)}) for each in pool]
+    jobs = [elsewhere.Job(each.seed, each.ops, points=tuple(sorted(points))) for each, points in zip(pool, wanted)]
     compared = 0
     ways = (("killed", False, True), ("ended without closing its environments", False, False))
     for how, closes, stays in (*ways, ("closed its environments and ended", True, False)):

@@ -571,7 +571,7 @@ def diverging(subject: Subject, budget: Budget, rng: np.random.Generator, grow: 
     drawing = pictured(subject)
     compared = points = frames = 0
     told: list[Walk] = []
-    for number in budget.spending(12 * len(pool), at_least=len(pool)):
+    for number in budget.spending(24 * len(pool), at_least=len(pool)):
         drawn = drawing is not None and number % 3 == 2
         mine = drawing if drawn and drawing is not None else subject
         control = mine.control(number % 2, min(30, budget.steps)) if drawn else pool[number % len(pool)]
