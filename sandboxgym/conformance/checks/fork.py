@@ -471,7 +471,7 @@ def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
     source and than each other, first different ones, then the same at the same moments, one after the other; children
     of children branch again; in the end the source takes its own.
     """
-    return diverging(subject, budget, rng, _by_fork)
+    return diverging(subject, budget, rng, _by_fork, [])
 
 
 def _by_fork(scene: Scene, control: Control, point: int, parted: list[Walk], rng: np.random.Generator) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance import elsewhere
-from sandboxgym.conformance.branching import branches, pictured
-from sandboxgym.conformance.check import BUDGETS, Budget, Failed, Skipped, check
+from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
+from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.coverage import coverage, ending
 from sandboxgym.conformance.recording import Scene, Walk, comparable, first_difference, outcome_difference, streams
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
@@ -555,22 +555,26 @@ def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
     round with the picture, is compared with the same calls in an environment that was never restored; in the end with
     those in a new process too.
     """
-    return diverging(subject, budget, rng, _by_restore)
+    told: list[Walk] = []
+    found = diverging(subject, budget, rng, _by_restore, told)
+    return {**found, **_in_new_process(subject, told)}
 
 
 Grow = Callable[[Scene, Control, int, list[Walk], np.random.Generator], int]
 """How `diverging` gets from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
 
 
-def diverging(subject: Subject, budget: Budget, rng: np.random.Generator, grow: Grow) -> dict[str, Any]:
-    """Compare branches from many points; see `diverge`."""
+def diverging(
+    subject: Subject, budget: Budget, rng: np.random.Generator, grow: Grow, told: list[Walk]
+) -> dict[str, Any]:
+    """Compare branches from many points; see `diverge`. Some of the branches are added to ``told``."""
     found = coverage(subject, budget)
     pool = [each for each in (*found.controls, *controls(subject, budget)) if each.repeatable and each.last > 1]
     if not pool:
         raise Skipped("no run repeats itself without restores: " + subject.control(0, budget.steps).differs)
     drawing = pictured(subject)
+    width, length = (2, 5) if budget.waits else (WIDTH, LENGTH)
     compared = points = frames = 0
-    told: list[Walk] = []
     for number in budget.spending(24 * len(pool), at_least=len(pool)):
         drawn = drawing is not None and number % 3 == 2
         mine = drawing if drawn and drawing is not None else subject
@@ -579,15 +583,14 @@ def diverging(subject: Subject, budget: Budget, rng: np.random.Generator, grow: 
             continue
         point = int(rng.integers(1, max(2, control.last)))
         with Scene(mine) as scene:
-            parted = branches(scene, control, point, rng, found.palette)
+            parted = branches(scene, control, point, rng, found.palette, width=width, length=length)
             calls = grow(scene, control, point, parted, rng)
         compared += calls
         frames += calls if drawn else 0
         points += 1
-        if not drawn and len(told) < 12:
+        if not drawn and len(told) < 8:
             told += parted[:2]
-    clean = _in_new_process(subject, pool[0], told)
-    return {"points": points, "calls compared": compared, "with pictures": frames, **clean}
+    return {"points": points, "calls compared": compared, "with pictures": frames}
 
 
 def own_future(scene: Scene, env: AnyEnv, control: Control) -> Walk:
@@ -629,8 +632,9 @@ def _by_restore(scene: Scene, control: Control, point: int, parted: list[Walk], 
     return compared
 
 
-def _in_new_process(subject: Subject, control: Control, told: list[Walk]) -> dict[str, Any]:
-    """Whether branches give here what they give in a process of their own, if the control run itself does."""
+def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
+    """Whether branches give here what they give in a process of their own, if a control run itself does."""
+    control = subject.control(0, SHORTEST)
     plain = elsewhere.Job(control.seed, control.ops[: control.last])
     jobs = [plain, *(elsewhere.Job(branch.control.seed, branch.control.ops) for branch in told)]
     try:
