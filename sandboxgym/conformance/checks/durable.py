@@ -76,11 +76,14 @@ def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     """Saves and loads snapshots of several moments, finished episodes too, some twice over; restores what was loaded
     in new environments and compares the whole future; saving changes neither snapshot nor environment. Saves and loads
     hundreds of snapshots of one moment; and loads a file whose snapshot was released and whose environment was closed.
+    Moments after rare events, which a search has found, are among them.
     """
     restores = size = 0
-    for control in controls(subject, budget)[:2]:
+    found = coverage(subject, budget)
+    rare = list(zip(found.controls, found.events))[: 0 if budget.waits else 3]
+    for control, events in [*((each, ()) for each in controls(subject, budget)[:2]), *rare]:
         with Scene(subject) as scene, folder() as path:
-            walk = scene.walk(control, points_of(control, rng, 2))
+            walk = scene.walk(control, {*points_of(control, rng, 2), *rng.permutation(events)[:3].astype(int).tolist()})
             for number, point in enumerate(walk.points):
                 snap, file = walk.snaps[point], path / f"snapshot-{number}"
                 before = identity(snap)

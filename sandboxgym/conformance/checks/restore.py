@@ -575,7 +575,7 @@ def diverging(
     drawing = pictured(subject)
     width, length = (2, 5) if budget.waits else (WIDTH, LENGTH)
     compared = points = frames = 0
-    for number in budget.spending(24 * len(pool), at_least=len(pool)):
+    for number in budget.spending(24 * len(pool), at_least=2 * len(pool)):
         drawn = drawing is not None and number % 3 == 2
         mine = drawing if drawn and drawing is not None else subject
         control = mine.control(number % 2, min(30, budget.steps)) if drawn else pool[number % len(pool)]
@@ -720,8 +720,8 @@ def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
 def live_source(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Restores snapshots in other environments while their source is alive, in the middle of its episode and further
     on, and moves between the others' steps; two sources with their own episodes, workers that change from one to the
-    other, in a drawn order. Then with the source in a thread, and with the restored one in another process. Workers
-    and sources must all give what they give alone.
+    other, in a drawn order; in the end the source is reset and closed under them. Then with the source in a thread, and
+    with the restored one in another process. Workers and sources must all give what they give alone.
     """
     pool = [each for each in (*coverage(subject, budget).controls, *controls(subject, budget)) if each.repeatable]
     if not pool:
@@ -758,7 +758,11 @@ def _moving_on(subject: Subject, control: Control, ahead: int, rng: np.random.Ge
                 scene.expect_raw(source, own, place, "the source, while what was restored from it moves")
                 place += 1
         scene.restore(worker, snap)
-        scene.expect(worker, own, point, f"{what}, for the second time")
+        scene.expect(worker, own, point, f"{what}, for the second time", calls=2)
+        scene.reset(source, seed=control.seed + 1, options=subject.options(1))
+        scene.expect(worker, own, point + 2, "restored before its source was reset", calls=2)
+        scene.close(source)
+        scene.expect(worker, own, point + 4, "restored before its source was closed")
         return own.end - point
 
 

@@ -30,7 +30,8 @@ def noninterference(subject: Subject, budget: Budget, rng: np.random.Generator) 
     outcome, and the whole of another episode after them, with the same calls without snapshots.
     """
     taken = 0
-    repeatable = [control for control in controls(subject, budget) if control.repeatable]
+    pool = [*controls(subject, budget), *coverage(subject, budget).controls]
+    repeatable = [control for control in pool if control.repeatable]
     if not repeatable:
         raise Skipped("no run repeats itself without snapshots: " + subject.control(0, budget.steps).differs)
     for number, control in enumerate(in_time(budget, repeatable)):
