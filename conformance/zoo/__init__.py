@@ -7,7 +7,7 @@ that have something else in common.
 
 from __future__ import annotations
 
-from zoo import corridor, dice, drift, jail, known_good, lasting, quest, shell, uncommon, wrapped
+from zoo import corridor, dice, drift, jail, known_good, lasting, quest, remembered, shell, uncommon, wrapped
 from zoo.mutant import KNOWN_GOOD, MUTANTS, Good, Mutant, where
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "known_good",
     "lasting",
     "quest",
+    "remembered",
     "shell",
     "uncommon",
     "where",

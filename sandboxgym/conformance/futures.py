@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sandboxgym.conformance.check import Budget
-from sandboxgym.conformance.recording import choose, first_difference, opened, release
+from sandboxgym.conformance.recording import choose, first_difference, opened, release, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, put, take
 
 NEAR = 3
@@ -138,15 +138,13 @@ def seed_of(*key: int) -> int:
 def renew(env: AnyEnv, seed: int) -> None:
     """Fresh streams where Gymnasium keeps them."""
     env.unwrapped.np_random = np.random.default_rng(seed)
-    env.action_space.seed(seed)
-    env.observation_space.seed(seed)
+    seed_spaces(env, seed)
 
 
 def reach(subject: Subject, env: AnyEnv, control: Control, point: int, seed: int | None = None) -> list[Outcome]:
     """Play the first ``point`` calls of a control run, with another seed where one is given."""
     seed = control.seed if seed is None else seed
-    env.action_space.seed(seed)
-    env.observation_space.seed(seed)
+    seed_spaces(env, seed)
     start = control.ops[0]._replace(value=(seed, control.ops[0].value[1]))
     return [subject.call(env, op)[0] for op in (start, *control.ops[1:point])]
 

@@ -34,9 +34,21 @@ NEXT_EPISODE = 4
 # Control runs.
 
 
-def record(subject: Subject, index: int, steps: int) -> Control:
-    """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it."""
-    seed = int(np.random.SeedSequence([subject.seed, index]).generate_state(1)[0]) % 2**31
+def control_seed(subject: Subject, index: int) -> int:
+    """The seed that the ``index``-th control run is reset with."""
+    return int(np.random.SeedSequence([subject.seed, index]).generate_state(1)[0]) % 2**31
+
+
+def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()) -> Control:
+    """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it.
+
+    Args:
+        subject: what is recorded.
+        index: decides the seed, the reset options, and how actions are chosen.
+        steps: of the first episode at most.
+        planned: its first actions, where they are not chosen on the way.
+    """
+    seed = control_seed(subject, index)
     on_policy = index % 2 == 0
     rng = np.random.default_rng([subject.seed, index, 1])
     options = subject.options(index)
@@ -53,16 +65,18 @@ def record(subject: Subject, index: int, steps: int) -> Control:
             outcomes.append(outcome)
             return raw
 
-        def episode(op: Op, limit: int) -> bool:
+        def episode(op: Op, limit: int, planned: Sequence[Any] = ()) -> bool:
             raw = perform(op)
-            for _ in range(limit):
+            for number in range(limit):
                 if raw is None or raw[2] or raw[3]:
                     break
-                raw = perform(Op("step", choose(subject, space, raw[0], raw[4], rng, on_policy)))
+                known = number < len(planned)
+                action = planned[number] if known else choose(subject, space, raw[0], raw[4], rng, on_policy)
+                raw = perform(Op("step", action))
             return raw is not None and bool(raw[2] or raw[3])
 
-        _seed_spaces(env, seed)
-        ended = len(ops) if episode(Op("reset", (seed, options)), steps) else None
+        seed_spaces(env, seed)
+        ended = len(ops) if episode(Op("reset", (seed, options)), steps, planned) else None
         if outcomes[0].raised:
             env.reset(seed=seed, options=copy.deepcopy(options))  # raises the same for the report
         if ended is not None:
@@ -74,7 +88,8 @@ def record(subject: Subject, index: int, steps: int) -> Control:
     again = replay(subject, seed, ops)
     seconds = min(recorded - start, time.perf_counter() - recorded)  # the less disturbed of two
     differs = first_difference(outcomes, again)
-    name = f"seed {seed}, {'on' if on_policy else 'off'}-policy, {len(ops)} calls"
+    how = "found by search" if planned else "on-policy" if on_policy else "off-policy"
+    name = f"seed {seed}, {how}, {len(ops)} calls"
     return Control(name, seed, tuple(ops), tuple(outcomes), ended, not differs, differs or "", seconds)
 
 
@@ -103,7 +118,7 @@ def choose(
 def replay(subject: Subject, seed: int, ops: Sequence[Op]) -> list[Outcome]:
     """The outcomes of ``ops`` in a new environment."""
     with opened(subject) as env:
-        _seed_spaces(env, seed)
+        seed_spaces(env, seed)
         return [subject.call(env, op)[0] for op in ops]
 
 
@@ -115,10 +130,10 @@ def noise(subject: Subject) -> str:
             return f"two runs from the same seed differ: {control.differs}"
         for trial in range(3):
             with opened(subject) as env:
-                _seed_spaces(env, control.seed)
+                seed_spaces(env, control.seed)
                 outcomes = [subject.call(env, control.ops[0])[0]]
                 env.unwrapped.np_random = np.random.default_rng([subject.seed, trial])
-                _seed_spaces(env, control.seed + 1 + trial)
+                seed_spaces(env, control.seed + 1 + trial)
                 outcomes += [subject.call(env, op)[0] for op in control.ops[1 : control.last]]
             differs = first_difference(control.outcomes[: control.last], outcomes)
             if differs:
@@ -150,9 +165,10 @@ def quiet() -> Iterator[None]:
             gym.logger.min_level = level
 
 
-def _seed_spaces(env: AnyEnv, seed: int) -> None:
+def seed_spaces(env: AnyEnv, seed: int) -> None:
+    """Seed both spaces, differently: alike, nobody would see that one was restored from the other."""
     env.action_space.seed(seed)
-    env.observation_space.seed(seed)
+    env.observation_space.seed(seed + 1)
 
 
 def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str | None:
@@ -297,9 +313,9 @@ class Scene:
 
     def seed_spaces(self, env: AnyEnv, seed: int) -> None:
         """Seed the spaces of the outermost layer."""
-        _seed_spaces(env, seed)
+        seed_spaces(env, seed)
         name = self.name(env)
-        self.lines.append(f"{name}.action_space.seed({seed}), {name}.observation_space.seed({seed})")
+        self.lines.append(f"{name}.action_space.seed({seed}), {name}.observation_space.seed({seed + 1})")
 
     def call(self, env: AnyEnv, op: Op) -> Outcome:
         """Perform one call."""
@@ -527,7 +543,7 @@ class Scene:
             if walk.control.repeatable:
                 tail += ["", "control = make_env()  # never interrupted"]
                 seed = walk.control.seed
-                tail.append(f"control.action_space.seed({seed}), control.observation_space.seed({seed})")
+                tail.append(f"control.action_space.seed({seed}), control.observation_space.seed({seed + 1})")
                 tail += [written("control", op) for op in walk.control.ops[:index]]
                 tail.append(f"expected = {written('control', walk.control.ops[index])}")
                 tail += ['print("expected", expected)']

@@ -106,7 +106,7 @@ def test_every_step_that_is_left_is_needed() -> None:
     subject = Subject(Shared)
     script = (
         "from faulty import Shared\n\n\ndef make_env():\n    return Shared()\n\n\n"
-        "env0 = make_env()\nenv1 = make_env()\nenv0.action_space.seed(3), env0.observation_space.seed(3)\n"
+        "env0 = make_env()\nenv1 = make_env()\nenv0.action_space.seed(3), env0.observation_space.seed(4)\n"
         "env0.reset(seed=3)\nenv1.reset(seed=4)\nfor action in [0, 1, 0]:\n    env0.step(action)\n"
         "snap0 = env0.snapshot()\nenv0.step(1)\nenv1.step(1)\n"
         "for _ in range(5):\n    env0.restore(snap0)\n    env0.step(0)\n"

@@ -10,7 +10,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, opened, quiet, written
+from sandboxgym.conformance.recording import Scene, opened, quiet, seed_spaces, written
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject
 from sandboxgym.conformance.values import canonical, difference
 from sandboxgym.core import Transition
@@ -129,7 +129,7 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
 def _raw(subject: Subject, control: Control, place: int) -> list[Any]:
     """The observations (place 0) or infos (1) of a control run as they are returned."""
     with opened(subject) as env:
-        env.action_space.seed(control.seed), env.observation_space.seed(control.seed)
+        seed_spaces(env, control.seed)
         found = [subject.call(env, op)[1] for op in control.ops]
     return [None if raw is None else raw[4 * place] for raw in found]
 

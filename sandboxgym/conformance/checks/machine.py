@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.recording import Scene, choose, outcome_difference
+from sandboxgym.conformance.recording import Scene, choose, outcome_difference, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, put
 from sandboxgym.errors import SnapshotNotSupported
 
@@ -179,8 +179,7 @@ class Program:
         env = self.scene.make()
         self.scene.seed_spaces(env, seed)
         run = Run(env, self._control(), Origin(seed))
-        run.control.action_space.seed(seed)
-        run.control.observation_space.seed(seed)
+        seed_spaces(run.control, seed)
         self.runs.append(run)
         self._call(run, Op("reset", (seed, self.subject.options(instruction["task"]))))
 
@@ -277,8 +276,7 @@ class Program:
         if origin.snap is not None:
             put(run.control, origin.snap)
         else:
-            run.control.action_space.seed(origin.spaces)
-            run.control.observation_space.seed(origin.spaces)
+            seed_spaces(run.control, origin.spaces)
         for op in history:
             self.subject.call(run.control, op)
 

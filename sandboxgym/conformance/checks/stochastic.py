@@ -166,10 +166,11 @@ def return_distribution(subject: Subject, budget: Budget, rng: np.random.Generat
 )
 def siblings_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Makes many families of siblings, by ``fork(k, seed=…)`` and by restores with neighbouring seeds; tests whether
-    members of a family agree more often than those of different families do; where streams are captured, forks without
-    a seed must all agree.
+    members of a family agree more often than those of different families do, and whether the first and the later ones,
+    and all of them and uninterrupted futures, have one distribution; where streams are captured, forks without a seed
+    must all agree.
     """
-    evidence = _judge(subject, budget, SIBLINGS, "seeded siblings repeat each other")
+    evidence = _judge(subject, budget, SIBLINGS, "seeded siblings are not independent draws from one distribution")
     found = study(subject, budget)
     if subject.capabilities.rng:
         evidence["unseeded forks that agree"] = _unseeded(subject, budget)
