@@ -19,7 +19,6 @@ import os
 import shlex
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -483,15 +482,3 @@ def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
         box.snapshot(strict=False, mode="filesystem"),
         {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)},
     )
-
-
-def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """Environment variables as a value that can be compared.
-
-    Raises:
-        TypeError: they are no mapping of text to text.
-    """
-    pairs = tuple(sorted((value or {}).items()))
-    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
-        raise TypeError(f"expected environment variables as a mapping of text to text, found {value!r:.80}")
-    return pairs
