@@ -303,5 +303,5 @@ def _read(path: Path, wanted: Sequence[str] | None) -> TaskSet:
         if wanted is None or named or task.instance_id.endswith(tuple(wanted)):
             tasks.append(task)
     if wanted is not None and not tasks:
-        raise TaskNotFound(f"{path} has none of {brief(list(wanted))}")
+        raise TaskNotFound(f"{path} has none of {', '.join(wanted)[:200]}")
     return TaskSet(tasks, source=str(path))
