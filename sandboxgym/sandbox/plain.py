@@ -461,7 +461,7 @@ class CopyBackend:
         except RuntimeError:  # a circle of links
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path) from None
         if not inside:
-            raise PermissionError(errno.EPERM, "a link leads out of the root of the sandbox", path)
+            raise PermissionError(errno.EPERM, "a link leads outside of the root of the sandbox", path)
         return where
 
     def shell_directory(self) -> Path:

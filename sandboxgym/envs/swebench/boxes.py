@@ -118,12 +118,19 @@ _VENV = f"{WORKDIR}/.venv/bin/activate"
 _ACTIVATE = (
     f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; elif [ -f {_VENV} ]; then source {_VENV}; fi"
 )
+# git opens what is in its directory without a look, and would wait for a pipe, or read a device, until it is ended.
+NO_PIPES = """no_pipes() {
+  found=$(find "$1" \\( -xtype p -o -xtype c \\) -print -quit 2>/dev/null)
+  if [ "$found" ]; then printf 'no file: %s\\n' "$found"; exit 3; fi
+}"""
 # Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
 # to its end: a process that could not be started leaves a part out.
 _HASHED = "hashed"
 _HASH = f"""export LC_ALL=C
 set -o pipefail
+{NO_PIPES}
 if cd {WORKDIR} 2>/dev/null; then
+  no_pipes .git
   options=(--no-optional-locks -c core.fileMode=true -c core.quotePath=true)
   status=$(git "${{options[@]}}" status --porcelain=v2 --branch --no-renames --untracked-files=all 2>&1)
   {{
