@@ -349,7 +349,7 @@ class Box:
         settled = written is not None and written.settle()
         try:
             done = self.run(_HASH, timeout=timeout)
-        except BlockingIOError:  # there is no room for one more process
+        except OSError:  # there is no room for one more process, or no bash any more
             return "", ""
         repository, _, beside = done.output.partition("\n")
         if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):

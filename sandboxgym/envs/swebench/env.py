@@ -25,7 +25,14 @@ from sandboxgym.envs.swebench.expert import Expert
 from sandboxgym.envs.swebench.extraction import PATCH_LIMIT
 from sandboxgym.envs.swebench.grading import Verdict
 from sandboxgym.envs.swebench.tasks import Task, TaskNotFound, open_tasks
-from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, from_handler
+from sandboxgym.errors import (
+    ResetNeeded,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotSupported,
+    from_handler,
+)
 from sandboxgym.sandbox.base import Limits, Result, SandboxError
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
@@ -661,7 +668,10 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     @classmethod
     def _encode(cls, state: EpisodeState) -> bytes:
-        packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
+        try:
+            packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
+        except SandboxError as error:  # such as directories nested deeper than a path can be long
+            raise SnapshotNotSupported(f"this snapshot stays in its process: {_cause(error)}") from error
         return durable.pack([state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests])
 
     @classmethod

@@ -99,6 +99,10 @@ class Work:
     """There is a patch, but it is longer than `PATCH_LIMIT`."""
 
 
+class WorkLost(Exception):
+    """A sandbox cannot be started on the files as they were left, and can be on those of the task's beginning."""
+
+
 def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
     """What was changed since the start, commits included.
 
@@ -106,13 +110,21 @@ def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
         box: where this is found out; what is in it is lost.
         leaf: the sandbox as it stands.
         pristine: the task's files before anything was done.
+
+    Raises:
+        WorkLost: by what was done, there is nothing left to read it with, such as bash.
+        SandboxError: the machine is at fault.
     """
     files = leaf.files()
     try:
         box.restore(files)
+        work = _diff(box, pristine)
+    except (SandboxError, OSError) as error:
+        box.restore(pristine.snapshot)
+        box.run("true")
+        raise WorkLost(str(error)) from error
     finally:
         files.release()
-    work = _diff(box, pristine)
     if work.too_large or not work.problem or work.patch:
         return work
     # git, or what it needs, is broken here.

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import sandboxgym
+
 LONG = 400.0
 """Seconds of a command, of which none is waited for."""
 REPLACED = {
@@ -66,3 +68,22 @@ def test_the_work_is_read_whatever_became_of_tmp(
     env.step(damage)
     _, reward, _, _, info = env.step("submit")
     assert reward == 1, (info["verdict"], info["extraction"], info["infra_failure"])
+
+
+@pytest.mark.parametrize("backend", ["overlay", pytest.param("docker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("damage", ["rm -rf /usr/bin", "rm -rf /lib64 /usr/lib64"])
+def test_equal_states_without_programs_have_one_verdict(
+    damage: str, backend: str, docker_image: str, make_env: Callable[..., Any]
+) -> None:
+    """Whether the shell still lives that removed them, or the state was restored: this is nobody else's fault."""
+    env = make_env(backend=backend, image=docker_image, max_episode_steps=-1)
+    env.reset(options={"task": 0})
+    repair(env)
+    assert not env.step(damage)[2]
+    with sandboxgym.snapshot(env) as snap:
+        found = [env.unwrapped.grade().reason, env.step("submit")[4]["verdict"]]
+        sandboxgym.restore(env, snap)
+        found += [env.unwrapped.grade().reason, env.step("submit")[4]["verdict"]]
+    assert found == ["sandbox ended"] * 4
+    env.reset(options={"task": 0})
+    assert env.step("true")[4]["returncode"] == 0
