@@ -159,7 +159,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
       (``sandboxgym swebench check``), never from what its tests print.
     - ``suspicious``: sentences on what looks like a forged reward in the patch or in what its tests printed, such as
       ``"conftest: tests/conftest.py has a say in every test below it"``; empty nearly always. ``extraction``: why the
-      patch may lack some of the work; empty nearly always.
+      patch may lack some of the work, or what made it necessary to take its files over; empty nearly always.
 
     What processes draw for themselves (``$RANDOM``, ``/dev/urandom``) is not part of a snapshot; the environment's own
     stream, which tasks are drawn from, is. With ``snapshot="full"`` forks are twins, which draw the same, unless they

@@ -84,7 +84,7 @@ class Verdict:
     suspicious: tuple[str, ...] = ()
     """What looks forged, one sentence each; see `suspicion`."""
     extraction: str = ""
-    """Why the patch may lack some of the work; empty if nothing is known to."""
+    """Why the patch may lack some of the work, or why its files were taken over; empty nearly always."""
 
     @property
     def final(self) -> bool:
