@@ -27,11 +27,23 @@ import functools
 import hashlib
 import inspect
 import json
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, SupportsFloat, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    runtime_checkable,
+)
 
 import gymnasium as gym
 import numpy as np
@@ -465,8 +477,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             k: how many, at least 1.
             seed: None clones the random streams (siblings share their noise); a seed gives each child its own.
         """
-        if k < 1:
-            raise ValueError(f"expected at least 1 fork, found k={k}")
+        if isinstance(k, bool) or not isinstance(k, SupportsIndex):
+            raise TypeError(f"expected a number of forks, found k={brief(k, 80)}")
+        if operator.index(k) < 1:
+            raise ValueError(f"expected at least 1 fork, found k={brief(k, 80)}")
         lineage = self._lineage
         with self.snapshot() as snap:
             children: list[Self] = []

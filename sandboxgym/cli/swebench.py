@@ -27,7 +27,7 @@ from sandboxgym.cli import FAILED, OK, CommandError
 from sandboxgym.cli.progress import progress
 from sandboxgym.cli.screen import harmless, nbytes_text
 from sandboxgym.cli.swebench_jobs import Answer, Job, carry_out
-from sandboxgym.envs.swebench import record
+from sandboxgym.envs.swebench import arguments, record
 from sandboxgym.envs.swebench.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
 from sandboxgym.sandbox.base import SandboxError, SandboxUnavailable
 
@@ -40,8 +40,13 @@ def main(argv: Sequence[str]) -> int:
     if getattr(options, "jobs", 1) < 1 or getattr(options, "repeat", 1) < 1:
         raise CommandError("--jobs and --repeat: expected at least 1", status=2)
     try:
+        arguments.seconds("--timeout", getattr(options, "timeout", 1.0))
+        arguments.image(getattr(options, "image", None))
+    except ValueError as error:
+        raise CommandError(harmless(str(error)), status=2) from error
+    try:
         tasks = _tasks(options)
-    except (TaskNotFound, TaskError, DataNotFound, ImportError) as error:
+    except (TaskNotFound, TaskError, DataNotFound, TypeError, ImportError) as error:
         raise CommandError(harmless(str(error))) from error
     command = {"prepare": _prepare, "images": _images, "check": _check}[options.command]
     return command(options, tasks)

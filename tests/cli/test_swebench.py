@@ -84,6 +84,25 @@ def test_wrong_calls_are_said(run, tmp_path, monkeypatch):
     assert status == 1 and "nothing is kept on disk" in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prepare", "--jobs", "0"),
+        ("prepare", "--jobs", "x"),
+        ("check", "--repeat", "-1"),
+        ("check", "--timeout", "nan"),
+        ("check", "--timeout", "-5"),
+        ("prepare", "--image", "dir:/"),
+        ("images", "--image", ""),
+        ("images", "--dataset", ""),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_a_row_is_worked_on(words, run):
+    code, out, err = run("swebench", *words)
+    assert code != 0 and "Traceback" not in err and "slugline" not in out
+    assert f"argument {words[1]}" in err or f"{words[1].removeprefix('--')}" in err, err
+
+
 def test_a_worker_that_dies_costs_one_row(run, monkeypatch):
     started = []
     start = swebench_jobs._start

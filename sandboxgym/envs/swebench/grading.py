@@ -33,7 +33,7 @@ from sandboxgym.brief import brief
 from sandboxgym.envs.swebench import hiding, parsing, record, suspicion
 from sandboxgym.envs.swebench.boxes import EVAL_SCRIPT, PATCH_FILE, Box, Pristine, Settings
 from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.extraction import PATCH_LIMIT, extract
+from sandboxgym.envs.swebench.extraction import PATCH_LIMIT, WorkLost, extract
 from sandboxgym.envs.swebench.parsers import PARSERS
 from sandboxgym.envs.swebench.record import Check
 from sandboxgym.envs.swebench.rows import TaskError
@@ -71,8 +71,8 @@ class Verdict:
     patch: str = field(repr=False)
     reason: str
     """``resolved``; ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``, ``tests time out``,
-    ``no test results``, ``too much output``; ``infra failure``, ``needs network``; ``suspicious`` where that is asked
-    for."""
+    ``no test results``, ``too much output``; ``infra failure``, ``sandbox ended``, ``needs network``; ``suspicious``
+    where that is asked for."""
     tests_status: dict[str, dict[str, list[str]]] | None = field(default=None, repr=False)
     """By ``FAIL_TO_PASS`` and ``PASS_TO_PASS``: the tests that succeeded and failed; None if no results were found."""
     infra_failure: str = ""
@@ -84,7 +84,7 @@ class Verdict:
     suspicious: tuple[str, ...] = ()
     """What looks forged, one sentence each; see `suspicion`."""
     extraction: str = ""
-    """Why the patch may lack some of the work; empty if nothing is known to."""
+    """Why the patch may lack some of the work, or why its files were taken over; empty nearly always."""
 
     @property
     def final(self) -> bool:
@@ -190,6 +190,8 @@ def _grade(
                 if known.final:
                     _remember(key, known)
             return replace(known, extraction=problem)
+    except WorkLost as error:
+        return Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {error}"[:1000])
     except SandboxError as error:
         log.warning("%s could not be graded: %s", task.instance_id, error)
         found = _suspicious(task, patch) if patch else ()
