@@ -43,6 +43,7 @@ from sandboxgym.sandbox.docker_images import LABEL, Image, Ownership, committed,
 from sandboxgym.sandbox.members import check_fits
 from sandboxgym.sandbox.reading import regular_file
 from sandboxgym.sandbox.tree_archive import Reader
+from sandboxgym.sandbox.written import Written, look
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
 """Of Docker's default set: what package managers and servers need."""
@@ -234,6 +235,14 @@ class DockerBackend:
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes of the container by their numbers on the host."""
         self._live().kill(pids)
+
+    def written(self) -> Written | None:
+        """What the container's layer holds, where that can be seen: the daemon's driver is overlay2, and this is root.
+
+        Files of a volume lie elsewhere, so where the image declares one nothing is told.
+        """
+        layer = self._live().layer
+        return None if layer is None else look(layer, self._live().id)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
