@@ -48,6 +48,8 @@ STEP, RESET = 3.0, 0.2
 """The aims: what a step may cost in commands, and seconds that a reset to a prepared row may take."""
 COMMITS = 20
 """Of the repository, after the first; each changes a hundredth of the files."""
+STEPS = 5
+"""Of `true`, in each repetition."""
 TAG = "sandboxgym-bench-row"
 """Name of the image that is made; its tag is this process."""
 _IDENTITY = ("-c", "user.name=Bench", "-c", "user.email=bench@example.invalid", "-c", "gc.auto=0")
@@ -56,11 +58,11 @@ _NEW_PROCESS = """
 import json, time
 import gymnasium, sandboxgym.envs.swebench.env
 env = gymnasium.make("sandboxgym/SWEBench-v0", **json.loads(sys.argv[1]))
-began = time.perf_counter()
+began, busy = time.perf_counter(), time.process_time()
 env.reset(options={"task": 0})
-reset = time.perf_counter() - began
+reset, busy = time.perf_counter() - began, time.process_time() - busy
 env.step("true")
-print(json.dumps([reset, time.perf_counter() - began]))
+print(json.dumps([reset, busy, time.perf_counter() - began]))
 env.close()
 """
 
@@ -75,6 +77,8 @@ class Row:
     """A reset and the first step, ``true``."""
     reset_new: Times = field(default_factory=Times)
     """In a process that has imported the environment and done nothing else."""
+    busy: Times = field(default_factory=Times)
+    """Processor time of this process in such a reset: what else runs on the machine hardly adds to it."""
     begin_new: Times = field(default_factory=Times)
     execute: Times = field(default_factory=Times)
     step: Times = field(default_factory=Times)
@@ -228,18 +232,20 @@ class Bench:
         command = interpreter.command(_NEW_PROCESS, json.dumps(self.arguments))
         environment = interpreter.environment()
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=_TIMEOUT)
-        reset, begin = json.loads(done.stdout)
+        reset, busy, begin = json.loads(done.stdout)
         self.row.reset_new.seconds.append(reset)
+        self.row.busy.seconds.append(busy)
         self.row.begin_new.seconds.append(begin)
 
     def steps(self) -> None:
-        """A step beside its command, both when nothing is written and when a file of the repository is."""
+        """Steps beside their commands, in turn: nothing is written, or a file of the repository is."""
         sandbox = self.env.unwrapped._box.sandbox
         self._step("true")
-        with self.row.execute.one():
-            sandbox.execute("true")
-        with self.row.step.one():
-            self._step("true")
+        for _ in range(STEPS):
+            with self.row.execute.one():
+                sandbox.execute("true")
+            with self.row.step.one():
+                self._step("true")
         writing = "echo more >> README.md"
         with self.row.execute_writing.one():
             sandbox.execute(writing)
@@ -390,22 +396,28 @@ def measure(
         beside = Beside()
         spent = dict.fromkeys(benches, 0.0)
         for number in range(max(repeats, few)):
-            for name, bench in benches.items():
-                began = time.perf_counter()
-                if number < few:
-                    bench.prepare()
-                    bench.resets_elsewhere()
-                    patch = bench.verdict()
-                if number < few or spent[name] < seconds:
-                    bench.resets()
-                    bench.steps()
-                    bench.snapshots()
-                spent[name] += time.perf_counter() - began
-            if harness is not None and number < few:
-                harness.verdict(patch)
-            if exec_ is not None:
-                exec_.one()
-            beside.look()
+            try:
+                for name, bench in benches.items():
+                    began = time.perf_counter()
+                    if number == 0 or (number < few and spent[name] < seconds):
+                        bench.prepare()
+                        bench.resets_elsewhere()
+                        patch = bench.verdict()
+                    if number == 0 or spent[name] < seconds:
+                        bench.resets()
+                        bench.steps()
+                        bench.snapshots()
+                    spent[name] += time.perf_counter() - began
+                if harness is not None and number < few:
+                    harness.verdict(patch)
+                if exec_ is not None:
+                    exec_.one()
+                beside.look()
+            except KeyboardInterrupt:
+                if number == 0:  # not everything was measured once
+                    raise
+                notes.append(f"It was interrupted in repetition {number + 1}.")
+                break
         rows = {name: bench.row for name, bench in benches.items()}
         return [
             *tables(rows, exec_.times if exec_ else None, harness.times if harness else None),
@@ -450,39 +462,43 @@ def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> 
     lines = [
         "### Steps",
         "",
-        "| ms, min / p50 / p95 | the command alone | as a step | p50 / p50 |",
-        "|---|---|---|---|",
+        "| ms, min / p50 / p95 | n | the command alone | as a step | p50 / p50 |",
+        "|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         for what, command, step in (
             ("`true`", row.execute, row.step),
             ("a file of the repository is written", row.execute_writing, row.step_writing),
         ):
-            times = len(step.seconds)
-            lines.append(f"| {name}: {what} | {times} | {command} | {step} | {step.median / command.median:.1f} |")
+            ratio = f"{step.median / command.median:.1f}"
+            lines.append(f"| {name}: {what} | {len(step.seconds)} | {command} | {step} | {ratio} |")
     if exec_ is not None:
         lines.append(f"| `docker exec` of `bash -c true` | {len(exec_.seconds)} | {exec_} | | |")
     lines += [
         "",
         "### Preparing and resets",
         "",
-        "| ms, min / p50 / p95 | prepared from nothing | kept | reset | and the first step | reset, new process | "
-        "and the first step |",
-        "|---|---|---|---|---|---|---|",
+        "| ms, min / p50 / p95 | n | prepared from nothing | kept | reset | and the first step | reset, new process | "
+        "of it processor time | and the first step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
+        times = f"{len(row.prepare.seconds)}, {len(row.reset.seconds)}"
         lines.append(
-            f"| {name} | {row.prepare} | {nbytes_text(row.nbytes)} | {row.reset} | {row.begin} | {row.reset_new} | "
-            f"{row.begin_new} |"
+            f"| {name} | {times} | {row.prepare} | {nbytes_text(row.nbytes)} | {row.reset} | {row.begin} | "
+            f"{row.reset_new} | {row.busy} | {row.begin_new} |"
         )
-    lines += ["", "### Snapshots", "", "| ms, min / p50 / p95 | snapshot | restore | fork |", "|---|---|---|---|"]
-    lines += [f"| {name} | {row.snapshot} | {row.restore} | {row.fork} |" for name, row in rows.items()]
-    lines += ["", "### Verdicts on the solution", "", "| | ms, min / p50 / p95 | harness p50 / p50 |", "|---|---|---|"]
+    lines += ["", "### Snapshots", "", "| ms, min / p50 / p95 | n | snapshot | restore | fork |"]
+    lines.append("|---|---|---|---|---|")
+    for name, row in rows.items():
+        lines.append(f"| {name} | {len(row.fork.seconds)} | {row.snapshot} | {row.restore} | {row.fork} |")
+    lines += ["", "### Verdicts on the solution", "", "| ms, min / p50 / p95 | n | verdict | harness p50 / p50 |"]
+    lines.append("|---|---|---|---|")
     for name, row in rows.items():
         ratio = f"{harness.median / row.verdict.median:.1f}" if harness is not None else ""
-        lines.append(f"| {name} | {row.verdict} | {ratio} |")
+        lines.append(f"| {name} | {len(row.verdict.seconds)} | {row.verdict} | {ratio} |")
     if harness is not None:
-        lines.append(f"| the official harness | {harness} | |")
+        lines.append(f"| the official harness | {len(harness.seconds)} | {harness} | |")
     return [*lines, ""]
 
 
@@ -494,6 +510,7 @@ def aims(rows: dict[str, Row]) -> list[str]:
     for what, times in (
         ("a reset to a prepared row, ms", [row.reset for row in rows.values()]),
         ("the same in a new process, ms", [row.reset_new for row in rows.values()]),
+        ("of that its processor time, ms", [row.busy for row in rows.values()]),
     ):
         taken = [one.median * 1e3 for one in times]
         lines.append(f"| {what} | {RESET * 1e3:.0f} | {_told(taken, RESET * 1e3, '{:.0f}')} |")
@@ -531,8 +548,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [
         *page.head("SWE-bench: steps, resets, snapshots and verdicts on a large repository", "swebench", argv),
         f"{page.machine()}; load {load:.1f} at the start. {arguments.files:,} files of code, {COMMITS + 1} commits. "
-        f"Preparing, new processes and verdicts {arguments.few} times each, all else as often as n says. Snapshot, "
-        "restore and fork count until the next step, `true`, was made. Compare within this page only.",
+        "Of two n the first is of preparing and of new processes. Snapshot, restore and fork count until the next "
+        "step, `true`, was made. Compare within this page only.",
         "",
         *found,
     ]
