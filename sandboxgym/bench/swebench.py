@@ -369,12 +369,12 @@ def measure(
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sandboxgym-bench-")))
-        stack.enter_context(_own_cache(folder / "cache"))
         repository = folder / "root" / "testbed"
         repository.mkdir(parents=True)
         row = build(repository, files)
         reason = why_no_docker(image)
         theirs = None if reason or image is None else stack.enter_context(image_of(image, repository))
+        stack.enter_context(_own_cache(folder / "cache"))  # cleared before the image goes that its images are made of
         grading.official()  # takes a second, once in a process
         parsing.warm_up()
         benches: dict[str, Bench] = {}
