@@ -22,6 +22,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 from sandboxgym import leftovers
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
+from sandboxgym.sandbox.written import Written
 
 CONTROL = "/run/.sandboxgym"
 """Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
@@ -277,6 +278,13 @@ class Backend(Protocol):
 
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes by the numbers that `processes` gives; those gone already are ignored."""
+
+    def written(self) -> Written | None:
+        """What was written since the start, without reading it (`written.look`); None where that cannot be seen.
+
+        Raises:
+            SandboxClosed: nothing is live.
+        """
 
     def paused(self) -> AbstractContextManager[None]:
         """Within it nothing inside runs, as far as the capabilities' notes do not say otherwise.

@@ -15,6 +15,8 @@ import posixpath
 import stat
 import tarfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from sandboxgym.sandbox.base import CONTROL, FileTooLarge, check_inside
@@ -75,8 +77,20 @@ def _first_file(stream: io.BufferedReader, path: str, limit: int) -> bytes:
         return bytes(data)
 
 
-def write_file(container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int]) -> None:
-    """Write a file and the directories above it that are missing."""
+def write_file(
+    container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int], mounted: Mapping[str, Path]
+) -> None:
+    """Write a file and the directories above it that are missing.
+
+    Args:
+        container: where.
+        path: in it.
+        data: content.
+        mode: of the file.
+        owner: user and group of all that is made.
+        mounted: files of this machine that are mounted in the container, by their paths there; the daemon, which puts
+            a new file in the place of an old one, cannot write them.
+    """
     path = check_inside(path)
     resolved = _real(container, path)
     if _is_mounted(resolved):  # over the layers: what is written to these would not be seen
@@ -84,6 +98,9 @@ def write_file(container: Container, path: str, data: bytes, *, mode: int, owner
     status = _status(container, resolved)
     if status is not None and status["mode"] & _GO_DIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if resolved in mounted:
+        mounted[resolved].write_bytes(data)
+        return
     missing = [posixpath.basename(resolved)]
     folder = posixpath.dirname(resolved)
     while True:

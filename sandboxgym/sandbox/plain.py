@@ -61,6 +61,7 @@ from sandboxgym.sandbox.process_table import start_times
 from sandboxgym.sandbox.reading import FLAGS, check_regular, regular_file
 from sandboxgym.sandbox.tree_archive import Header, Reader, Writer, changes
 from sandboxgym.sandbox.tree_copy import copy_tree
+from sandboxgym.sandbox.written import Written, look
 
 log = logging.getLogger("sandboxgym")
 
@@ -378,6 +379,11 @@ class CopyBackend:
         for pid in ours.intersection(pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def written(self) -> Written | None:
+        """What the whole root holds, for nothing below it is shared; see `written.look`."""
+        self._check_live()
+        return look(self.root, self._mark)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
