@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sandboxgym.envs.swebench import mini, suspicion
+from sandboxgym.envs.swebench import mini, patches, suspicion
 from sandboxgym.envs.swebench.tasks import TaskSet
 
 GOLD = """diff --git a/pkg/core.py b/pkg/core.py
@@ -132,12 +132,12 @@ def test_patches_are_read_as_git_writes_them() -> None:
     renamed = "diff --git a/old.py b/new.py\nsimilarity index 90%\nrename from old.py\nrename to new.py\n"
     binary = "diff --git a/x.bin b/x.bin\nnew file mode 100644\nGIT binary patch\nliteral 1\nIc${MZ000310RR91\n\n"
     deleted = "diff --git a/gone b/gone\ndeleted file mode 100644\n--- a/gone\n+++ /dev/null\n@@ -1 +0,0 @@\n--- a/x\n"
-    found = suspicion.changes(renamed + binary + deleted + GOLD)
+    found = patches.changes(renamed + binary + deleted + GOLD)
     assert [change.path for change in found] == ["new.py", "x.bin", "gone", "pkg/core.py"]
     assert found[0].old_path == "old.py" and found[1].binary and found[2].deleted
     assert found[2].removed == ("-- a/x",) and found[3].added == ("x = 2",)
     plain = "--- a/one.py\n+++ b/one.py\n@@ -1 +1 @@\n-a\n+b\n--- two.py\t2020\n+++ two.py\t2021\n@@ -1 +1 @@\n-c\n+d\n"
-    assert [change.path for change in suspicion.changes(plain)] == ["one.py", "two.py"]
+    assert [change.path for change in patches.changes(plain)] == ["one.py", "two.py"]
 
 
 def test_any_text_is_read() -> None:
