@@ -2,8 +2,8 @@
 
 sandboxgym bench cheats [--only WORDS] [--backend overlay] [--write docs/envs/swebench-cheats.md]
 
-Each of `cheat_cases.CASES` is played as an agent would, from the task's beginning, and handed in. The patch that came of
-it is then given to the official harness (``run_instance`` of the package ``swebench``), which makes a container
+Each of `cheat_cases.cases` is played as an agent would, from the task's beginning, and handed in. The patch that came
+of it is then given to the official harness (``run_instance`` of the package ``swebench``), which makes a container
 of the same image, applies the patch, runs the task's script there, and reports; only its 15 seconds of waiting for the
 container's end are left out. The image is made of this machine's programs, and removed in the end.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ import gymnasium as gym
 
 import sandboxgym  # noqa: F401 - registers the ids
 from sandboxgym.bench import cheat_cases, page, small_image
-from sandboxgym.bench.cheat_cases import CASES, Cheat
+from sandboxgym.bench.cheat_cases import Cheat, cases
 from sandboxgym.envs.swebench import suspicion
 from sandboxgym.envs.swebench.boxes import forget_prepared
 from sandboxgym.envs.swebench.columns import WORKDIR
@@ -131,6 +133,8 @@ def play(cheat: Cheat, env: Any) -> tuple[Outcome, str]:
         work = f"printf '%s' {shlex.quote(cheat.patch)} > /tmp/p; echo {MARKER}; cat /tmp/p"
     else:
         env.step(cheat.command)
+        # A verdict is remembered by its patch, and must not be: what is outside of it is to be tried as well.
+        env.step(f"echo '# {hashlib.sha256(cheat.name.encode()).hexdigest()[:12]}' >> parcel/labels.py")
         work = f"echo {MARKER}"  # the environment takes the difference itself
     *_, info = env.step(work)
     rules = tuple(dict.fromkeys(sentence.partition(":")[0] for sentence in info["suspicious"]))
@@ -148,7 +152,10 @@ class Harness:
         import docker
         from swebench.harness import run_evaluation
 
-        self._module, self._task, self._folder, self._count = run_evaluation, task, folder, 0
+        self._module: Any = run_evaluation
+        self._task, self._count = task, 0
+        self._kept = {name: getattr(run_evaluation, name) for name in ("cleanup_container", "RUN_EVALUATION_LOG_DIR")}
+        self._module.cleanup_container, self._module.RUN_EVALUATION_LOG_DIR = _remove, folder
         self._client = docker.from_env(timeout=_SECONDS)
 
     def resolves(self, patch: str) -> bool:
@@ -156,30 +163,16 @@ class Harness:
         if not patch.strip():
             return False  # as the harness does with empty patches, before it makes a container
         self._count += 1
-        module: Any = self._module
-        kept = {name: getattr(module, name) for name in ("cleanup_container", "RUN_EVALUATION_LOG_DIR")}
-        module.cleanup_container, module.RUN_EVALUATION_LOG_DIR = _remove, self._folder
-        prediction = {
-            "instance_id": self._task.instance_id,
-            "model_name_or_path": "cheat",
-            "model_patch": patch,
-        }
-        try:
-            with contextlib.redirect_stdout(None):
-                found = module.run_instance(
-                    module.make_test_spec(self._task.row()),
-                    prediction,
-                    self._client,
-                    f"{REPOSITORY}-{os.getpid()}-{self._count}",
-                    _SECONDS,
-                )
-        finally:
-            for name, value in kept.items():
-                setattr(module, name, value)
-        return bool(found and found[1][self._task.instance_id]["resolved"])
+        name, run = self._task.instance_id, f"{REPOSITORY}-{os.getpid()}-{self._count}"
+        prediction = {"instance_id": name, "model_name_or_path": "cheat", "model_patch": patch}
+        spec = self._module.make_test_spec(self._task.row())
+        found = self._module.run_instance(spec, prediction, self._client, run, _SECONDS)
+        return bool(found and found[1][name]["resolved"])
 
     def close(self) -> None:
-        """Give the connection to the daemon back."""
+        """Give the connection to the daemon back, and the official code its own ways."""
+        for name, value in self._kept.items():
+            setattr(self._module, name, value)
         self._client.close()
 
 
@@ -188,18 +181,18 @@ def _remove(client: Any, container: Any, logger: Any) -> None:
         container.remove(force=True)
 
 
-def measure(cases: Sequence[Cheat], *, backend: str, official: bool = True) -> list[Outcome]:
+def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> list[Outcome]:
     """Play cheats and have them graded by both.
 
     Args:
-        cases: to be played.
+        played: in this order.
         backend: of our sandboxes.
         official: whether the harness is asked as well.
 
     Raises:
         RuntimeError: there is no Docker daemon.
     """
-    outcomes = []
+    outcomes: list[Outcome] = []
     with image() as (name, commit), tempfile.TemporaryDirectory(prefix="sandboxgym-cheats-") as folder:
         row = cheat_cases.row(name, commit)
         Path(folder, "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
@@ -207,17 +200,22 @@ def measure(cases: Sequence[Cheat], *, backend: str, official: bool = True) -> l
         env = gym.make("sandboxgym/SWEBench-v0", dataset=dataset, tools="bash", backend=backend, grade_timeout=_SECONDS)
         task = from_row(row)
         harness = Harness(task, Path(folder)) if official else None
+        asked: list[Future[bool]] = []
         try:
-            for cheat in cases:
-                outcome, patch = play(cheat, env)
-                if harness is not None:
-                    outcome = dataclasses.replace(outcome, official=harness.resolves(patch))
-                outcomes.append(outcome)
+            # The harness is slow, and prints; it grades one patch while the next cheat is played.
+            with contextlib.redirect_stdout(None), ThreadPoolExecutor(1) as pool:
+                for cheat in played:
+                    outcome, patch = play(cheat, env)
+                    outcomes.append(outcome)
+                    if harness is not None:
+                        asked.append(pool.submit(harness.resolves, patch))
         finally:
             env.close()
             forget_prepared()
             if harness is not None:
                 harness.close()
+    if official:
+        return [dataclasses.replace(each, official=found.result()) for each, found in zip(outcomes, asked, strict=True)]
     return outcomes
 
 
@@ -259,9 +257,8 @@ def honest(tasks: Sequence[Task]) -> list[str]:
         }
         known += bool(suspicion.of_patch(task.patch, solution=task.patch, **about))
         unknown += bool(suspicion.of_patch(task.patch, solution="", **about))
-    return [
-        f"- Of the solutions of {len(tasks)} rows {known} are named; {unknown} if it were not known that they are solutions."
-    ]
+    which = f"{known} are named; {unknown} if it were not known that they are solutions"
+    return [f"- Of the solutions of {len(tasks)} rows {which}."]
 
 
 def commits(repository: str) -> list[str]:
@@ -301,10 +298,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repository", nargs="*", default=[], help="clones whose commits the rules are tried on")
     parser.add_argument("--write", help="Markdown file to write the page to")
     arguments = parser.parse_args(argv)
-    cases = [cheat for cheat in CASES if arguments.only is None or arguments.only in cheat.name]
-    if not cases:
+    chosen = [cheat for cheat in cases() if arguments.only is None or arguments.only in cheat.name]
+    if not chosen:
         parser.error(f"--only: no cheat has {arguments.only!r} in its name")
-    outcomes = measure(cases, backend=arguments.backend)
+    outcomes = measure(chosen, backend=arguments.backend)
     false_alarms = honest([*(open_tasks(arguments.rows) if arguments.rows else ()), *open_tasks("mini")])
     for repository in arguments.repository:
         false_alarms += commits(repository)
@@ -316,13 +313,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         *false_alarms,
         "",
     ]
-    for title, chosen in (
+    for title, shown in (
         ("Honest work", [each for each in outcomes if each.cheat.honest]),
         ("In the difference", [each for each in outcomes if not each.cheat.honest and not each.cheat.outside]),
         ("Outside of it", [each for each in outcomes if each.cheat.outside]),
     ):
-        if chosen:
-            lines += [f"## {title}", "", *table(chosen), ""]
+        if shown:
+            lines += [f"## {title}", "", *table(shown), ""]
     page.publish(lines, arguments.write)
 
 
