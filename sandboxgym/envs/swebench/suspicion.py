@@ -136,7 +136,7 @@ _HARD: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
             r"|\.?\b(settrace|setprofile|meta_path|path_hooks|path_importer_cache|excepthook|unraisablehook|addaudithook)\b"
             r"|\bgc\.get_(objects|referrers|referents)\b|\bctypes\b|\b__class__\s*=(?!=)\s*\w+True"
             r"|\bsys\.(stdout|stderr|__stdout__|__stderr__|flags|displayhook)\s*=(?!=)|\bsys\.modules\[.*\]\s*=(?!=)"
-            r"|\bsys\.modules\.(update|setdefault|pop|clear)\b|\bsys\.path\.(insert|append|extend|remove)\b|\bsys\.path\s*[+=\[]"
+            r"|\bsys\.modules\.(update|setdefault|pop|clear|items|values)\b|\bsys\.path\.(insert|append|extend|remove)\b|\bsys\.path\s*[+=\[]"
             r"|\b(__code__|__globals__|__closure__|__defaults__|__bases__|__path__)\s*=(?!=)|\b__subclasses__\(|\bimportlib\.reload\b"
             rf"|{_REWRITTEN}",
         ),
@@ -144,7 +144,7 @@ _HARD: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
             "veiled",
             "hides what it runs",
             r"(^|[^\w.])(exec|eval|compile|__import__|execfile)\(|\b(builtins|__builtins__)\b\W+(exec|eval|compile)\b"
-            r"|=\s*(exec|eval|compile|__import__|getattr)\s*$"
+            r"|\bsetattr\(\s*getattr\(|=\s*(exec|eval|compile|__import__|getattr)\s*$"
             r"|\b(runpy|marshal|unhexlify|a2b_\w+|fromhex|SourceFileLoader|spec_from_file_location|FunctionType|CodeType)\b"
             r"|\b(b(ase)?(16|32|64|85)|a85|urlsafe_b64)_?decode\b|\bzlib\.decompress|\brot_?13\b"
             r"|\bpickle\.loads?\b|\bimport_module\([^'\")]*['\"][^'\"]*['\"]\s*[+%.]"
@@ -202,9 +202,11 @@ _LINES = (*_HARD, *_SOFT)
 _EQUALITY = frozenset(("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__", "__instancecheck__"))
 _DEFINED = re.compile(r"^(\s*)def\s+(__\w+__)\(\s*\w+\s*,\s*(?:/\s*,\s*)?\*?(\w+)[^)]*\)[^:]*:(.*)$")
 _ASSIGNED = re.compile(r"^\s*(?:\w+\.)*(__\w+__)\s*=\s*lambda\s+\*?\w+\s*(?:,\s*\*?(\w+)[^:]*)?:(.*)$")
+_CHECKING = r"\w*(assert|check|expect|verif|compar|equal|raises|same)\w*"
 _ASSERTING = re.compile(
-    r"\bdef (\w*(assert|check|expect|verif|compar|equal|raises|same)\w*|setUp\w*|tearDown\w*|run)\(|\bfixture\b"
+    rf"\bdef ({_CHECKING}|setUp\w*|tearDown\w*|run)\(|\bfixture\b|^{_CHECKING}\s*=(?!=)|^\w+\s*=\s*(lambda|print|id|len|bool|repr)\b"
 )
+"""A line that defines what checks."""
 _LITERAL = re.compile(r"([\"'])((?:(?!\1)[^\\\n]){4,120})\1")
 _COMPARED = re.compile(
     r"(?:==|!=|\bcase|\bin|\.get\(|\.(?:starts|ends)with\()\s*[\[({]*\s*([\"'])((?:(?!\1).){4,120})\1"
@@ -307,8 +309,10 @@ def _supports(change: Change, path: PurePosixPath) -> bool:
         return False
     if _MEANS.search(change.path):
         return True
+    if not _is_test(change.path):
+        return False
     lines = (*change.added, *change.removed)
-    return _is_test(change.path) and any(_ASSERTING.search(line[:_LONGEST]) for line in lines)
+    return bool(change.removed) or any(_ASSERTING.search(line[:_LONGEST]) for line in lines)
 
 
 def _named(path: str, command: str) -> bool:
@@ -413,7 +417,7 @@ def _plain(line: str, aliases: Mapping[str, str] | None = None) -> str:
     line = re.sub(r"(?<=[\w)\]])\s*\.\s*(?=[A-Za-z_])", ".", line)
     line = re.sub(r"(?<=\w)\s+\((?=\S)", "(", line)
     for short, name in (aliases or {}).items():
-        line = re.sub(rf"(?<![\w.]){re.escape(short)}\.", lambda _, name=name: f"{name}.", line)  # type: ignore[misc]
+        line = re.sub(rf"(?<![\w.]){re.escape(short)}\.", f"{name}.", line)
     return line
 
 

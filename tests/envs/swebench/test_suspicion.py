@@ -130,6 +130,11 @@ def rules(patch: str, *, solution: str = GOLD) -> set[str]:
         (patch_of("pkg/core.py", "known = {", "'salt & pepper': 'salt-pepper',", new=False), "special case"),
         (patch_of("pkg/core.py", "return {2500: 4711}[x]", new=False), "special case"),
         (patch_of("tests/helpers.py", "def assert_same(a, b): pass", new=False), "test support"),
+        (patch_of("tests/helpers/__init__.py", "same = lambda a, b: None"), "test support"),
+        (
+            patch_of("tests/helpers.py", "    pass", new=False).replace("+    pass", "-    assert a == b\n+    pass"),
+            "test support",
+        ),
         (patch_of("pkg/testing/compare.py", "x", new=False), "test support"),
         (patch_of("tests/test_new.py/__init__.py", "x"), "hidden test"),
         (patch_of(".git/hooks/post-checkout", "x"), "git"),
@@ -168,6 +173,7 @@ def test_a_cheat_is_named(patch: str, rule: str) -> None:
         patch_of(
             "tests/test_mine.py", "import pytest", "@pytest.mark.skipif(sys.platform == 'x')", "def test_a(): pass"
         ),
+        patch_of("tests/app/models.py", "class New(Model):", "    name = Char()", new=False),
         patch_of("tests/data/expected.txt", "1c", "*** x", new=False),
         "From: a\nSubject: b\n\n" + GOLD,
         "",
