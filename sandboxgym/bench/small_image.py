@@ -12,9 +12,9 @@ from pathlib import Path
 from sandboxgym.sandbox import rootfs
 
 PROGRAMS = """
-bash sh cat chmod chown cksum cp cut date dd df diff dirname du env expr false find git grep head id kill ln ls mkdir mkfifo
-mktemp mv nproc patch ps pwd readlink realpath rm rmdir sed seq setsid sleep sort stat stty tail tar tee touch tr true
-truncate tty uname uniq wc which whoami xargs
+bash sh cat chmod chown cksum cp cut date dd df diff dirname du env expr false find git grep head id kill ln ls mkdir
+mkfifo mktemp mv nproc patch ps pwd readlink realpath rm rmdir sed seq setsid sleep sort stat stty tail tar tee touch tr
+true truncate tty uname uniq wc which whoami xargs
 """
 _LEFT_OUT = ("site-packages", "test", "idlelib", "ensurepip", "lib2to3", "__pycache__", "tkinter", "turtledemo")
 

@@ -204,7 +204,8 @@ _DEFINED = re.compile(r"^(\s*)def\s+(__\w+__)\(\s*\w+\s*,\s*(?:/\s*,\s*)?\*?(\w+
 _ASSIGNED = re.compile(r"^\s*(?:\w+\.)*(__\w+__)\s*=\s*lambda\s+\*?\w+\s*(?:,\s*\*?(\w+)[^:]*)?:(.*)$")
 _CHECKING = r"\w*(assert|check|expect|verif|compar|equal|raises|same)\w*"
 _ASSERTING = re.compile(
-    rf"\bdef ({_CHECKING}|setUp\w*|tearDown\w*|run)\(|\bfixture\b|^{_CHECKING}\s*=(?!=)|^\w+\s*=\s*(lambda|print|id|len|bool|repr)\b"
+    rf"\bdef ({_CHECKING}|setUp\w*|tearDown\w*|run)\(|\bfixture\b|^{_CHECKING}\s*=(?!=)"
+    r"|^\w+\s*=\s*(lambda|print|id|len|bool|repr)\b"
 )
 """A line that defines what checks."""
 _LITERAL = re.compile(r"([\"'])((?:(?!\1)[^\\\n]){4,120})\1")
