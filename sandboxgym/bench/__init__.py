@@ -13,6 +13,7 @@ NAMES = {
     "sandbox": "sandboxes: snapshots, commands and forks against Docker and others",
     "full": "full snapshots: sandboxes forked with what runs in them, against files alone, replay and Docker",
     "fidelity": "what a sandbox's snapshot keeps, loses and leaks, on every backend",
+    "cheats": "cheats on SWE-bench tasks: the verdicts here and of the official harness, and what is named",
     "faults": "what sandboxes survive, and what is left of them",
     "pool": "a pool of workers stepping many environments",
 }

@@ -658,7 +658,12 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((TRAIN.parent / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_committed_configs_are_valid(path: Path) -> None:
-    resolved(parse_args(["--config", str(path)]))
+    args = parse_args(["--config", str(path)])
+    resolved(args)
+    if "SWEBench" in args.env_id:
+        assert "reject_suspicious=true" in [setting.lower() for setting in args.env_kwargs], (
+            "forged rewards are refused"
+        )
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])

@@ -191,6 +191,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     - ``grade_timeout``: seconds that the tests may take.
     - ``reject_suspicious``: what looks forged is not resolved, and its verdict is ``suspicious``. By default the
       official verdict stands, for numbers that are compared with others'; for training it should be on.
+    - ``countercheck``: test what resolves a task, and nothing names, once more with tests that cannot pass. It takes as
+      long as the tests do; by default it is done where ``reject_suspicious`` is on.
     - ``prompt``: what a task is introduced with, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
     - ``durations``: show the durations that pytest and unittest print. By default they read 0.00s, so that equal states
       print equal text.
@@ -241,6 +243,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         grade_at: int | None = None,
         grade_timeout: float = grading.TIMEOUT,
         reject_suspicious: bool = False,
+        countercheck: bool | None = None,
         prompt: str | None = None,
         durations: bool = False,
         render_mode: str | None = None,
@@ -266,6 +269,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         self.grade_at = arguments.step_number("grade_at", grade_at)
         self.grade_timeout = arguments.seconds("grade_timeout", grade_timeout)
         self.reject_suspicious = arguments.flag("reject_suspicious", reject_suspicious)
+        wanted = reject_suspicious if countercheck is None else countercheck
+        self.countercheck = arguments.flag("countercheck", wanted)
         self.durations = arguments.flag("durations", durations)
         self.render_mode = render_mode
         self.timing: dict[str, float] = {}
@@ -399,6 +404,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
                 patch=patch,
                 timeout=self.grade_timeout,
                 reject_suspicious=self.reject_suspicious,
+                counterchecked=self.countercheck,
             )
         except Exception as error:
             if from_handler(error):
@@ -697,6 +703,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             "network": self._settings.network,
             "durations": self.durations,
             "reject_suspicious": self.reject_suspicious,
+            "countercheck": self.countercheck,
             "snapshot": self._settings.snapshot,
             "env": [list(pair) for pair in self._settings.env],
         }
