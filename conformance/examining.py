@@ -36,8 +36,6 @@ SEEDS_BUDGET = replace(
     Budget.named("quick"), traces=2, steps=30, repeats=20, forks=3, cycles=10, depth=10, samples=200, seconds=0.5
 )
 """Of many runs of known-good environments: short ones."""
-SLOW_ALARMS = ("cost.", "resources.")
-"""Families that depend on the machine rather than on the seed; left out of many runs."""
 SHOWING = (
     *("__main__.py", "causes.py", "html.py", "markdown.py", "plugin.py", "reports.py"),
     *("shrink.py", "strength.py", "test_conformance.py"),

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import enum
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from sandboxgym.conformance.clock import Stopwatch
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.subject import Subject
@@ -183,14 +184,14 @@ class Budget:
     def spending(self, count: int, *, seconds: float | None = None, at_least: int = 1) -> Iterator[int]:
         """``range(count)``, cut short when the time is up, but not before ``at_least``.
 
-        Time is that of the processor, so that a busy machine checks no less; waiting counts half.
+        Time is that of the processor, so that a busy machine checks no less; waiting counts half, and none of the wait
+        for a processor (`clock`).
         """
         limit = self.seconds if seconds is None else seconds
         at_least = max(min(at_least, 2), round(at_least * self.share))
-        busy, start = time.process_time(), time.perf_counter()
+        watch = Stopwatch()
         for index in range(count):
-            late = time.process_time() - busy > limit or time.perf_counter() - start > 2 * limit
-            if index >= at_least and late:
+            if index >= at_least and watch.spent(limit):
                 return
             yield index
 

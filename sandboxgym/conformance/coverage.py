@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget
+from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.recording import choose, control_seed, opened, record, release, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, put, take
 from sandboxgym.conformance.values import Items, canonical, show
@@ -211,7 +211,7 @@ class _Search:
         """Plain episodes, then a long one that goes back from every end, then bursts from where something was new."""
         quick = CALLS.get(self.budget.name, CALLS["quick"])
         self.most = quick // self.starts if self.index else quick
-        self.busy, self.began = time.process_time(), time.perf_counter()
+        self.watch = Stopwatch()
         self.rng = np.random.default_rng([self.subject.seed, self.index, 17])
         try:
             with opened(self.subject) as env:
@@ -232,8 +232,8 @@ class _Search:
     def late(self) -> bool:
         """Whether the search has had its share."""
         limit = self.budget.seconds / 2
-        waited = time.perf_counter() - self.began > (2 if self.budget.waits else 6) * limit
-        return self.calls >= self.most or waited or time.process_time() - self.busy > limit
+        waited = self.watch.elapsed > (2 if self.budget.waits else 6) * limit
+        return self.calls >= self.most or waited or self.watch.busy > limit
 
     def _reset(self, env: AnyEnv) -> tuple[Any, ...] | None:
         seed_spaces(env, seed := control_seed(self.subject, self.index))

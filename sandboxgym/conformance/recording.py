@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ from typing import Any, Self
 import gymnasium as gym
 import numpy as np
 
+from sandboxgym.conformance import generators, masks
 from sandboxgym.conformance.check import Failed
+from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, layers, methods, put, take
 from sandboxgym.conformance.values import Canonical, canonical, difference, literal, rows, show
 
@@ -54,7 +55,7 @@ def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()
     options = subject.options(index)
     ops: list[Op] = []
     outcomes: list[Outcome] = []
-    start = time.perf_counter()
+    watch = Stopwatch()
     with opened(subject) as env:
         space = copy.deepcopy(env.action_space)
         space.seed(seed)
@@ -84,9 +85,9 @@ def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()
                 perform(Op("step", ops[-1].value))
         following = subject.options(index + 1) if isinstance(subject.reset_options, list) else options
         episode(Op("reset", (None, following)), NEXT_EPISODE)
-    recorded = time.perf_counter()
+    first, watch = watch.elapsed, Stopwatch()
     again = replay(subject, seed, ops)
-    seconds = min(recorded - start, time.perf_counter() - recorded)  # the less disturbed of two
+    seconds = min(first, watch.elapsed)  # the less disturbed of two
     differs = first_difference(outcomes, again)
     how = "found by search" if planned else "on-policy" if on_policy else "off-policy"
     name = f"seed {seed}, {how}, {len(ops)} calls"
@@ -109,10 +110,8 @@ def choose(
     admissible = info.get("admissible_commands") if isinstance(info, dict) else None
     if admissible is not None and len(admissible):
         return admissible[int(rng.integers(len(admissible)))]
-    mask = info.get("action_mask") if isinstance(info, dict) else None
-    if isinstance(mask, np.ndarray) and mask.dtype == np.int8 and mask.any() and isinstance(space, gym.spaces.Discrete):
-        return space.sample(mask=mask)
-    return space.sample()
+    mask = masks.given(observation, info)
+    return space.sample() if mask is None else masks.sample(space, mask)
 
 
 def replay(subject: Subject, seed: int, ops: Sequence[Op]) -> list[Outcome]:
@@ -132,13 +131,30 @@ def noise(subject: Subject) -> str:
             with opened(subject) as env:
                 seed_spaces(env, control.seed)
                 outcomes = [subject.call(env, control.ops[0])[0]]
-                env.unwrapped.np_random = np.random.default_rng([subject.seed, trial])
+                renew_streams(env, int(np.random.SeedSequence([subject.seed, trial]).generate_state(1)[0]))
                 seed_spaces(env, control.seed + 1 + trial)
                 outcomes += [subject.call(env, op)[0] for op in control.ops[1 : control.last]]
             differs = first_difference(control.outcomes[: control.last], outcomes)
             if differs:
                 return f"runs with other draws differ: {differs}"
     return ""
+
+
+def renew_streams(env: AnyEnv, seed: int) -> None:
+    """Fresh bits for ``np_random`` and every other generator that the environment leads to, not for spaces.
+
+    Raises:
+        AttributeError, TypeError: ``np_random`` cannot be replaced, and no generator was found.
+    """
+    try:
+        env.unwrapped.np_random = np.random.default_rng(seed)
+    except (AttributeError, TypeError):
+        if not generators.find(env):
+            raise
+    replaced = id(getattr(env.unwrapped.np_random, "bit_generator", None))
+    for number, stream in enumerate(generators.find(env).values()):
+        if id(stream.source) != replaced:
+            stream.renew(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))
 
 
 @contextlib.contextmanager
@@ -168,7 +184,7 @@ def quiet() -> Iterator[None]:
 def seed_spaces(env: AnyEnv, seed: int) -> None:
     """Seed both spaces, differently: alike, nobody would see that one was restored from the other."""
     env.action_space.seed(seed)
-    env.observation_space.seed(seed + 1)
+    env.observation_space.seed(seed + 1)  # streams that are swapped must show
 
 
 def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str | None:
@@ -202,12 +218,21 @@ def streams(env: AnyEnv) -> dict[str, Canonical]:
     found: dict[str, Canonical] = {}
     for depth, layer in enumerate(layers(env)):
         name = f"{type(layer).__name__}#{depth}"
-        found[f"{name}.np_random"] = _bits(vars(layer).get("_np_random") if hasattr(layer, "__dict__") else None)
+        found[f"{name}.np_random"] = _bits(_own_stream(layer))
         for attribute in ("action_space", "observation_space"):
             space = getattr(layer, attribute, None)
             for place, inner in _spaces(space, attribute):
                 found[f"{name}.{place}"] = _bits(getattr(inner, "_np_random", None))
     return found
+
+
+def _own_stream(layer: Any) -> Any:
+    """A layer's ``np_random`` as far as it is made: Gymnasium's attribute, or a property of the author's own."""
+    own = vars(layer).get("_np_random") if hasattr(layer, "__dict__") else None
+    if own is None and getattr(type(layer), "np_random", None) not in (gym.Env.np_random, gym.Wrapper.np_random):
+        with contextlib.suppress(Exception):  # before the first reset it may have none
+            return layer.np_random
+    return own
 
 
 def _spaces(space: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -259,7 +284,7 @@ class Scene:
     _closed: set[int] = field(default_factory=set)
     _made: int = 0
     _taken: int = 0
-    began: float = field(default_factory=time.perf_counter)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     _loop: int = 0
     _released: set[int] = field(default_factory=set)
 

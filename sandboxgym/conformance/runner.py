@@ -39,6 +39,7 @@ from sandboxgym.conformance.check import (
     Verdict,
     as_levels,
 )
+from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.recording import opened, quiet, release
 from sandboxgym.conformance.shrink import shrunk
 from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
@@ -59,6 +60,7 @@ THEMES = (
     "fork",
     "isolation",
     "machine",
+    "streams",
     "stochastic",
     "probes",
     "hostile",
@@ -238,15 +240,12 @@ def run(
     call = pace(subject)
     budget = budget.paced(call)
     load = _load()
-    started, start = datetime.datetime.now(datetime.UTC), time.perf_counter()
+    started, start, watch = datetime.datetime.now(datetime.UTC), time.perf_counter(), Stopwatch()
     results: dict[str, Result] = {}
-    busy = time.process_time()
     for check in chosen:
         if listener is not None:
             listener(check, None)
-        spent = time.process_time() - busy
-        if budget.waits:
-            spent = max(spent, (time.perf_counter() - start) / 2)
+        spent = max(watch.busy, watch.elapsed / 2) if budget.waits else watch.busy
         now = budget.sharing(spent, len(chosen) - len(results))
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
@@ -255,7 +254,7 @@ def run(
         results = {id: shortened(subject, result, budget) for id, result in results.items()}
     measured = None
     if strength:
-        spent = max(time.process_time() - busy, (time.perf_counter() - start) / 2 if budget.waits else 0)
+        spent = max(watch.busy, watch.elapsed / 2 if budget.waits else 0)
         seconds = max(LEAST_SECONDS, SHARE * spent)
         with preserved():
             measured = measure(subject, budget, results, seed=seed, seconds=seconds)
@@ -321,10 +320,10 @@ def _snapshot_seconds(subject: Subject, control: Control) -> float:
             subject.call(env, op)
         seconds = []
         for _ in range(3):
-            start = time.perf_counter()
+            watch = Stopwatch()
             snap = take(env)
             put(env, snap)
-            seconds.append((time.perf_counter() - start) / 2)
+            seconds.append(watch.elapsed / 2)
             release(snap)
     return min(seconds)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
+from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.coverage import coverage
 from sandboxgym.conformance.recording import (
     Scene,
@@ -271,6 +271,8 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
                         scene.fail(f"child {number} of fork(3) has another random stream {name} than its source")
                     if bits is not None:
                         compared.add(name)
+    if not compared:
+        raise Skipped("no stream was found to compare, of np_random or of a space; see streams.exact")
     return {"streams": sorted(compared)}
 
 
@@ -438,7 +440,7 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
     repeatable = [control for control in controls(subject, budget) if control.repeatable]
     if not repeatable:
         raise Skipped("no run repeats itself without forks: " + subject.control(0, budget.steps).differs)
-    forks, start = 0, time.perf_counter()
+    forks, watch = 0, Stopwatch()
     for control in repeatable:
         with Scene(subject) as scene:
             walk = scene.walk(control, ())
@@ -447,7 +449,7 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
                 found = scene.call(env, op)
                 if found != walk.expected[index]:
                     scene.differ(walk, env, index, found, f"the source of {forks} forks differs")
-                if index % 2 == 0 and (index < 6 or time.perf_counter() - start < budget.seconds):
+                if index % 2 == 0 and (index < 6 or not watch.spent(budget.seconds)):
                     for number, child in enumerate(scene.fork(env, 2, seed=None if index % 4 else index)):
                         forks += 1
                         scene.play(child, control.ops[index + 1 : index + 3])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from sandboxgym.conformance import ambient
 from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, perturbed, points_of
@@ -67,7 +67,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
             env = scene.start(control)
             scene.play(env, control.ops[:1])
             for op in control.ops[1 : 1 + min(8, control.last)]:
-                before, ambient = streams(env), _global_streams()
+                before, shared = streams(env), _global_streams()
                 snap = scene.snapshot(env)
                 for doing in ("snapshot()", "fork(2)", "fork(2, seed=3)"):
                     if doing != "snapshot()":
@@ -77,7 +77,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                     for name, bits in before.items():
                         if bits is not None and after.get(name) != bits:
                             scene.fail(f"{doing} changed the random stream {name}", {"stream": name})
-                    if doing == "snapshot()" and (text := difference(ambient, _global_streams())):
+                    if doing == "snapshot()" and (text := difference(shared, _global_streams())):
                         scene.fail(f"{doing} drew from a global random stream: {text[:200]}")
                 scene.drop(snap)
                 scene.call(env, op)
@@ -86,8 +86,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
 
 
 def _global_streams() -> Any:
-    kind, keys, *rest = np.random.get_state()
-    return canonical({"random": hash(random.getstate()), "numpy.random": [kind, np.asarray(keys), *rest]})
+    return canonical(ambient.global_streams())
 
 
 @check(
