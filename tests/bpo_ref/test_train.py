@@ -30,8 +30,10 @@ from bpo_ref.baselines import TaskSpread
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.models import load_policy
+from bpo_ref.policy import collect_demonstrations
 from bpo_ref.presets import PRESETS
 from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+from sandboxgym.tree import Envs
 from sandboxgym.tree_file import load_trees
 
 TINY: dict[str, Any] = {
@@ -261,6 +263,17 @@ def test_free_text_is_learnt_from_and_acted_in(tmp_path: Path) -> None:
     assert trainer.tokenizer.decode(encoded) == "say[é0xunseen]\n\t  # done"
     (tree,) = load_trees(tmp_path / "trees.json")[:1]
     assert all(edge.valid == str(edge.action.text).startswith("say[") for edge in tree.edges())
+
+
+def test_deliberate_mistakes_of_the_expert_are_shown_but_not_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(expert: Any, observation: str) -> str:
+        expert.noisy = "turn 1" in observation
+        return "word"
+
+    monkeypatch.setattr(wordgame.Expert, "act", act)
+    with Envs(wordgame.WordGame) as envs:
+        (episode,) = collect_demonstrations(envs, 1, noise=0.5, seed=0)
+    assert episode["learn"] == [True, False, True, True]
 
 
 def test_chats_from_a_file_take_the_experts_place(tmp_path: Path) -> None:
