@@ -134,6 +134,16 @@ def test_a_checkpoint_is_evaluated_as_in_training(
     assert json.loads((tmp_path / "two.json").read_text())["score"]["n"] == 2
 
 
+def test_evaluation_has_a_temperature_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "temperature": 0.7, "eval_temperature": 0.3}))
+    told: list[float] = []
+    player = trainer._player
+    monkeypatch.setattr(trainer, "_player", lambda temperature: told.append(temperature) or player(temperature))
+    trainer._evaluate("start")
+    assert told == [0.3]
+    trainer.close()
+
+
 def test_the_last_weights_are_saved_whatever_the_interval(finished: Path) -> None:
     assert load_checkpoint(finished / "checkpoint")["step"] == 5
     before = load_file(finished / "sft" / "model.safetensors")
