@@ -426,6 +426,16 @@ def test_credit_of_a_small_tree(options: dict[str, Any], advantages: list[float]
     assert [edge.weight for edge in tree.edges()] == weights
 
 
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_root_paths_share_the_weight_of_their_task_whatever_forks_count(power: float) -> None:
+    tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
+    first = grow(tree, tree.root, (0, 0), 0, 1)
+    grow(tree, tree.root, (0, 1), 0)
+    grow(tree, first.edges[1].parent, (0, 0, 1, 1), 0)
+    credit(settings("bpo-tree", roots=2, step_weight_power=power))([tree])
+    assert [edge.weight for edge in tree.edges()] == [1 / 2, 1 / 2 * 2**-power, 1 / 2, 1 / 2 * 2**-power]
+
+
 def test_carried_baseline_is_reduced_by_rewards_and_undiscounted() -> None:
     tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
     grow(tree, tree.root, (0, 0), 1, 2)  # returns 2 and 1 at γ = 1/2
