@@ -229,3 +229,13 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns == before
     with pytest.raises(SystemExit, match=r"was begun with extra .*1500.*, now it is \[\]: take another --out"):
         main(words)
+
+
+COMMITTED = sorted((DOCS / "data").glob("*/scores.jsonl"))
+
+
+@pytest.mark.parametrize("scores", COMMITTED, ids=lambda path: path.parent.name)
+def test_a_published_table_is_that_of_its_committed_scores(scores: Path, tmp_path: Path) -> None:
+    compare.main([str(scores), "--out", str(tmp_path / "again"), "--plot", "gains"])
+    published = DOCS / f"{scores.parent.name}-table.md"
+    assert (tmp_path / "again-table.md").read_text() == published.read_text()
