@@ -24,6 +24,7 @@ class MDP:
     logits: np.ndarray  # [S, A] of the softmax policy
     horizon: int
     starts: tuple[int, ...] = (0,)  # start state of each task
+    refused: tuple[int, ...] = ()  # states that say of the action which led there that it was refused
 
     @property
     def policy(self) -> np.ndarray:
@@ -89,7 +90,7 @@ class TabularEnv(SnapshotEnv[int, int]):
         return tuple(self._transition())
 
     def _info(self) -> dict[str, Any]:
-        return {"progress_key": self.state[1] % 3, "valid_action": self.state[1] % 2 == 0}
+        return {"progress_key": self.state[1] % 3, "valid_action": self.state[1] not in self.mdp.refused}
 
     def _transition(self) -> Transition:
         t, state, reward = self.state
