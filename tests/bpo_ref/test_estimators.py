@@ -22,6 +22,7 @@ from bpo_ref.train import Args, assign_credit, resolved
 from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
+REFUSING = replace(SPARSE, refused=(2, 4))
 TASKS = (0, 1, 0, 1)  # of a batch
 FAST = 400  # batches of 4 trees
 MANY = int(os.environ.get("SANDBOXGYM_TREES", 0)) // 4
@@ -149,7 +150,7 @@ CASES: dict[str, Case | Callable[[], Case]] = {
         SPARSE, **{algo: settings(algo, roots=4, value_decay=1.0) for algo in ("rloo-value", "rloo-pooled")}
     ),
     "earlier batches, by refusals": informed(
-        SPARSE,
+        REFUSING,
         **{
             algo: settings(algo, roots=4, value_decay=1.0, refusals=True)
             for algo in ("rloo-value", "rloo-pooled", "rloo-key")
@@ -176,7 +177,7 @@ CASES: dict[str, Case | Callable[[], Case]] = {
             "split, pooled": settings("bpo-split", baseline="pooled", **SPLIT, **ROULETTE),
         },
     ),
-    "split with roulette, by refusals": informed(SPARSE, bpo=settings("bpo", refusals=True, **{**SPLIT, **ROULETTE})),
+    "split with roulette, by refusals": informed(REFUSING, bpo=settings("bpo", refusals=True, **{**SPLIT, **ROULETTE})),
     "split, rewards on the way": informed(
         DENSE, **{"bpo-split": settings("bpo-split", gamma=0.8, **SPLIT, roulette=0.5, roulette_below=0.3)}
     ),

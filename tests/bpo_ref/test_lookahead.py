@@ -140,7 +140,7 @@ CASES: dict[str, tuple[MDP, Args, Callable[[MDP, Args], Memory], Sequence[int]]]
     "bpo, V̂ of nonsense": (SPARSE, settings("bpo", roulette=1.0), nonsense, (0, 1)),
     "bpo, rewards on the way": (DENSE, settings("bpo", gamma=0.8, roulette=0.5, roulette_below=0.3), taught, (0, 1)),
     "bpo, one action listed": (SPARSE, settings("bpo", **ROULETTE), taught, (0,)),
-    "bpo, by refusals": (SPARSE, settings("bpo", refusals=True, **ROULETTE), taught, (0, 1)),
+    "bpo, by refusals": (replace(SPARSE, refused=(2, 4)), settings("bpo", refusals=True, **ROULETTE), taught, (0, 1)),
     "uneven roots": (SPARSE, settings("rloo-pooled", roots=4, allocation="spread"), taught, (0, 1)),
 }
 
