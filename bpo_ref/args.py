@@ -369,8 +369,11 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         f"credit={args.credit}": args.credit != "tree",
         f"baseline={args.baseline}": args.baseline == "critic",  # whose V̂ has seen the batch's states, not its keys
         f"advantage_norm={args.advantage_norm}": args.advantage_norm != "none",
+        f"dynamic_sampling={args.dynamic_sampling}": args.dynamic_sampling > 0,  # chooses by what luck has done
+        f"mask_truncated={args.mask_truncated}": args.mask_truncated,  # likewise
     }.items():
-        refuse(wrong and args.lookahead, "lookahead", f"goes with credit=tree and V̂ of earlier batches, found {found}")
+        expected = "credit=tree, V̂ of earlier batches and all that was sampled"
+        refuse(wrong and args.lookahead, "lookahead", f"goes with {expected}, found {found}")
     by_progress = f"goes with a baseline of {', '.join(KEYED)}, found {args.baseline}"
     refuse(args.refusals and args.baseline not in KEYED, "refusals", by_progress)
     by_key = "baseline" if args.baseline in KEYED else "schedule" if args.schedule == "split" else "lookahead"

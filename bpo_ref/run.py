@@ -34,6 +34,7 @@ from bpo_ref.chat import ChatFormat
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
+from bpo_ref.lookahead import check_prompt
 from bpo_ref.masks import VERDICTS
 from bpo_ref.models import (
     ActorCritic,
@@ -139,6 +140,8 @@ class Run:
             observation_tokens=args.observation_tokens,
             stop_ids=eos_ids(model),
         )
+        if args.lookahead:
+            check_prompt(self.prompt, self.chat)
         whole = ActorCritic(model) if args.critic else model
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])

@@ -225,8 +225,8 @@ class Policy(Protocol):
 
 Look = Callable[[gym.Env[Any, Any], dict[str, Any]], Any]
 """Looks ahead from a state, given its environment and info, once, before an action is carried out there; what it
-returns becomes `Node.ahead`. It leaves the environment as it is (`sandboxgym.successors` does), and may be called by
-several threads at once."""
+returns becomes `Node.ahead`. It leaves the environment as it is (`sandboxgym.successors` does), may be called by
+several threads at once, and what it raises counts as raised by the environment."""
 
 
 class Schedule:

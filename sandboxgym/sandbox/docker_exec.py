@@ -38,6 +38,7 @@ _FRAME = struct.Struct(">BxxxL")
 _CHUNK = 1 << 16
 _SAID = 1 << 20  # bytes that a program of ours may print
 _SECONDS = 60.0  # that it may take, or a terminal to be set
+_SETTLING = 10.0  # in which the daemon must know whether a container is paused
 _ENDING = 2.0  # until it has ended, once it printed its last
 _HELLO = 1 << 12  # bytes printed before a terminal is set
 
@@ -96,18 +97,32 @@ class Container:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing in it runs meanwhile."""
-        with live_errors():
-            self.api.pause(self.id)
+        self._switch(self.api.pause, "already paused")
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = False
             deferred, self._deferred = self._deferred, []
-            with live_errors():
-                self.api.unpause(self.id)
+            self._switch(self.api.unpause, "not paused")
             if deferred:
                 self._kill_from_inside(deferred)
+
+    def _switch(self, switch: Callable[[str], None], done: str) -> None:
+        """Pause, or go on. The daemon learns late of what it has done itself, and refuses for so long what it takes to
+        be done already.
+        """
+        import docker.errors
+
+        deadline = time.monotonic() + _SETTLING
+        while True:
+            with live_errors():
+                try:
+                    return switch(self.id)
+                except docker.errors.APIError as error:
+                    if done not in str(error) or time.monotonic() > deadline:
+                        raise
+            time.sleep(0.01)
 
     def kill_tree(self, leader: int) -> None:
         """Kill a process, its session and its descendants."""

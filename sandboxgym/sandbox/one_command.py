@@ -19,6 +19,7 @@ from sandboxgym.sandbox.terminal import Capture, decode
 _READ = 1 << 16
 _GLANCE = 0.05  # seconds between two looks at a process that nobody tells of
 _PIPE = 1 << 20  # bytes that a pipe holds at most, whoever made it larger
+_HELD = 0.5  # seconds after a process in which what it printed has surely been relayed
 _RELAY = 2.0  # seconds in which a relayed output must end once its process did, unless something else holds it open
 
 
@@ -29,7 +30,8 @@ def collect(process: Process, timeout: float, limit: int, *, end: Callable[[], N
         process: without a terminal.
         timeout: seconds.
         limit: bytes that are kept of the output.
-        end: ends all that the process started, wherever it went; called at the time limit, before the process is.
+        end: ends all that the process started, wherever it went; called at the time limit, before the process is
+            killed, and where a relayed output is held open by something else once the process has ended.
     """
     assert process.output is not None
     began = time.monotonic()
@@ -68,11 +70,15 @@ def collect(process: Process, timeout: float, limit: int, *, end: Callable[[], N
             os.close(pidfd)
     status = process.wait()
     if process.relayed and reading:  # what it printed last may still be on its way
-        until = time.monotonic() + _RELAY
+        over = time.monotonic()
+        until = over + _RELAY
         while (left := until - time.monotonic()) > 0 and readable(process.output, left):
             if not (chunk := os.read(process.output, _READ)):
                 break
             capture.feed(chunk)
+        # Something that has left it held the pipe: whoever relays it gives up on that after a while, too.
+        if end is not None and not timed_out and time.monotonic() - over > _HELD:
+            end()
     if timed_out:
         status = TIMED_OUT
     assert status is not None

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -27,7 +28,7 @@ from sandboxgym import format as durable
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, SnapshotReleased
 from sandboxgym.sandbox import backends, criu
-from sandboxgym.sandbox.aftermath import Moment, births_of, end_started
+from sandboxgym.sandbox.aftermath import Moment, births_of, end_started, started_since
 from sandboxgym.sandbox.base import (
     LONGEST_COMMAND,
     READ_LIMIT,
@@ -273,7 +274,7 @@ class Sandbox:
             cwd=self._workdir if cwd is None else cwd,
         )
         try:
-            return collect(
+            result = collect(
                 process,
                 self.limits.seconds if timeout is None else timeout,
                 self.limits.output if output is None else output,
@@ -282,6 +283,12 @@ class Sandbox:
         finally:
             process.kill()
             process.close()
+        if process.relayed and not result.timed_out:
+            # The daemon tells of the end late: what left its parents by then is no longer known as their offspring.
+            with contextlib.suppress(SandboxClosed):
+                if started_since(self.backend.processes(), since, older=older, shell=None):
+                    end_started(self.backend, since, older=older)
+        return result
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file.

@@ -350,11 +350,11 @@ def decided(node: Node, said: str, *, prompt: Sequence[int] = (7, 7, 7), stop: S
 
 
 def controls(
-    node: Node, values: ValueTable, prompt: Prompt | None = None, **options: Any
+    node: Node, values: ValueTable, prompt: Prompt | None = None, writer: Letters | None = None, **options: Any
 ) -> tuple[list[float], dict[tuple[Ids, Ids], float]]:
     """δ of a node's edges, with probabilities that fall with every answer asked about; and these probabilities."""
     args = replace(settings("rloo-pooled"), **{"max_new_tokens": 40, "context": 100, **options})
-    ahead = LookAhead(args, prompt or Prompt(), Letters(), values)
+    ahead = LookAhead(args, prompt or Prompt(), writer or Letters(), values)
     asked: dict[tuple[Ids, Ids], float] = {}
 
     def score(pairs: Sequence[tuple[Ids, Ids]]) -> list[float]:
@@ -378,6 +378,31 @@ def test_every_stop_token_counts_and_other_writings_are_not_listed() -> None:
     assert set(asked) == {((7, 7, 7), ids_of("go", 0)), ((7, 7, 7), ids_of("go", 1))}
     mean = sum(asked.values()) * 0.7
     assert found == pytest.approx([0.7 - mean, 0.7 - mean, -mean, -mean])
+
+
+def test_actions_that_are_written_alike_are_one() -> None:
+    class Unknowing(Letters):
+        def answer_ids(self, text: str) -> list[int]:
+            return [ord("?") if letter.isdigit() else ord(letter) for letter in text]
+
+    ahead = (Candidate("go 1", 0.0, "near", False), Candidate("go 2", 1.0, None, True))
+    node = Node(0, None, "far", owner=(), ahead=ahead)
+    decided(node, "go ?"), decided(node, "look")
+    found, asked = controls(node, table(near=0.9, far=0.2), writer=Unknowing())
+    p = sum(asked.values())
+    assert len(asked) == len(Letters.stop_ids)
+    assert found == pytest.approx([0.7 * (1 - p), -0.7 * p])
+
+
+def test_an_answer_with_a_stop_token_inside_cannot_be_written() -> None:
+    class Stopping(Letters):
+        def answer_ids(self, text: str) -> list[int]:
+            return [0 if letter == "|" else ord(letter) for letter in text]
+
+    node = Node(0, None, "far", owner=(), ahead=(Candidate("a|b", 0.0, "near", False),))
+    decided(node, "a")
+    found, asked = controls(node, table(near=0.9, far=0.2), writer=Stopping())
+    assert not asked and found == [0.0]
 
 
 def test_an_answer_of_maximal_length_has_no_stop_token_and_a_longer_one_cannot_be_written() -> None:
@@ -460,6 +485,8 @@ def test_reasoning_that_nothing_ends_is_refused() -> None:
         ("ppo", {}, "lookahead: goes with credit=tree"),
         ("rloo", {"advantage_norm": "batch"}, "lookahead: goes with .* found advantage_norm=batch"),
         ("rloo", {"baseline": "critic"}, "lookahead: goes with .* found baseline=critic"),
+        ("rloo", {"dynamic_sampling": 2.0}, "lookahead: goes with .* found dynamic_sampling=2.0"),
+        ("rloo", {"mask_truncated": True}, "lookahead: goes with .* found mask_truncated=True"),
     ],
 )
 def test_settings_that_it_does_not_go_with_are_refused(algo: str, options: dict[str, Any], message: str) -> None:
