@@ -78,7 +78,7 @@ def signature(result: Mapping[str, Any]) -> set[str]:
     """Where a failure shows, in words that two failures of one cause have in common."""
     evidence = result["evidence"]
     if isinstance(stream := evidence.get("stream"), str):
-        return {f"{_STREAM} {stream.rpartition('.')[2]}"}
+        return {f"{_STREAM} {stream.rpartition('.')[2].lstrip('_')}"}
     if isinstance(table := evidence.get("difference"), list):
         found = {_general(row["field"]) for row in table if row.get("differs")}
         if found:

@@ -371,7 +371,7 @@ def _chosen(searches: list[_Search], count: int) -> list[tuple[_Search, tuple[An
         if not _telling(best[2]) - seen:
             break
         choose_one(*best)
-        candidates.remove(best)
+        candidates = [each for each in candidates if each is not best]  # actions may be arrays, which `==` is none of
     return chosen
 
 

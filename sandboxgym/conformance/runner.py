@@ -48,6 +48,8 @@ from sandboxgym.conformance.subject import Control, Subject, put, take
 SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
 
+SHRINKING_IN_ALL = 40.0
+"""Seconds in which no other counterexample is begun to be shortened."""
 SHRINKING = 5.0
 """Seconds of the processor at most for shortening one script."""
 
@@ -251,7 +253,10 @@ def run(
         if listener is not None:
             listener(check, result)
     if shrink:
-        results = {id: shortened(subject, result, budget) for id, result in results.items()}
+        shrinking = Stopwatch()
+        for id, result in results.items():
+            if not shrinking.spent(SHRINKING_IN_ALL):
+                results[id] = shortened(subject, result, budget)
     measured = None
     if strength:
         spent = max(watch.busy, watch.elapsed / 2 if budget.waits else 0)

@@ -193,6 +193,11 @@ class _Run:
             return
         module = ast.fix_missing_locations(ast.Module([statement], []))
         exec(compile(module, "<counterexample>", "exec"), self.names)
+        for name in _assigned(statement):
+            value = self.names.get(name)
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(each, gym.Env) and all(each is not other for other in self.made):
+                    self.made.append(each)  # a fork
         self.follow(statement)
 
     def follow(self, statement: ast.stmt) -> None:

@@ -181,7 +181,8 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
 def _explanations(subject: Subject) -> Mapping[str, str]:
     """Why fields of its state show nowhere, as the environment says."""
     with opened(subject) as env:
-        return dict(env.unwrapped.metadata.get("unobservable", {}))
+        told = (env.unwrapped.metadata or {}).get("unobservable")
+        return dict(told) if isinstance(told, Mapping) else {}
 
 
 class _Clock:
@@ -442,7 +443,11 @@ class _Fault:
 
     def subject(self, subject: Subject) -> Subject:
         """The same environment with this fault, and the control runs of the one without."""
-        mutant = replace(subject, make_env=lambda: self.put_into(subject.make_env()), declared=subject.capabilities)
+
+        def made() -> AnyEnv:  # has no name by which another process could make it
+            return self.put_into(subject.make_env())
+
+        mutant = replace(subject, make_env=made, make_spec=None, declared=subject.capabilities)
         mutant.__dict__["noise"] = subject.noise
         return mutant
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -27,6 +28,8 @@ from sandboxgym.conformance.recording import (
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
 from sandboxgym.core import SnapshotEnv
 
+HELD = 2**30
+"""Bytes that a crowd's states and snapshots may take together."""
 WIDE = 20
 """Children of the widest fork that goes on alike."""
 CROWD = 64
@@ -507,9 +510,9 @@ def _by_fork(scene: Scene, control: Control, point: int, parted: list[Walk], rng
     blind="More children than were alive at once: see the evidence.",
 )
 def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Forks many children (64, fewer where the environment is slow) that live at once and all act, each in turn and
-    with other actions than its neighbours; takes a snapshot of each in the middle, lets all go on, and restores these
-    in a drawn order. Each must give what it gives alone.
+    """Forks many children (64, fewer where the environment is slow or its state large) that live at once and all act,
+    each in turn and with other actions than its neighbours; takes a snapshot of each in the middle, lets all go on, and
+    restores these in a drawn order. Each must give what it gives alone.
     """
     pool = [each for each in controls(subject, budget) if each.repeatable and each.last > 2]
     if not pool:
@@ -525,6 +528,10 @@ def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
         env = scene.start(control)
         scene.play(env, control.ops[:point])
         own = own_future(scene, env, control)
+        size = 0
+        with contextlib.suppress(Exception):  # it may hold what cannot be written
+            size = int(scene.snapshot(env).nbytes)
+        k = max(budget.forks + 1, min(k, HELD // (2 * size))) if size > 0 else k
         players = [(child, parted[number % len(parted)]) for number, child in enumerate(scene.fork(env, k))]
         snaps: list[tuple[Any, Walk, int]] = []
         for turn in range(6):
@@ -560,6 +567,12 @@ def deepcopy(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
     with opened(subject) as env:
         if not methods(env) or not _defines(env, "__deepcopy__"):
             raise Skipped("it defines no __deepcopy__ of its own")
+        if not isinstance(env.unwrapped, SnapshotEnv):  # which has not promised any
+            env.reset(seed=1, options=subject.options(0))
+            try:
+                copy.deepcopy(env).close()
+            except Exception as error:
+                raise Skipped(f"it refuses deep copies: {error!r:.200}") from None
     pool = [each for each in controls(subject, budget) if each.repeatable]
     if not pool:
         raise Skipped("no run repeats itself without copies: " + subject.control(0, budget.steps).differs)

@@ -178,8 +178,11 @@ def digests(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
         clocks = [layer for layer in layers(env) if isinstance(layer, gym.wrappers.RecordEpisodeStatistics)]
         if clocks:
             raise Skipped("RecordEpisodeStatistics keeps the time, so that no two states are equal")
+    pool = [each for each in controls(subject, budget) if each.repeatable]
+    if not pool:
+        raise Skipped("no run repeats itself without snapshots: " + subject.control(0, budget.steps).differs)
     equal = different = 0
-    for control in in_time(budget, [each for each in controls(subject, budget) if each.repeatable]):
+    for control in in_time(budget, pool):
         with Scene(subject) as scene:
             points = points_of(control, rng, 1)
             walk, again = scene.walk(control, points), scene.walk(control, points)
