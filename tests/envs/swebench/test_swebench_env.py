@@ -266,7 +266,11 @@ def test_the_work_is_read_whatever_is_in_the_way(
     env.step(SOLVE)
     env.step(OBSTACLES[obstacle])
     _, reward, _, _, info = env.step("submit")
-    assert (reward, info["verdict"], info["extraction"]) == (1, "resolved", ""), info
+    assert (reward, info["verdict"]) == (1, "resolved"), info
+    if obstacle in ("a replaced git", "no repository any more"):
+        assert "its files were taken over" in info["extraction"]
+    else:
+        assert info["extraction"] == ""
     if obstacle.startswith("a nested"):
         assert "sub/a" in info["patch"] and "Subproject" not in info["patch"]
 
