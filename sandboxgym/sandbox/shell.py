@@ -57,7 +57,7 @@ SETTLING = 10.0
 """Seconds in which a shell must have handed out its state after a command, before it is replaced."""
 
 _PATTERN_WINDOW = 1 << 16  # bytes of output that a pattern is looked for in
-_ECHOED = re.compile(rb"^\{ __sg_now=.*\n", re.MULTILINE)  # with set -v, bash shows the line that ends a command
+_ECHOED = re.compile(rb'^\(\(1\)\) >"\$__sg_.*\n', re.MULTILINE)  # with set -v, bash shows the line that ends a command
 _BETWEEN = 0.005  # seconds between two looks at which processes there are
 _EXITING, _FORKED = 0x4, 0x40  # PF_EXITING and PF_FORKNOEXEC, of the kernel's flags of a process
 _ATTEMPTS = 5  # shells that are started one after the other before a command is given up

@@ -41,6 +41,15 @@ READY = "ready"
 MAX_STATE = 4 * 2**20
 """Bytes of a shell's whole state from which on it is not read: as a script, it may take twenty times as much."""
 
+# One group, sourced in POSIX mode: all of it is parsed before any of the command is. See shell.bash.
+_GO = b"""{
+{ \\__sg_look; __sg_text='%s'; \\__sg_prepare %s; } >/dev/null 2>&1 || ((1))
+\\eval "$__sg_code"
+{ \\__sg_resume $?; "${__sg_then[@]}"; } >/dev/null 2>&1
+}
+"""
+_RESUME = b'\\__sg_unfinished;"${__sg_then[@]}"\n'
+
 _TIOCSIG = 0x40045436 if os.uname().sysname == "Linux" else 0x2000745F
 _CHUNK = 1 << 16
 _MAX_LIMITS = 1 << 16  # bytes that ``ulimit -Sa`` prints
@@ -152,7 +161,7 @@ class BashProcess:
         inside = f"{backend.control_inside}/{self._name}"
         go = shlex.quote(f"{inside}/go")
         self._reports = shlex.quote(f"{inside}/status").encode()
-        self._line = f'. {go};{{ \\builtin eval "$__sg_tail";}} >/dev/null 2>&1\n'.encode()
+        self._line = f"\\__sg_enter||((1));\\. {go};".encode() + _RESUME
 
     def _attach(self, process: Process) -> None:
         self.process = process
@@ -169,7 +178,7 @@ class BashProcess:
     def command(self, text: str, nonce: str) -> None:
         """Have an idle bash run a command."""
         quoted = encode(text).replace(b"'", rb"'\''")
-        content = b"__sg_text='%s'\n__sg_prepare %s\n\\builtin eval \"$__sg_code\"\n" % (quoted, nonce.encode())
+        content = _GO % (quoted, nonce.encode())
         try:
             self._write("go", content)
         except OSError:  # somebody inside took its place
@@ -324,10 +333,9 @@ def _init(directory: str, state: ShellState | None) -> bytes:
         [
             _source().replace(b"@DIR@", place),
             b"ulimit -Sa >%s/limits" % place,
-            state.script() if state else b"__sg_now=0 __sg_arg=",
+            state.script() if state else b"",
             b"__sg_nonce=" + READY.encode(),
-            b'\\builtin eval "$__sg_late"',
-            b"",
+            _RESUME,
         ]
     )
 

@@ -26,13 +26,13 @@ from sandboxgym.errors import SnapshotCorrupt
 
 SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
-    *("traps", "flags", "status", "last", "positional", "history", "directories"),
+    *("traps", "flags", "status", "last", "positional", "history", "directories", "disabled", "hidden"),
 )
 """What shell.bash prints, in this order."""
 
 OWN = b"__sg_"
 """Prefix of the names that shell.bash defines."""
-HOOK = (rb"\\builtin eval \"\$__sg_tail\";", rb'\\builtin eval "$__sg_tail";')
+HOOK = (rb"\\__sg_unfinished;\"\${__sg_then[@]}\";", rb'\\__sg_unfinished;"${__sg_then[@]}";')
 """What shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
 
 # Set by bash itself, so that assigning them fails, or means something else; and by backends, for each process.
@@ -71,6 +71,7 @@ _LETTERS = re.compile(r"[A-Za-z]*")
 _LETTER = re.compile(r"[A-Za-z]")
 _BOUND = re.compile(rb"[0-9]+|unlimited|hard|soft")
 _UMASK = re.compile(rb"[0-7]{1,5}|")
+_NAMES = re.compile(rb"(?:[\w.:\[-]++\n?+)*+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,10 @@ class ShellState:
     """As ``history`` prints it, see `_BEFORE_ENTRY`."""
     directories: bytes = b""
     """The stack of ``pushd``, one a line; the first is the working directory."""
+    disabled: bytes = b""
+    """Builtins that ``enable -n`` disabled, one a line."""
+    hidden: bytes = b""
+    """The definitions of functions called ``builtin`` or ``enable``, which are in place during commands only."""
 
     @classmethod
     def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:
@@ -130,7 +135,9 @@ class ShellState:
             variables=_parse_variables(raw["variables"]),
             functions=_without_own(raw["functions"]),
             function_attributes=b"".join(
-                b"declare -f%s %s\n" % match for match in _FUNCTION_ATTRIBUTES.findall(raw["function_attributes"])
+                b"declare -f%s %s\n" % match
+                for match in _FUNCTION_ATTRIBUTES.findall(raw["function_attributes"])
+                if not match[1].startswith(OWN)
             ),
             aliases=raw["aliases"],
             shopts=_COMPATIBILITY.sub(b"", raw["shopts"]),
@@ -148,6 +155,8 @@ class ShellState:
             positional=raw["positional"],
             history=_last_entries(raw["history"].removesuffix(b"\n")),
             directories=raw["directories"],
+            disabled=b"\n".join(sorted(set(raw["disabled"].split()))),
+            hidden=raw["hidden"],
         )
 
     def script(self) -> bytes:
@@ -169,13 +178,12 @@ class ShellState:
                 *(b"builtin ulimit -S -%s %s" % (letter.encode(), value) for letter, value in self.limits.items()),
                 b"builtin set -- " + self.positional,
                 b"__sg_traps=%s __sg_last=%s __sg_flags=%s" % tuple(map(_quoted, (self.traps, self.last, self.flags))),
-                b"__sg_now=%d __sg_arg=$__sg_last" % self.status,
+                b"__sg_off=%s __sg_hidden=%s" % tuple(map(_quoted, (self.disabled, self.hidden))),
+                b"__sg_status=%d" % self.status,
                 # Below, any word may be an alias too.
                 self.aliases,
                 b"\\builtin set " + b" ".join(_SET.findall(self.options)),
                 b'\\builtin eval "$__sg_traps"',
-                b"if [[ $__sg_flags == *v* ]]; then \\builtin set -v; fi",
-                b"if [[ $__sg_flags == *x* ]]; then \\builtin set -x; fi",
                 b"",
             ]
         )
@@ -206,7 +214,7 @@ class ShellState:
             SnapshotCorrupt: it is not such data.
         """
         try:
-            values = {"history": b"", "directories": b"", **dict(plain)}
+            values = {"history": b"", "directories": b"", "disabled": b"", "hidden": b"", **dict(plain)}
             variables, limits = _typed(values["variables"], list), _typed(values["limits"], list)
             _check_number(len(variables))
             values["variables"] = {
@@ -220,6 +228,7 @@ class ShellState:
             if not 0 <= _typed(values["status"], int) <= 255:
                 raise ValueError(f"expected an exit status from 0 to 255, found {brief(values['status'])}")
             _matching(_UMASK, values["umask"])
+            _matching(_NAMES, values["disabled"])
             return cls(**values)
         except (TypeError, ValueError, KeyError) as error:
             raise SnapshotCorrupt(f"expected a shell's state, found {brief(plain)} ({brief(error)})") from error

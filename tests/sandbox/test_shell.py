@@ -206,7 +206,9 @@ def test_an_environment_that_changes_the_prompt(box: Sandbox) -> None:
 def test_marks_of_earlier_commands_are_plain_output(box: Sandbox) -> None:
     box.execute("true")
     directory = control(box)
-    nonce = box.execute(f"sed -n 's/^__sg_prepare //p' {directory}/go; : " + "x" * 100).output.strip()
+    nonce = box.execute(
+        f"sed -n 's/.*__sg_prepare \\([0-9a-f]*\\);.*/\\1/p' {directory}/go; : " + "x" * 100
+    ).output.strip()
     assert len(nonce) == 16
     result = box.execute(f"printf '\\036{nonce}}}\\036'; echo '$ '; printf '\\036{nonce}{{\\036'; echo; false")
     assert result.exit_code == 1
