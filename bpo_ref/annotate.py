@@ -49,12 +49,15 @@ def annotate(
     for rows in token_batches(paths, args):
         batch = collate(rows, device)
         sampled, values = batch.old_logps, None
+        logps = entropies = apart = sampled  # of what is not measured, nothing is read
         with torch.no_grad():
             if measured or args.critic:
                 logps, entropies, values = policy(batch)
                 sampled = logps if measured else sampled
             if penalty:
                 apart = (sampled - reference(batch)[0]) * batch.mask
+        logps, entropies, apart = (part.cpu() for part in (logps, entropies, apart))  # not one wait for each action
+        values = None if values is None else values.cpu()
         for i, row in enumerate(rows):
             for edge in row.edges:
                 action = edge.action

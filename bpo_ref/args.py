@@ -202,6 +202,9 @@ class Args:
     """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
     (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
     shrunk to that (``pooled``), or a learned value head (``critic``)."""
+    refusals: bool = False
+    """Baselines by progress (``key``, ``value``, ``pooled``) also tell how many answers in a row the environment has
+    refused: 0, 1, 2 or more."""
     fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
     """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
     step_weight_power: float | None = None
@@ -210,6 +213,10 @@ class Args:
     """q of ``split``: a path whose V̂ falls to ``roulette_below`` goes on with this probability and then counts 1/q."""
     roulette_below: float = 0.02
     """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
+    lookahead: bool = False
+    """Try the listed actions of every state one step ahead in forks, and take off returns what the decisions after an
+    action were lucky by (`lookahead.py`). Unbiased; generates no token. For environments that list their actions and
+    give a ``progress_key``, with credit ``tree``."""
     value_decay: float = 0.9
     """Share of the running means (``value``, ``split``, ``allocation``) that is kept at every update."""
     mc_rollouts: int = 4
@@ -292,7 +299,7 @@ class Args:
     @property
     def keyed(self) -> bool:
         """Whether the environment's ``progress_key`` is used."""
-        return self.baseline in KEYED or self.schedule == "split"
+        return self.baseline in KEYED or self.schedule == "split" or self.lookahead
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Args:
@@ -358,8 +365,17 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         args.baseline != "none" and args.credit != "tree", "baseline",
         f"{args.baseline} goes with credit=tree, found credit={args.credit}",
     )  # fmt: skip
+    for found, wrong in {
+        f"credit={args.credit}": args.credit != "tree",
+        f"baseline={args.baseline}": args.baseline == "critic",  # whose V̂ has seen the batch's states, not its keys
+        f"advantage_norm={args.advantage_norm}": args.advantage_norm != "none",
+    }.items():
+        refuse(wrong and args.lookahead, "lookahead", f"goes with credit=tree and V̂ of earlier batches, found {found}")
+    by_progress = f"goes with a baseline of {', '.join(KEYED)}, found {args.baseline}"
+    refuse(args.refusals and args.baseline not in KEYED, "refusals", by_progress)
+    by_key = "baseline" if args.baseline in KEYED else "schedule" if args.schedule == "split" else "lookahead"
     refuse(
-        args.keyed and not keyed, "baseline" if args.baseline in KEYED else "schedule",
+        args.keyed and not keyed, by_key,
         f"needs info['progress_key'], which {args.env_id} does not give",
     )  # fmt: skip
     refuse(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from bpo_ref.config import ConfigError
-from sandboxgym.tree import Node, Path, RolloutTree
+from sandboxgym.tree import Edge, Node, Path, RolloutTree
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -29,8 +29,21 @@ Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 def state_key(node: Node, kind: str) -> StateKey:
-    """Where states are pooled: by turn, or by the environment's progress key and half the turn."""
-    return node.depth if kind == "turn" else (plain_key(node.key), node.depth // 2)
+    """Where states are pooled: by turn; by the environment's progress key and half the turn; or by these and by how
+    many answers in a row were refused (0, 1, 2 or more).
+    """
+    if kind == "turn":
+        return node.depth
+    progress = (plain_key(node.key), node.depth // 2)
+    return progress if kind == "key" else (*progress, refusals(node))
+
+
+def refusals(node: Node) -> int:
+    """How many of the last answers before a state the environment did not take, 2 at most."""
+    count, edge = 0, node.parent
+    while edge is not None and not edge.valid and count < 2:
+        count, edge = count + 1, edge.parent.parent
+    return count
 
 
 def plain_key(key: Any) -> StateKey:
@@ -61,6 +74,19 @@ def mean_value(node: Node) -> float:
     return sum(edge.value for edge in node.children) / len(node.children)
 
 
+def fair_value(edge: Edge) -> float:
+    """What an action was worth, less the luck of it and of all decisions after it: an estimate of its *state's* value.
+
+    Without look-ahead it is `Edge.value`.
+    """
+    return edge.value - edge.luck - edge.control
+
+
+def fair_mean(node: Node) -> float:
+    """Mean of the children's `fair_value`."""
+    return sum(map(fair_value, node.children)) / len(node.children)
+
+
 @dataclass(frozen=True)
 class TreeSummary:
     """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
@@ -76,13 +102,19 @@ class TreeSummary:
     """Mean return of each root path's subtree, and its mean square."""
 
 
-def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummary:
-    """Mean value of each root path's subtree at each state key, every return counted once."""
+def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0, fair: bool = False) -> TreeSummary:
+    """Mean value of each root path's subtree at each state key, every return counted once.
+
+    With ``fair`` the values are less luck (`fair_value`), as the batch's own baselines want them; the squares are not,
+    and what earlier batches teach is the plain returns.
+    """
+    mean = fair_mean if fair else mean_value
     squares = _second_moments(tree, gamma)
     roots: list[RootTable] = []
     returns: list[tuple[float, float]] = []
     for root_edge in tree.root.children:
-        v, s = root_edge.value, _square(root_edge.reward, gamma, root_edge.child, squares)
+        v = fair_value(root_edge) if fair else root_edge.value
+        s = _square(root_edge.reward, gamma, root_edge.child, squares)
         sums: dict[StateKey, list[float]] = {state_key(tree.root, kind): [1.0, v, s]}
         todo = [(root_edge.child, 1.0)]
         while todo:
@@ -90,12 +122,12 @@ def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0) -> TreeSummar
             if node.children:
                 entry = sums.setdefault(state_key(node, kind), [0.0, 0.0, 0.0])
                 entry[0] += share
-                entry[1] += share * mean_value(node)
+                entry[1] += share * mean(node)
                 entry[2] += share * squares[id(node)]
                 todo += [(edge.child, share / len(node.children)) for edge in node.children]
         roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
         returns.append((v, s))
-    return TreeSummary(tree.task, tree.index, tree.kind, tree.root.value, roots, returns)
+    return TreeSummary(tree.task, tree.index, tree.kind, mean(tree.root), roots, returns)
 
 
 def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
@@ -209,6 +241,10 @@ class ValueTable:
         self._sums: dict[StateKey, list[float]] = {key: list(entry) for key, entry in (state or {}).get("sums", [])}
         self._overall: list[float] = list((state or {}).get("overall", [0.0, 0.0, 0.0]))
         self._low: list[float] = list((state or {}).get("low", [0.0, 0.0]))
+
+    def copy(self) -> ValueTable:
+        """As it is now, whatever this one goes on to learn."""
+        return ValueTable(self._decay, state=self.state())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -417,6 +453,8 @@ class Memory:
     shrinkage: Shrinkage
     depth: ForkDepth
     spread: TaskSpread
+    refused: ValueTable
+    """As ``values``, by refusals too; for baselines alone (`Args.refusals`)."""
 
     @classmethod
     def of(cls, args: Args, state: Mapping[str, Any] | None = None) -> Memory:
@@ -430,6 +468,7 @@ class Memory:
             Shrinkage(state.get("shrinkage", (0.0,) * 4)),
             ForkDepth(state.get("depth", max(1.0, args.max_turns / 4)), limit=args.max_turns),
             TaskSpread(args.value_decay, state.get("spread", ())),
+            ValueTable(args.value_decay, state=state.get("refused")),
         )
 
     def state(self) -> dict[str, Any]:
@@ -440,6 +479,7 @@ class Memory:
             "shrinkage": self.shrinkage.sums,
             "depth": self.depth.depth,
             "spread": [(task, entry.tolist()) for task, entry in self.spread.sums.items()],
+            "refused": self.refused.state(),
         }
 
     def observe(
@@ -452,10 +492,13 @@ class Memory:
             forked = roots[:1] if args.forks == "backbone" else roots
             entropies = [[edge.action.entropy for edge in path.edges] for path in forked]
             summary = summarize(tree, "key", gamma=args.gamma) if args.keyed or args.allocation == "spread" else None
+            finer = summarize(tree, "refusals", gamma=args.gamma) if args.refusals else None
             depth = ForkDepth.sample(tree, [path.total_reward for path in roots])
-            local.append((tree.index, entropies, summary, depth, [fork for fork in forks if fork.tree == tree.index]))
+            found = [fork for fork in forks if fork.tree == tree.index]
+            local.append((tree.index, entropies, summary, finer, depth, found))
         every = sorted(gather(local), key=lambda entry: entry[0])
         summaries = [summary for _, _, summary, *_ in every if summary]
+        self.refused.observe([finer for _, _, _, finer, *_ in every if finer], low=args.roulette_below)
         self.entropies.observe(path for _, paths, *_ in every for path in paths)
         self.values.observe(summaries if args.keyed else (), low=args.roulette_below)
         self.spread.observe(summaries if args.allocation == "spread" else ())

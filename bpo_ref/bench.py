@@ -1,6 +1,6 @@
 """What the trainer's shortcuts are worth: ratios of runs that take turns in one process, never times alone.
 
-python -m bpo_ref.bench update|forks|environments|overlap|trl [--repeats 5]
+python -m bpo_ref.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
 CPU seconds of one thread are compared, not the clock (but where waiting is what is measured): on a machine that does
 other things as well, too, they mean the same from run to run. ``docs/results/trainer-speed.md`` holds what was printed.
@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,12 +31,13 @@ from bpo_ref import packing
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.chat import ChatFormat
+from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, forward
 from bpo_ref.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
-from bpo_ref.train import Trainer
+from bpo_ref.train import Trainer, assign_credit
 from sandboxgym import SnapshotEnv, Unicode, interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 
@@ -450,11 +452,56 @@ def bench_trl(repeats: int) -> list[str]:
     return [*lines, "", f"bpo_ref / TRL: **{speeds['ours'] / speeds['trl']:.2f}** tokens a CPU second"]
 
 
+# ----------------------------------------------------------------------------------------------------------- look-ahead
+
+
+def bench_lookahead(repeats: int) -> list[str]:
+    """Updates with and without it, on embedded games from a supervised start."""
+    config = Args(**read_config(Args, Path(__file__).with_name("configs") / "alfworld-tiny.yaml"))
+    config = replace(config, eval_episodes=1, eval_untrained=False, trackers=(), lr_decay="constant")
+    lines = ["| `--algo` | forked steps a generated token | scored tokens a generated token | update with / without |"]
+    lines.append("|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        start = str(Path(folder, "start"))
+        Trainer(replace(config, algo="sft", out=start)).run()
+        for algo in ("rloo-pooled", "bpo"):
+            trainers = {
+                ahead: Trainer(
+                    replace(
+                        config, algo=algo, out=f"{folder}/{algo}-{ahead}", lookahead=ahead, sft_steps=0,
+                        init_from=f"{start}/checkpoint",
+                    )
+                )
+                for ahead in (False, True)
+            }  # fmt: skip
+            spent = {ahead: 0.0 for ahead in ("tokens", "lookahead/steps", "lookahead/scored_tokens")}
+
+            def update(trainer: Trainer, spent: dict[str, float] = spent) -> None:
+                trees = trainer._rollouts((trainer.args.seed, 2, trainer.step))
+                forks = assign_credit(trees, trainer.args, trainer.memory)
+                trainer.memory.observe(trees, forks, trainer.args)
+                trainer._optimize(trees)
+                trainer.step += 1
+                if trainer.args.lookahead:
+                    spent["tokens"] += sum(tree.tokens for tree in trees)
+                    for name in ("lookahead/steps", "lookahead/scored_tokens"):
+                        spent[name] += trainer.rollout_costs[name]
+
+            calls: dict[str, Callable[[], Any]] = {str(on): partial(update, made) for on, made in trainers.items()}
+            seconds = in_turns(calls, repeats)
+            steps, scored = (spent[f"lookahead/{name}"] / spent["tokens"] for name in ("steps", "scored_tokens"))
+            lines.append(f"| `{algo}` | {steps:.2f} | {scored:.2f} | {seconds['True'] / seconds['False']:.2f} |")
+            for trainer in trainers.values():
+                trainer.close()
+    return lines
+
+
 BENCHES = {
     "update": bench_update,
     "forks": bench_forks,
     "environments": bench_environments,
     "overlap": bench_overlap,
+    "lookahead": bench_lookahead,
     "trl": bench_trl,
 }
 

@@ -157,6 +157,19 @@ class ChatFormat:
         tail = self._limit - head
         return f"{text[: spans[head - 1][1] if head else 0].rstrip()} … {text[spans[-tail][0] :].lstrip()}"
 
+    def answer_ids(self, text: str) -> list[int]:
+        """The ids of an answer, without a stop token, as a demonstration would have them."""
+        return self._encode(text.strip())
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids say, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template opens a block of reasoning for every turn."""
+        return self._thinks
+
     def length(self, text: str) -> int:
         """Tokens of a text by itself."""
         return len(self._encode(text))

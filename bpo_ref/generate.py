@@ -334,7 +334,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add these [B, heads, n, head_dim] to what is there; returns all of it."""
-        batch, states = self._batch, (key_states, value_states)
+        batch = self._batch
+        # Under autocast, rotary positions leave keys in fp32, which attention would cast: twice the memory till then.
+        states = key_states, value_states = key_states.to(value_states.dtype), value_states
         before, self._used = self._used, batch.used
         parts = batch.store.layer(self._number, states)
         if self._whole or self._fits(states):
@@ -424,11 +426,10 @@ def _sample(generator: Generator, store: _Store, drafts: list[_Draft]) -> None:
             ).logits[:, -1]
             distribution = _log_distribution(logits, generator.temperature)  # [B, V]
             tokens = _draw(distribution, drafts)
-            logps = distribution.gather(-1, tokens)[:, 0].tolist()
-            entropies = _entropy(distribution).tolist()
-            for draft, token, logp, entropy in zip(drafts, tokens[:, 0].tolist(), logps, entropies):
-                if draft.live:
-                    draft.append(token, logp, entropy)
+            told = tokens[:, 0], distribution.gather(-1, tokens)[:, 0], _entropy(distribution)
+            for draft, token, logp, entropy in zip(drafts, *torch.stack([part.double() for part in told]).tolist()):
+                if draft.live:  # read at once, for every reading waits for the device; fp64 holds all of them exactly
+                    draft.append(int(token), logp, entropy)
                     draft.live = token not in generator.stop_ids and len(draft.logps) < draft.limit
             live = np.array([[draft.live] for draft in drafts])
             positions = positions[:, -1:] + torch.from_numpy(live).to(device)

@@ -179,6 +179,8 @@ def tree_attention(
         options: dropout, scale and others of the layer.
     """
     if isinstance(attention_mask, BlockMask):
+        # Under autocast, rotary positions leave queries and keys in fp32; FlexAttention wants one type, or casts later.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         return flex_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]

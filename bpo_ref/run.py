@@ -109,8 +109,10 @@ class Run:
             except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.args = args = resolve(gives_key(self.envs))
-        if args.credit == "gigpo" and not gives_state(self.envs):
+        if args.credit == "gigpo" and not first_info(self.envs).get("state_hash"):
             raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
+        if args.lookahead and not first_info(self.envs).get("admissible_commands"):
+            raise ConfigError(f"lookahead: needs info['admissible_commands'], which {args.env_id} does not give")
         self._check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -643,15 +645,12 @@ def appears(path: Path, *, seconds: float) -> bool:
 
 def gives_key(envs: Envs) -> bool:
     """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key`, what may be one."""
+    return plain_key(first_info(envs).get("progress_key")) is not None
+
+
+def first_info(envs: Envs) -> dict[str, Any]:
+    """What an episode's first ``info`` holds."""
     env = envs.take()
     _, info = env.reset(seed=0)
     envs.give(env)
-    return plain_key(info.get("progress_key")) is not None
-
-
-def gives_state(envs: Envs) -> bool:
-    """Whether the environment's ``info`` holds a ``state_hash``."""
-    env = envs.take()
-    _, info = env.reset(seed=0)
-    envs.give(env)
-    return bool(info.get("state_hash"))
+    return info

@@ -36,6 +36,8 @@ from bpo_ref.baselines import (
     Gather,
     Memory,
     StateBaseline,
+    fair_mean,
+    fair_value,
     independent,
     mean_value,
     state_key,
@@ -46,6 +48,7 @@ from bpo_ref.checkpoint import CheckpointError
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
 from bpo_ref.generate import forward
+from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.masks import end_counts, without_masked
 from bpo_ref.models import CausalLM
 from bpo_ref.oracle import value_scores
@@ -58,7 +61,8 @@ from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 
 def back_up(tree: RolloutTree, gamma: float, guess: Callable[[Node], float] = lambda node: 0.0) -> None:
-    """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes.
+    """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes; and how much of them is luck of the
+    decisions after an action, and from a state on: Λ = γ Λ(child), and the mean of the children's Λ + δ (`lookahead`).
 
     Where roulette was played with survival q, what is handed up is ``guess`` + [survived] (V̂ - ``guess``) / q: of the
     same expectation whatever the guess, which must not know the coin.
@@ -66,10 +70,13 @@ def back_up(tree: RolloutTree, gamma: float, guess: Callable[[Node], float] = la
     for node in sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth):
         for edge in node.children:
             edge.value = edge.reward + gamma * edge.child.value
+            edge.luck = gamma * edge.child.luck
         node.value = mean_value(node) if node.children else 0.0
+        node.luck = node.value - fair_mean(node) if node.children else 0.0
         if node.survival < 1.0:
             low = guess(node)
             node.value = low if node.stopped else low + (node.value - low) / node.survival
+            node.luck = 0.0 if node.stopped else node.luck / node.survival
 
 
 def local_advantages(node: Node, returns: Sequence[float]) -> list[float]:
@@ -220,6 +227,8 @@ def tree_credit(
 
     b = a S + (1 - a) ``parent`` at and below a fork, with S the leave-one-out mean of the nearest fork's children,
     carried forward along one-edge nodes (minus the rewards since); ``parent`` above the first fork and behind roulette.
+    With look-ahead Q̂ is less the luck of later decisions, and what S and the other root paths brought less their own
+    decision's, too: `fair_value`.
 
     Args:
         tree: backed up (`back_up`).
@@ -238,21 +247,21 @@ def tree_credit(
     todo: list[tuple[Node, float, float, float, float, int]] = [(tree.root, 0.0, 0.0, 0.0, 1.0, -1)]
     while todo:
         node, siblings, roots, a, weight, root = todo.pop()
-        n, at_root, mean = len(node.children), node is tree.root, mean_value(node)
+        n, at_root, mean = len(node.children), node is tree.root, fair_mean(node)
         if node.survival < 1.0:
             a, weight = 0.0, weight / node.survival
         if n > 1 and not at_root:
             a = share(n)
-            within = sum((edge.value - mean) ** 2 for edge in node.children) / (n - 1)
+            within = sum((fair_value(edge) - mean) ** 2 for edge in node.children) / (n - 1)
             samples.append(ForkSample(tree.index, n, within, mean - parent(node.children[0], root, roots)))
         for index, edge in enumerate(node.children):
-            rest = n * mean - edge.value
+            rest = n * mean - fair_value(edge)
             near = rest / (n - 1) if n > 1 else siblings
             around = (rest + count * overall) / (n - 1 + count) if at_root else roots
             origin = index if at_root else root
             b = near if a == 1.0 else a * near + (1.0 - a) * parent(edge, origin, around)
             edge.weight = weight * n ** -(1.0 if at_root else args.step_weight_power)
-            edge.advantage = edge.value - b
+            edge.advantage = edge.value - edge.luck - b
             if edge.child.children:
                 near, around = (near - edge.reward) / args.gamma, (around - edge.reward) / args.gamma
                 todo.append((edge.child, near, around, a, edge.weight, origin))
@@ -272,16 +281,17 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
         The forks of these trees, for `Memory.observe`.
     """
     table, forks = memory.values, []
-    pooled_by = "turn" if args.baseline == "turn" else "key"
+    pooled_by = "turn" if args.baseline == "turn" else "refusals" if args.refusals else "key"
+    states = memory.refused if args.refusals else table
     for tree in trees:
 
         def known(node: Node, kind: str = tree.kind) -> float:
             return table.value(state_key(node, "key"), kind)
 
         back_up(tree, args.gamma, known)
-    means = dict(sorted(gather([(tree.index, tree.root.value) for tree in trees])))
+    means = dict(sorted(gather([(tree.index, tree.root.value - tree.root.luck) for tree in trees])))
     pools = args.baseline in ("turn", "key", "pooled")
-    summaries = gather([summarize(tree, pooled_by) for tree in trees]) if pools else []
+    summaries = gather([summarize(tree, pooled_by, fair=True) for tree in trees]) if pools else []
     batch = StateBaseline(sorted(summaries, key=lambda summary: summary.index))
     shares: dict[str, Callable[[int], float]] = {"siblings": lambda n: 1.0, "parent": lambda n: 0.0}
     share = shares.get(str(args.fork_baseline), memory.shrinkage.weight)
@@ -293,7 +303,7 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
             if args.baseline in ("turn", "key"):
                 return batch(tree.index, root, key)
             if args.baseline in ("value", "pooled"):
-                value = table.value(key, tree.kind, prior=others)
+                value = states.value(key, tree.kind, prior=others)
                 return 0.9 * value + 0.1 * roots if args.baseline == "value" else batch(tree.index, root, key, value)
             return float(edge.data.values[0]) if args.baseline == "critic" else roots
 
@@ -570,7 +580,9 @@ class Trainer(Run):
         policy = self._player(args.temperature)
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
-        trees = rollout(self.envs, policy, schedule, overlap=args.env_overlap, clock=clock, failures=failures, **shared)
+        ahead = LookAhead(args, self.prompt, self.chat, self.memory.values) if args.lookahead else None
+        shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead)
+        trees = rollout(self.envs, policy, schedule, **shared)
         ends = {name: self._sum(count) for name, count in end_counts(trees).items()}
         trees = without_masked(trees)
         self._check_rolled_out(len(trees), failures, ends)
@@ -580,6 +592,9 @@ class Trainer(Run):
         trees = self._differing(trees) if args.dynamic_sampling else trees
         measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
         annotate(trees, args, measure, reference, self.accelerator.device)
+        if ahead is not None:
+            ahead.set_controls(trees, scored(self._logps, args, self.accelerator.device))
+            self.rollout_costs |= {name: self._sum(count) for name, count in ahead.counts().items()}
         if told := self._gather(sampler_mismatch(trees)):
             tokens, apart, largest = zip(*told)
             self.rollout_costs["rollout/sampler_mismatch"] = sum(apart) / sum(tokens)
@@ -661,6 +676,11 @@ class Trainer(Run):
         """Log-probabilities and entropies of the sampled tokens, and values of their states, [B, T-1]."""
         packed, temperature = self.args.pack == "tree", self.args.temperature
         return forward(model, batch.ids, batch.lengths, where=batch.mask, temperature=temperature, packed=packed)
+
+    def _logps(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Log-probabilities of any tokens under the policy as it is, [B, T-1]."""
+        packed, temperature = self.args.pack == "tree", self.args.temperature
+        return forward(self.network, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
 
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""

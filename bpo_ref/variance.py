@@ -50,6 +50,7 @@ from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
 from bpo_ref.generate import Generator, forward
+from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.policy import ChatPolicy
 from bpo_ref.presets import PRESETS
@@ -244,6 +245,7 @@ class Laboratory:
         skip = self.chat.length(self.prompt.opening) if args.entropy_skip is None else args.entropy_skip
         policy = ChatPolicy(generator, self.chat, prompt=self.prompt, entropy_skip=skip)
         failures: list[Failure] = []
+        ahead = LookAhead(args, self.prompt, self.chat, memory.values) if args.lookahead else None
         trees = rollout(
             self.envs,
             policy,
@@ -254,11 +256,19 @@ class Laboratory:
             max_live=args.max_live,
             retries=args.env_retries,
             failures=failures,
+            look=ahead,
         )
         if any(failure.dropped for failure in failures):
             raise RuntimeError(f"environments failed for good: {failures[0].error}")
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
+        if ahead is not None:
+
+            def logps(ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+                packed, temperature = args.pack == "tree", args.temperature
+                return forward(self.model, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
+
+            ahead.set_controls(trees, scored(logps, args, self.model.device))
         return trees
 
     def _gradient(self, tree: RolloutTree, args: Args) -> np.ndarray:

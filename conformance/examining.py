@@ -36,9 +36,10 @@ SEEDS_BUDGET = replace(
     Budget.named("quick"), traces=2, steps=30, repeats=20, forks=3, cycles=10, depth=10, samples=200, seconds=0.5
 )
 """Of many runs of known-good environments: short ones."""
-SLOW_ALARMS = ("cost.", "resources.")
-"""Families that depend on the machine rather than on the seed; left out of many runs."""
-SHOWING = ("__main__.py", "html.py", "markdown.py", "plugin.py", "reports.py", "test_conformance.py")
+SHOWING = (
+    *("__main__.py", "causes.py", "html.py", "markdown.py", "plugin.py", "reports.py"),
+    *("shrink.py", "strength.py", "test_conformance.py"),
+)
 """Modules of the suite on which no verdict depends."""
 Job = tuple[str, str | Budget, int, Collection[str] | None]
 """Name of a specimen, budget, seed, ids of checks (None: all; `NAMED`)."""
@@ -82,7 +83,7 @@ def examine(name: str, *, budget: str | Budget = "quick", seed: int = 0, only: C
     hooks = {"actions": kept.actions, "observe_state": kept.observe_state, "shell": kept.shell, "limits": kept.limits}
     subject = Subject(kept.make, name=name, **hooks)
     known = None if only is None else {check.id for check in CHECKS} & set(only)
-    report = run(subject, budget=budget, seed=seed, only=known)
+    report = run(subject, budget=budget, seed=seed, only=known, shrink=False)
     return Row(
         name,
         seed,

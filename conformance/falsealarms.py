@@ -25,21 +25,21 @@ if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
 import zoo  # noqa: E402  (found beside this file)
-from examining import CHECKS, SEEDS_BUDGET, SLOW_ALARMS, Job, Row, journaled  # noqa: E402
+from examining import CHECKS, SEEDS_BUDGET, Job, Row, journaled  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
 from sandboxgym.conformance.statistics import proportion_interval  # noqa: E402
 
 
 def jobs(runs: int, only: Sequence[str] = (), rest: int = 0) -> list[Job]:
-    """The runs: seeds from 1 on, environments in turn, all checks that depend on the seed.
+    """The runs: seeds from 1 on, environments in turn, all checks.
 
     Args:
         runs: of the environments in ``only``, or of all, together.
         only: names of known-good environments.
         rest: runs of each of the others, after them.
     """
-    ids = tuple(check.id for check in CHECKS if not check.id.startswith(SLOW_ALARMS))
+    ids = tuple(check.id for check in CHECKS)
     goods = [good.name for good in zoo.KNOWN_GOOD]
     if unknown := sorted(set(only) - set(goods)):
         raise SystemExit(f"expected known-good environments ({', '.join(goods)}), found {', '.join(unknown)}")
@@ -92,8 +92,7 @@ def markdown(rows: Sequence[Row], wanted: int, command: str) -> str:
     lines += [
         "",
         f"Runs are short: {SEEDS_BUDGET.traces} control runs of at most {SEEDS_BUDGET.steps} steps,",
-        f"{SEEDS_BUDGET.repeats} repetitions. They leave out {' and '.join(f'`{family}*`' for family in SLOW_ALARMS)},",
-        "which depend on the machine rather than on the seed.",
+        f"{SEEDS_BUDGET.repeats} repetitions. All {len(CHECKS)} checks are in them, those of resources and cost too.",
         "",
     ]
     return "\n".join(lines)

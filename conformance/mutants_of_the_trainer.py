@@ -48,7 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "batch": (*LOSS, "test_packing.py"),
     "packing": ("test_packing.py",),
     "generate": ("test_generate.py", "test_packing.py", "test_loss.py"),
-    "policy": ("test_loss.py", "test_chat.py", "test_backends.py", "test_train.py"),
+    "policy": ("test_loss.py", "test_chat.py", "test_backends.py", "test_train.py", "test_real_models.py"),
     "run": LOOP,
     "masks": ("test_masks.py",),
 }

@@ -32,7 +32,7 @@ from sandboxgym.errors import (
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.registration import register_envs
 from sandboxgym.spaces import Unicode
-from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot
+from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot, successors
 
 if TYPE_CHECKING:
     from sandboxgym.pool import EnvPool, PooledEnvs
@@ -67,6 +67,7 @@ __all__ = [
     "restore",
     "sibling_seed",
     "snapshot",
+    "successors",
 ]
 
 _ON_DEMAND = {"EnvPool": "pool", "PooledEnvs": "pool", "RemoteEnv": "remote", "SnapshotVectorEnv": "vector"}

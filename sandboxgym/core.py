@@ -27,11 +27,23 @@ import functools
 import hashlib
 import inspect
 import json
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, SupportsFloat, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    runtime_checkable,
+)
 
 import gymnasium as gym
 import numpy as np
@@ -305,6 +317,28 @@ class _Body:
     transition: Transition | None  # None where the environment recomputes it from the state
 
 
+def tried(env: gym.Env[Any, Any], actions: Sequence[Any], here: Any, restore: Callable[[Any], Any]) -> list[Transition]:
+    """What each action by itself leads to from the present state, whose snapshot ``here`` is released at the end.
+
+    Args:
+        env: to step.
+        actions: in any number.
+        here: of the state that ``env`` is in.
+        restore: back to it; called after every step, also one that raises.
+    """
+    found = []
+    try:
+        for action in actions:
+            try:
+                observation, reward, terminated, truncated, info = env.step(action)
+            finally:
+                restore(here)
+            found.append(Transition(observation, float(reward), bool(terminated), bool(truncated), info))
+        return found
+    finally:
+        getattr(here, "release", lambda: None)()
+
+
 class SnapshotEnv(gym.Env[ObsT, ActT]):
     """An environment that can be snapshotted, restored and forked at any step.
 
@@ -392,6 +426,21 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         """
         return self._restore(snap, seed, lambda observation, info: (observation, info))
 
+    def successors(self, actions: Sequence[ActT]) -> list[Transition]:
+        """What ``step`` would return for each of these actions, tried one by one from here; nothing changes by it.
+
+        This environment alone: `sandboxgym.successors` heeds the wrappers around it too. An environment that can
+        compute a step without taking it overrides this.
+
+        Raises:
+            ResetNeeded: before the first ``reset``.
+        """
+        lineage = self._lineage
+        try:
+            return tried(self, actions, self.snapshot(), self.restore)
+        finally:
+            self._lineage = lineage
+
     def _restore(self, snap: Snapshot, seed: int | None, through: Through) -> tuple[ObsT, dict[str, Any]]:
         """`restore`, its result taken through the wrappers around; what fails there is rolled back too."""
         if not isinstance(snap, Snapshot):
@@ -428,8 +477,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             k: how many, at least 1.
             seed: None clones the random streams (siblings share their noise); a seed gives each child its own.
         """
-        if k < 1:
-            raise ValueError(f"expected at least 1 fork, found k={k}")
+        if isinstance(k, bool) or not isinstance(k, SupportsIndex):
+            raise TypeError(f"expected a number of forks, found k={brief(k, 80)}")
+        if operator.index(k) < 1:
+            raise ValueError(f"expected at least 1 fork, found k={brief(k, 80)}")
         lineage = self._lineage
         with self.snapshot() as snap:
             children: list[Self] = []

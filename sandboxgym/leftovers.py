@@ -208,6 +208,17 @@ def try_lock(file: IO[Any]) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock of a file (`try_lock`), or that cannot be told; false where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            return not try_lock(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # another user's
+        return True
+
+
 def older_than(path: Path, seconds: float) -> bool:
     """Whether a file or directory was last modified that long ago."""
     return time.time() - path.lstat().st_mtime > seconds

@@ -26,6 +26,7 @@ from sandboxgym.tree import (
     Edge,
     EnvSource,
     Failure,
+    Look,
     Node,
     Path,
     PathKey,
@@ -93,6 +94,7 @@ class _Acting:
     run: _Live
     action: Action
     point: _Point | None
+    look: Look | None
 
     def step(self, _: Begun | None = None) -> tuple[Any, float, float]:
         """What ``env.step`` returns, and the seconds that capture and step took."""
@@ -100,6 +102,9 @@ class _Acting:
         if self.point is not None and self.point.snap is None:
             self.point.snap = snapshot(self.run.env)
         captured = time.perf_counter()
+        node = self.run.node
+        if self.look is not None and node.ahead is None:
+            node.ahead = self.look(self.run.env, self.run.context.info)
         return self.run.env.step(self.action.text), captured - began, time.perf_counter() - captured
 
 
@@ -128,11 +133,12 @@ class Lockstep:
         background: ThreadPoolExecutor | None,
         retries: int,
         failures: list[Failure],
+        look: Look | None = None,
     ) -> None:
         if retries < 0:
             raise ValueError(f"expected retries to be at least 0, found {retries}")
         self.envs, self.policy, self.schedule, self.seed, self.clock = envs, policy, schedule, seed, clock
-        self.background, self.retries, self.failures = background, retries, failures
+        self.background, self.retries, self.failures, self.look = background, retries, failures, look
         self.release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
         self.waiting: list[tuple[RolloutTree, _Point]] = []
@@ -235,13 +241,16 @@ class Lockstep:
     def plant(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
         """Reset to each task and capture the root, where the root paths then wait."""
 
-        def begin(task: Any, index: int) -> tuple[tuple[Begun, Any], float, float]:
+        def begin(task: Any, index: int) -> tuple[tuple[Begun, Any, Any], float, float]:
             began = time.perf_counter()
             options = None if task is None else {"task": task}
             begun = envs[index].reset(seed=_seed(self.seed, index, ()), options=options)
             stepped = time.perf_counter()
             snap = snapshot(envs[index])
-            return (begun, snap), time.perf_counter() - stepped, stepped - began
+            captured = time.perf_counter()
+            # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
+            ahead = self.look(envs[index], begun[1]) if self.look is not None else None
+            return (begun, snap, ahead), captured - stepped, stepped - began + time.perf_counter() - captured
 
         trees: dict[int, RolloutTree] = {}
         wanted = {index: self.schedule.roots_of(index) for index in indices}
@@ -257,8 +266,9 @@ class Lockstep:
                     errors.append(outcome)
                     again.append((task, index))
                     continue
-                ((observation, info), snap), seconds, _ = outcome
-                root = Node(0, observation, info.get("progress_key"), owner=(), state_hash=info.get("state_hash"))
+                ((observation, info), snap, ahead), seconds, _ = outcome
+                state = info.get("state_hash")
+                root = Node(0, observation, info.get("progress_key"), owner=(), state_hash=state, ahead=ahead)
                 tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
                 tree.snapshot_seconds = seconds
                 self.hold((index, root.owner))
@@ -308,7 +318,9 @@ class Lockstep:
         began = time.perf_counter()
         decided = list(zip(part.live, self.policy([run.context for run in part.live]), strict=True))
         self.clock.policy += time.perf_counter() - began
-        part.acting = [_Acting(run, action, self.point(run, action)) for run, action in decided if action is not None]
+        part.acting = [
+            _Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
+        ]
         while part.started:
             self.let_go(part.started.pop())
         carry_out = partial(self.attempt, [acting.step for acting in part.acting])

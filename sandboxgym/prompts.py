@@ -90,6 +90,8 @@ class Prompt:
 
     opening: ClassVar[str] = ""
     """What an answer begins with before anything is decided."""
+    decision: ClassVar[str] = ""
+    """What stands before the action in an answer; empty where the action is all of it."""
 
     def __post_init__(self) -> None:
         if self.history < 0:
@@ -166,6 +168,7 @@ class React(Prompt):
     """
 
     opening: ClassVar[str] = "<think>"
+    decision: ClassVar[str] = "<action"
 
     def read(self, answer: str, info: Mapping[str, Any]) -> str:
         """The text between the tags."""

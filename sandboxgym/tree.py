@@ -82,6 +82,10 @@ class Node:
     """Probability with which the path went on from here (`Schedule.survival`)."""
     stopped: bool = False
     """Whether it did not."""
+    luck: float = 0.0
+    """How much of ``value`` is luck of the decisions from here on, estimated (`Edge.control`)."""
+    ahead: Any = field(default=None, kw_only=True)
+    """What the ``look`` of `rollout` found here."""
     state_hash: Any = field(default=None, kw_only=True)
     """``info["state_hash"]``, equal for equal states, where the environment gives one."""
 
@@ -107,6 +111,10 @@ class Edge:
     """``info["suspicious"]`` is not empty: the reward may have been had by a trick."""
     value: float = 0.0
     """Estimate of the return of taking this action here, backed up likewise."""
+    control: float = field(default=0.0, kw_only=True)
+    """How much more this action is estimated to be worth than the policy's average action here: 0 in expectation."""
+    luck: float = field(default=0.0, kw_only=True)
+    """How much of ``value`` is luck of the decisions after this one, backed up from their ``control``."""
     advantage: float = 0.0
     weight: float = 1.0
     data: Any = None
@@ -213,6 +221,12 @@ class Policy(Protocol):
 
     def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
         """One action a context; None ends that path as truncated (no room left to act)."""
+
+
+Look = Callable[[gym.Env[Any, Any], dict[str, Any]], Any]
+"""Looks ahead from a state, given its environment and info, once, before an action is carried out there; what it
+returns becomes `Node.ahead`. It leaves the environment as it is (`sandboxgym.successors` does), and may be called by
+several threads at once."""
 
 
 class Schedule:
@@ -422,6 +436,7 @@ def rollout(
     clock: Clock | None = None,
     retries: int = 0,
     failures: list[Failure] | None = None,
+    look: Look | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree a task.
 
@@ -451,6 +466,7 @@ def rollout(
         clock: is told how long was waited for what.
         retries: environments that a path may lose before it is dropped. 0: the first error is raised.
         failures: is told of every environment that was lost.
+        look: is asked of every state in which the policy acts; see `Look`.
 
     Raises:
         ValueError: the policy returned None at the first step of a path.
@@ -462,5 +478,5 @@ def rollout(
     failed: list[Failure] = failures if failures is not None else []
     with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as halves:  # no thread unless it is used
         background = halves if overlap else None
-        way = Lockstep(envs, policy, schedule, seed, clock or Clock(), background, retries, failed)
+        way = Lockstep(envs, policy, schedule, seed, clock or Clock(), background, retries, failed, look)
         return way.run(tasks, places, max_live)

@@ -15,6 +15,7 @@ import hashlib
 import types
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import gymnasium as gym
@@ -41,7 +42,9 @@ from sandboxgym.core import (
     SnapshotEnv,
     SnapshotSpec,
     SupportsSnapshot,
+    Transition,
     comparable,
+    tried,
 )
 from sandboxgym.errors import (
     ResetNeeded,
@@ -60,6 +63,7 @@ __all__ = [
     "register_wrapper",
     "restore",
     "snapshot",
+    "successors",
 ]
 
 gymnasium_codecs.register()
@@ -165,6 +169,40 @@ def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
     return children  # type: ignore[return-value]
 
 
+_WATCHING = (gym.wrappers.PassiveEnvChecker, gym.wrappers.OrderEnforcing)
+"""Wrappers that hand on every result as it is."""
+
+
+def successors(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
+    """What ``env.step`` would return for each of these actions, wrappers included; nothing changes by it.
+
+    From a snapshot: step, restore, and so on. What wrappers only record (`RecordEpisodeStatistics`) is not rewound.
+    Where the base environment computes them without taking them (its ``successors`` is its own), and nothing but a
+    `TimeLimit` is around it, that is done instead.
+
+    Args:
+        env: at the state to try them from.
+        actions: each by itself, in any number.
+
+    Raises:
+        SnapshotNotSupported: naming the wrapper or the base environment that cannot be captured.
+        ResetNeeded: before the first ``reset``.
+        Exception: whatever ``step`` raises; the environment is as it was then, too.
+    """
+    wrappers, base = _stack(env)
+    limits = [wrapper for wrapper, _ in wrappers if type(wrapper) is gym.wrappers.TimeLimit]
+    plain = all(type(wrapper) in (*_WATCHING, gym.wrappers.TimeLimit) for wrapper, _ in wrappers)
+    if plain and isinstance(base, SnapshotEnv) and type(base).successors is not SnapshotEnv.successors:
+        late = any((limit._elapsed_steps or 0) + 1 >= limit._max_episode_steps for limit in limits)
+        return [found._replace(truncated=found.truncated or late) for found in base.successors(actions)]
+    lineage = getattr(base, "_lineage", None)
+    try:
+        return tried(env, actions, snapshot(env), partial(restore, env))
+    finally:
+        if isinstance(base, SnapshotEnv):
+            base._lineage = lineage
+
+
 class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
     """Outermost wrapper of ``gym.make``: ``env.snapshot()``, ``env.restore(snap)``, ``env.fork(k)``.
 
@@ -196,6 +234,10 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
     def fork(self, k: int, *, seed: int | None = None) -> list[SnapshotWrapper]:
         """See `sandboxgym.fork`."""
         return fork(self, k, seed=seed)
+
+    def successors(self, actions: Sequence[Any]) -> list[Transition]:
+        """See `sandboxgym.successors`."""
+        return successors(self, actions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SnapshotWrapper:
         try:

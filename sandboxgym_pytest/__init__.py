@@ -31,14 +31,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="ENV_ID",
-        help="certify this environment: a Gymnasium id (…-v0) or module:function; repeatable",
+        help="certify this environment: a Gymnasium id (ALFWorld-v0, package.module:Name-v0) or module:function; "
+        "repeatable",
     )
     group.addoption(
+        "--sandboxgym-kwargs",
         "--sandboxgym-make-kwargs",
+        dest="sandboxgym_make_kwargs",
         action="append",
         default=[],
         metavar="JSON|NAME=VALUE",
-        help="arguments for making it; repeatable",
+        help="arguments of the environment; repeatable",
+    )
+    group.addoption(
+        "--sandboxgym-reset-options",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="options of every reset, as a JSON object; repeated: one per control run, in turn",
     )
     group.addoption(
         "--sandboxgym-hook",
@@ -47,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME=module:function",
         help="actions, observe_state, normalize, shell, lossy or limits; repeatable",
     )
-    group.addoption("--sandboxgym-level", action="append", metavar="LEVELS", help="levels, such as 1, 0-2 or 0,1,5")
+    group.addoption("--sandboxgym-level", action="append", metavar="LEVELS", help="levels, such as 1, 0-2 or exact")
     group.addoption("--sandboxgym-budget", choices=("quick", "full"), default="quick", help="how much to spend")
     group.addoption("--sandboxgym-seed", type=int, default=0, help="of all that the suite draws")
 
@@ -91,12 +101,13 @@ def sandboxgym_target(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def snapshot_subject(request: pytest.FixtureRequest, sandboxgym_target: str) -> Any:
     """What is certified: override it to certify a `Subject` of your own."""
-    from sandboxgym.conformance.__main__ import parse_hooks, parse_kwargs
+    from sandboxgym.conformance.__main__ import parse_hooks, parse_kwargs, parse_reset_options
     from sandboxgym.conformance.subject import Subject
 
     try:
-        kwargs = parse_kwargs(request.config.getoption("--sandboxgym-make-kwargs"))
+        kwargs = parse_kwargs(request.config.getoption("sandboxgym_make_kwargs"))
         hooks = parse_hooks(request.config.getoption("--sandboxgym-hook"))
+        hooks["reset_options"] = parse_reset_options(request.config.getoption("--sandboxgym-reset-options"))
         return Subject.named(sandboxgym_target, kwargs, **hooks)
     except Exception as error:
         raise pytest.UsageError(f"--sandboxgym-env {sandboxgym_target}: {type(error).__name__}: {error}") from error
@@ -106,7 +117,7 @@ def snapshot_subject(request: pytest.FixtureRequest, sandboxgym_target: str) -> 
 def snapshot_result(request: pytest.FixtureRequest, snapshot_subject: Any, snapshot_check: str) -> Any:
     """The result of one check on the subject."""
     from sandboxgym.conformance.check import Budget
-    from sandboxgym.conformance.runner import all_checks, pace, run_check
+    from sandboxgym.conformance.runner import all_checks, pace, run_check, shortened
 
     config = request.config
     known = config.stash.setdefault(_RESULTS, {}).setdefault(id(snapshot_subject), {})
@@ -115,4 +126,4 @@ def snapshot_result(request: pytest.FixtureRequest, snapshot_subject: Any, snaps
     budget = Budget.named(config.getoption("--sandboxgym-budget")).paced(pace(snapshot_subject))
     (check,) = all_checks(only=[snapshot_check])
     known[snapshot_check] = result = run_check(check, snapshot_subject, budget, seed, known)
-    return result
+    return shortened(snapshot_subject, result, budget)

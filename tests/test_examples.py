@@ -40,6 +40,18 @@ def test_there_are_examples():
     assert {"trl_grpo.py", "search.py", "openai_endpoint.py"} <= {script.name for script in EXAMPLES.glob("*.py")}
 
 
+# Look-ahead
+
+
+def test_without_the_luck_of_later_decisions_returns_vary_less(tmp_path):
+    lines = run(EXAMPLES / "lookahead.py", cwd=tmp_path).splitlines()
+    found = [re.fullmatch(r"batch \d: variance of returns ([\d.]+), without luck ([\d.]+)", line) for line in lines]
+    assert len(found) == 4
+    for match in found:
+        assert match is not None, lines
+        assert float(match[2]) < 0.6 * float(match[1])
+
+
 # Search
 
 

@@ -104,3 +104,19 @@ def test_what_another_machine_has_not_completed_waits_for_a_day(
     os.utime(path, (yesterday, yesterday))
     assert [left.path for left in leftovers.reap()] == [path]
     assert not path.exists()
+
+
+def test_a_lock_is_seen_while_it_is_held_and_no_longer(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not leftovers.is_locked(path), "there is no file"
+    path.touch()
+    assert not leftovers.is_locked(path)
+    assert not leftovers.is_locked(path / "below"), "a file has nothing below it"
+    with open(path, "rb") as held:
+        assert leftovers.try_lock(held)
+        assert leftovers.is_locked(path)
+    assert not leftovers.is_locked(path)
+
+
+def test_a_lock_that_cannot_be_judged_counts_as_held(tmp_path: Path) -> None:
+    assert leftovers.is_locked(tmp_path), "a directory cannot be opened as a file"

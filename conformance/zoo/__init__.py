@@ -7,7 +7,21 @@ that have something else in common.
 
 from __future__ import annotations
 
-from zoo import corridor, dice, drift, jail, known_good, lasting, quest, shell, uncommon, wrapped
+from zoo import (
+    composed,
+    corridor,
+    dice,
+    drift,
+    jail,
+    known_good,
+    lasting,
+    process_wide,
+    quest,
+    remembered,
+    shell,
+    uncommon,
+    wrapped,
+)
 from zoo.mutant import KNOWN_GOOD, MUTANTS, Good, Mutant, where
 
 __all__ = [
@@ -15,13 +29,16 @@ __all__ = [
     "MUTANTS",
     "Good",
     "Mutant",
+    "composed",
     "corridor",
     "dice",
     "drift",
     "jail",
     "known_good",
     "lasting",
+    "process_wide",
     "quest",
+    "remembered",
     "shell",
     "uncommon",
     "where",

@@ -10,9 +10,9 @@ certify() {
         --markdown "docs/conformance/$name.md" | tail -n 1 | sed "s/^/$name: /"
 }
 chosen=("$@")
-certify alfworld sandboxgym/ALFWorld-v0 --html docs/conformance/alfworld.html
+certify alfworld sandboxgym/ALFWorld-v0 --hook actions=sandboxgym.envs.alfworld.probing:actions --html docs/conformance/alfworld.html
 certify alfworld-textworld sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3
-certify webshop sandboxgym/WebShop-v0 --html docs/conformance/webshop.html
+certify webshop sandboxgym/WebShop-v0 --hook actions=sandboxgym.envs.webshop.probing:actions --html docs/conformance/webshop.html
 # Where steps are slow, these checks: those that another backend can change. The others see the same code as above.
 only=(api restore.trace_equality restore.after_done restore.after_close freshness.render fork.trace_equality
     isolation.environment durable.round_trip durable.released resources.killed_owner concurrency.partial_fork)

@@ -60,7 +60,7 @@ def stale_files() -> Iterator[tuple[Path, str]]:
     roots = {data.directory(name) for name in data.DATASETS}
     for root in sorted(roots):
         scratch = root / SCRATCH
-        if not scratch.is_dir() or _in_use(scratch):
+        if not scratch.is_dir() or leftovers.is_locked(scratch / LOCK):
             continue
         yield from ((path, "interrupted download") for path in sorted(scratch.iterdir()) if _is_stale(path))
     for root in sorted({*roots, data.data_dir(), data.cache_dir(), leftovers.runtime_dir(create=False)}):
@@ -88,15 +88,6 @@ def _temporaries(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
 def _is_stale(path: Path) -> bool:
     try:
         return leftovers.older_than(path, leftovers.STALE_SECONDS)
-    except FileNotFoundError:
-        return False
-
-
-def _in_use(scratch: Path) -> bool:
-    """Whether a process is downloading there."""
-    try:
-        with open(scratch / LOCK, "rb") as file:
-            return not leftovers.try_lock(file)
     except FileNotFoundError:
         return False
 

@@ -2,7 +2,8 @@
 
 1. ``prepare`` puts rows into the cache of prepared tasks; what is there is verified and left.
 2. ``images`` says which images are on this machine, and gets those that are missing.
-3. ``check`` runs the solution and no change at all, and records what environments then know of the row.
+3. ``check`` runs the solution and no change at all, and records what environments then know of the row; with
+   ``--report`` it runs nothing and says what is recorded.
 
 A row that fails does not stop the others: all failures are listed at the end, and the exit status is 1.
 """
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -27,7 +29,7 @@ from sandboxgym.cli import FAILED, OK, CommandError
 from sandboxgym.cli.progress import progress
 from sandboxgym.cli.screen import harmless, nbytes_text
 from sandboxgym.cli.swebench_jobs import Answer, Job, carry_out
-from sandboxgym.envs.swebench import record
+from sandboxgym.envs.swebench import arguments, record
 from sandboxgym.envs.swebench.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
 from sandboxgym.sandbox.base import SandboxError, SandboxUnavailable
 
@@ -39,9 +41,16 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if getattr(options, "jobs", 1) < 1 or getattr(options, "repeat", 1) < 1:
         raise CommandError("--jobs and --repeat: expected at least 1", status=2)
+    if getattr(options, "report", False):
+        return _print_recorded(options)
+    try:
+        arguments.seconds("--timeout", getattr(options, "timeout", 1.0))
+        arguments.image(getattr(options, "image", None))
+    except ValueError as error:
+        raise CommandError(harmless(str(error)), status=2) from error
     try:
         tasks = _tasks(options)
-    except (TaskNotFound, TaskError, DataNotFound, ImportError) as error:
+    except (TaskNotFound, TaskError, DataNotFound, TypeError, ImportError) as error:
         raise CommandError(harmless(str(error))) from error
     command = {"prepare": _prepare, "images": _images, "check": _check}[options.command]
     return command(options, tasks)
@@ -78,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="that the tests may take")
     check.add_argument("--missing", action="store_true", help="only rows that the record does not know")
+    check.add_argument(
+        "--report", action="store_true", help="run nothing: say in a table what is recorded, of all rows or of these"
+    )
     check.add_argument(
         "--record", type=Path, metavar="FILE", help=f"default: ${record.VARIABLE}, else a file beside the data sets"
     )
@@ -145,12 +157,68 @@ def _report(failed: list[Answer]) -> int:
     return FAILED if failed else OK
 
 
-def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
+def _recorded(options: argparse.Namespace) -> tuple[Path, dict[str, record.Check]]:
     path = options.record or record.default_path()
     try:
-        known = record.read(path)
+        return path, record.read(path)
     except (record.RecordError, OSError) as error:
         raise CommandError(harmless(str(error))) from error
+
+
+def _print_recorded(options: argparse.Namespace) -> int:
+    path, known = _recorded(options)
+    wanted = options.rows or list(known)
+    found = [check for name, check in known.items() if any(name.endswith(row) for row in wanted)]
+    missing = [row for row in wanted if not any(name.endswith(row) for name in known)]
+    if found:
+        print("\n".join(harmless(line) for line in report(found)))
+    else:
+        print(harmless(f"nothing is recorded in {path}"))
+    for row in missing:
+        print(harmless(f"not recorded: {row}"))
+    return FAILED if missing else OK
+
+
+def report(checks: Sequence[record.Check]) -> list[str]:
+    """What is recorded of rows, in Markdown: a table, and a list of those for each thing that is known of them."""
+    lines = [
+        "| row | the solution | no change | seconds | backend | image | checked |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for check in checks:
+        solution = ", ".join(dict.fromkeys(check.gold))
+        facts = [fact for fact, holds in _facts(check).items() if holds]
+        cells = (
+            *(check.instance_id, "; ".join([solution, *facts]), ", ".join(dict.fromkeys(check.empty))),
+            *(f"{check.seconds:.1f}", f"{check.backend}{', network' if check.network else ''}"),
+            *(f"{check.image} ({check.image_id.removeprefix('sha256:'):.12})", f"{check.date}, {check.version}"),
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    seconds = [check.seconds for check in checks]
+    lines += [
+        "",
+        f"{len(checks)} rows; the tests of a solution take {statistics.median(seconds):.1f} s at the median, "
+        f"{max(seconds):.1f} s at most, {sum(seconds):.0f} s together.",
+        "",
+    ]
+    for fact in _facts(checks[0]):
+        known = [check.instance_id for check in checks if _facts(check)[fact]]
+        lines.append(f"- {fact}: {', '.join(known) or 'none'}")
+    return lines
+
+
+def _facts(check: record.Check) -> dict[str, bool]:
+    """What a row is known for, by how it is said."""
+    return {
+        "needs network": check.needs_network,
+        "flaky": check.flaky,
+        "infra failure": check.broken,
+        "no change resolves": check.empty_resolves,
+    }
+
+
+def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
+    path, known = _recorded(options)
     if options.missing:
         of = {name: check.task for name, check in known.items() if options.backend in ("auto", check.backend)}
         tasks = [task for task in tasks if of.get(task.instance_id) != task.digest]

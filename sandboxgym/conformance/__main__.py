@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sandboxgym.conformance import reports
-from sandboxgym.conformance.check import BUDGETS, Level
+from sandboxgym.conformance.check import BUDGETS, Level, as_levels
 from sandboxgym.conformance.recording import quiet
 from sandboxgym.conformance.runner import all_checks, run
 from sandboxgym.conformance.subject import Subject
@@ -45,14 +45,26 @@ def parser() -> argparse.ArgumentParser:
         "env",
         metavar="ENV_ID",
         nargs="?",
-        help="a Gymnasium id (namespace/Name-v0, package.module:Name-v0), or a factory (module:function)",
+        help="a Gymnasium id (sandboxgym/ALFWorld-v0, ALFWorld-v0, package.module:Name-v0), or a factory "
+        "(module:function)",
     )
     made.add_argument(
-        "--make-kwargs",
+        "--kwargs",
+        "--env-kwargs",
+        dest="make_kwargs",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="arguments of the environment: NAME=VALUE (VALUE is JSON or a string) or a JSON object; repeatable",
+    )
+    made.add_argument("--make-kwargs", action="append", help=argparse.SUPPRESS)  # its former name, with one value each
+    made.add_argument(
+        "--reset-options",
         action="append",
         default=[],
-        metavar="JSON|NAME=VALUE",
-        help="arguments for making it, as a JSON object or NAME=VALUE (VALUE is JSON or a string); repeatable",
+        metavar="JSON",
+        help="options of every reset as a JSON object, such as '{\"task\": 3}'; repeated: one per control run, in turn",
     )
     made.add_argument(
         "--beside",
@@ -70,13 +82,24 @@ def parser() -> argparse.ArgumentParser:
         help=f"what only you know of your environment: {', '.join(HOOKS)} (see Subject); repeatable",
     )
     made.add_argument(
-        "--level", action="append", metavar="LEVELS", help="levels to run, such as 1, 0-2 or 0,1,5 (default: all)"
+        "--level",
+        action="append",
+        metavar="LEVELS",
+        help=f"levels to run, such as 1, 0-2, 0,1,5 or {Level.EXACT.name.lower()} (default: all)",
     )
     made.add_argument(
         "--only", action="append", metavar="ID", help="run this check only, or a theme (restore); repeatable"
     )
     made.add_argument("--budget", choices=tuple(BUDGETS), default="quick", help="how much to spend (default: quick)")
     made.add_argument("--seed", type=int, default=0, help="of all that the suite draws (default: 0)")
+    made.add_argument(
+        "--strength",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="put faults into the environment's own snapshots and say which of them the checks see (default: if all "
+        "checks of level 1 run; a quarter of the time in addition)",
+    )
+    made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
     made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
@@ -103,7 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in (options.json, options.html, options.markdown):
             if path and path != "-" and not Path(path).absolute().parent.is_dir():
                 raise ValueError(f"there is no folder {Path(path).absolute().parent}")
+        for module in options.modules:
+            importlib.import_module(module)
         arguments_of_env, hooks = parse_kwargs(options.make_kwargs), parse_hooks(options.hook)
+        hooks["reset_options"] = parse_reset_options(options.reset_options)
         ways = [arguments_of_env, *({**arguments_of_env, **parse_kwargs([text])} for text in options.beside)]
         subjects = [Subject.named(options.env, way, **hooks) for way in ways]
         for subject in subjects:
@@ -112,10 +138,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever a factory raises: there is nothing to certify
         print(f"{command.prog}: error: {type(error).__name__}: {error}", file=sys.stderr)
         return USAGE
+    strength = options.strength if options.strength is not None else only is None and int(Level.EXACT) in levels
     progress = reports.Progress(len(all_checks(levels=levels, only=only)) * len(subjects), quiet=options.quiet)
     try:
         report, *others = [
-            run(subject, levels=levels, budget=options.budget, seed=options.seed, only=only, listener=progress)
+            run(
+                subject,
+                levels=levels,
+                budget=options.budget,
+                seed=options.seed,
+                only=only,
+                listener=progress,
+                strength=strength,
+            )
             for subject in subjects
         ]
         report = replace(report, beside=tuple(others))
@@ -135,23 +170,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:
-    """Levels from texts such as ``1``, ``0-2``, ``0,1,5``.
+    """Levels from texts such as ``1``, ``0-2``, ``0,1,5``, ``exact``.
 
     Raises:
         ValueError: there is no such level.
     """
     if not texts:
         return tuple(map(int, Level))
-    found: set[int] = set()
+    found: list[int | str] = []
     for part in ",".join(texts).split(","):
-        first, _, last = part.partition("-")
-        try:
-            found.update(range(int(first), int(last or first) + 1))
-        except ValueError:
-            raise ValueError(f"expected levels such as 1, 0-2 or 0,1,5, found {part!r}") from None
-    if not found or not found <= set(map(int, Level)):
-        raise ValueError(f"expected levels from 0 to {max(map(int, Level))}, found {', '.join(texts)}")
-    return tuple(sorted(found))
+        first, dash, last = part.partition("-")
+        if dash and first.isdigit() and last.isdigit() and int(last) <= max(Level):
+            found += range(int(first), int(last) + 1)
+        else:
+            found.append(part)
+    if not found:
+        raise ValueError(f"expected levels from 0 to {int(max(Level))}, found {', '.join(texts)}")
+    return as_levels(found)
 
 
 def parse_only(texts: Sequence[str] | None) -> list[str] | None:
@@ -184,17 +219,35 @@ def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
             try:
                 value = json.loads(text)
             except json.JSONDecodeError as error:
-                raise ValueError(f"--make-kwargs is not a JSON object: {error}") from None
+                raise ValueError(f"--kwargs is not a JSON object: {error}") from None
             found.update(value)
             continue
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"expected --make-kwargs as a JSON object or NAME=VALUE, found {text!r}")
+            raise ValueError(f"expected --kwargs as NAME=VALUE or a JSON object, found {text!r}")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
             found[name] = value
     return found
+
+
+def parse_reset_options(texts: Sequence[str]) -> dict[str, Any] | list[dict[str, Any]] | None:
+    """Options of ``reset`` from JSON objects: one for every reset, several in turn.
+
+    Raises:
+        ValueError: a text is no JSON object.
+    """
+    found = []
+    for text in texts:
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--reset-options is not JSON: {error}; found {text!r}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"expected --reset-options as a JSON object, found {text!r}")
+        found.append(value)
+    return found[0] if len(found) == 1 else found or None
 
 
 def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import enum
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from sandboxgym.conformance.clock import Stopwatch
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.subject import Subject
@@ -47,6 +48,24 @@ class Level(enum.IntEnum):
     """Files, other processes, resources, crashes, threads."""
     COST = 6
     """Time and size, and what they grow with."""
+
+
+def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
+    """Levels by number or by name (``"exact"``), in order.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    names = {level.name.lower(): int(level) for level in Level}
+    found = set()
+    for value in values:
+        number = names.get(value.lower(), value) if isinstance(value, str) else value
+        try:
+            found.add(int(Level(int(number))))
+        except ValueError:
+            known = ", ".join(f"{number} ({name})" for name, number in names.items())
+            raise ValueError(f"expected levels among {known}, found {value!r}") from None
+    return tuple(sorted(found))
 
 
 class Failed(Exception):
@@ -165,14 +184,14 @@ class Budget:
     def spending(self, count: int, *, seconds: float | None = None, at_least: int = 1) -> Iterator[int]:
         """``range(count)``, cut short when the time is up, but not before ``at_least``.
 
-        Time is that of the processor, so that a busy machine checks no less; waiting counts half.
+        Time is that of the processor, so that a busy machine checks no less; waiting counts half, and none of the wait
+        for a processor (`clock`).
         """
         limit = self.seconds if seconds is None else seconds
         at_least = max(min(at_least, 2), round(at_least * self.share))
-        busy, start = time.process_time(), time.perf_counter()
+        watch = Stopwatch()
         for index in range(count):
-            late = time.process_time() - busy > limit or time.perf_counter() - start > 2 * limit
-            if index >= at_least and late:
+            if index >= at_least and watch.spent(limit):
                 return
             yield index
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Job:
     ops: tuple[Op, ...]
     restored: Any = None
     """A snapshot as made by `carried`."""
+    points: tuple[int, ...] = ()
+    """For `save`: after how many calls a snapshot is saved."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ def run(
 Started = tuple["subprocess.Popen[bytes]", "tempfile.TemporaryDirectory[str]"]
 
 
-def start(subject: Subject, jobs: Sequence[Job], child: Child, *, separate: bool = False) -> Started:
-    """Begin what `run` does; `finish` has the outcomes."""
+def start(
+    subject: Subject, jobs: Sequence[Job], child: Child, *, separate: bool = False, role: Sequence[str] = ()
+) -> Started:
+    """Begin what `run` does; `finish` has the outcomes. Or, in another role, what `main` calls for it."""
     if subject.make_spec is None:
         raise Unreachable("the factory has no importable name (give make_spec)")
     folder = tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-")
@@ -85,7 +89,7 @@ def start(subject: Subject, jobs: Sequence[Job], child: Child, *, separate: bool
         folder.cleanup()
         raise Unreachable(f"the calls cannot be sent to another process: {error}") from error
     where = child.folder or os.getcwd()
-    return popen([folder.name], child.hash_seed, where, child.variables), folder
+    return popen([folder.name, *role], child.hash_seed, where, child.variables), folder
 
 
 def popen(
@@ -116,11 +120,57 @@ def finish(started: Started) -> list[list[Outcome]]:
         if not answer.exists():
             raise Broken(f"the other process ended with status {process.returncode} and no answer")
         kind, content = pickle.loads(answer.read_bytes())
+    return _answer(kind, content)
+
+
+def _answer(kind: str, content: Any) -> list[Any]:
     if kind == "unreachable":
         raise Unreachable(content)
     if kind == "broken":
         raise Broken(content)
     return content  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def saver(
+    subject: Subject, jobs: Sequence[Job], folder: Path, *, closes: bool, stays: bool, variables: Mapping[str, str]
+) -> Iterator[tuple[list[tuple[list[tuple[str, str, Any]], list[Outcome]]], Callable[[], None]]]:
+    """Another process that plays jobs and saves their snapshots.
+
+    What it saved and what its calls gave, by job, and a way to end it.
+
+    Args:
+        subject: made there anew.
+        jobs: each with its points; afterwards two more of its calls are made, so that its environment is further on.
+        folder: where the files go.
+        closes: whether it closes its environments before it ends.
+        stays: whether it lives until it is ended, and then is killed; else it ends by itself, before this returns.
+        variables: of its environment.
+
+    Raises:
+        Unreachable: the factory has no importable name, or snapshots cannot be carried over.
+        Broken: something raised there.
+    """
+    role = ["save", str(folder), "closes" if closes else "", "stays" if stays else ""]
+    process, place = start(subject, jobs, Child(variables=variables), role=role)
+    answer = Path(place.name, "answer")
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    with place:
+        try:
+            limit = time.monotonic() + TIMEOUT
+            while process.poll() is None and not (stays and answer.exists()):
+                if time.monotonic() > limit:
+                    raise Broken(f"no answer within {TIMEOUT} s")
+                time.sleep(0.02)
+            if not answer.exists():
+                raise Broken(f"the other process ended with status {process.returncode} and no answer")
+            yield _answer(*pickle.loads(answer.read_bytes())), end
+        finally:
+            end()
 
 
 def registered(spec: MakeSpec) -> Any:
@@ -195,16 +245,45 @@ def main(arguments: Sequence[str]) -> None:
         hold(folder)
         return
     answer: tuple[str, Any]
+    kept: list[Any] = []
     try:
         spec, registration, jobs, hooks, separate = pickle.loads((folder / "job").read_bytes())
         subject = subject_of(spec, registration, hooks)
-        answer = ("outcomes", [_in_fork(subject, job) if separate else list(_outcomes(subject, job)) for job in jobs])
+        if arguments[1:2] == ["save"]:
+            answer = ("saved", [_save(subject, job, Path(arguments[2]), kept) for job in jobs])
+        else:
+            found = [_in_fork(subject, job) if separate else list(_outcomes(subject, job)) for job in jobs]
+            answer = ("outcomes", found)
     except Unreachable as error:
         answer = ("unreachable", str(error))
     except Exception:
         answer = ("broken", traceback.format_exc()[-4000:])
     (folder / "part").write_bytes(pickle.dumps(answer))
+    if "closes" in arguments[3:]:
+        for env in kept:
+            env.close()
     os.replace(folder / "part", folder / "answer")
+    if "stays" in arguments[3:]:
+        time.sleep(TIMEOUT)
+
+
+def _save(
+    subject: Subject, job: Job, folder: Path, kept: list[Any]
+) -> tuple[list[tuple[str, str, Any]], list[Outcome]]:
+    """Play a job in an environment that is kept, with snapshots saved on the way."""
+    from sandboxgym.conformance.recording import quiet, seed_spaces
+    from sandboxgym.conformance.subject import take
+
+    with quiet():
+        env = subject.make_env()
+        kept.append(env)
+        seed_spaces(env, job.seed)
+        parcels, outcomes = [], []
+        for count, op in enumerate(job.ops[: max(job.points) + 2], start=1):
+            outcomes.append(subject.call(env, op)[0])
+            if count in job.points:
+                parcels.append(carried(take(env), folder, f"saved-{len(kept)}-{count}"))
+        return parcels, outcomes
 
 
 def _in_fork(subject: Subject, job: Job) -> list[Outcome]:
@@ -243,12 +322,11 @@ def subject_of(spec: MakeSpec, registration: Any, hooks: Mapping[str, Any]) -> S
 
 
 def _outcomes(subject: Subject, job: Job) -> Iterator[Outcome]:
-    from sandboxgym.conformance.recording import opened
+    from sandboxgym.conformance.recording import opened, seed_spaces
     from sandboxgym.conformance.subject import put
 
     with opened(subject) as env:
-        env.action_space.seed(job.seed)
-        env.observation_space.seed(job.seed)
+        seed_spaces(env, job.seed)
         if job.restored is not None:
             observation, info = put(env, arrived(job.restored))
             yield subject.outcome(env, observation, 0.0, False, False, info)

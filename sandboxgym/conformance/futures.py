@@ -1,10 +1,12 @@
 """Random continuations of a state, and how to draw them with and without a restore.
 
-The samples are drawn in one of two designs, which the evidence names:
+The samples are drawn in one of three designs, which the evidence names:
 
-- *replayed*: the controls are replays from ``reset(seed)`` to the very state of the snapshot, whose ``np_random`` is
-  replaced there; against ``restore(snap, seed=…)``. For environments that repeat from a seed and draw from
-  ``np_random``, which is Gymnasium's rule.
+- *replayed*: the controls are replays from ``reset(seed)`` to the very state of the snapshot, where ``np_random`` is
+  replaced, and every other generator that the environment leads to gets other bits; against ``restore(snap, seed=…)``.
+  For environments that repeat from a seed.
+- *replayed, no seed*: the same, against snapshots of that state, each with other streams, restored and forked without a
+  seed: for environments whose streams are not declared captured, where the default call must vary as the future does.
 - *live*: whole runs, each from a new environment and another seed, that were never interrupted; against such runs in
   which a snapshot was taken on the way, a detour walked and the snapshot restored. Any environment allows this: if
   snapshots are faithful, the past and the future together have one distribution.
@@ -21,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sandboxgym.conformance.check import Budget
-from sandboxgym.conformance.recording import choose, first_difference, opened, release
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, put, take
+from sandboxgym.conformance.recording import choose, first_difference, opened, release, renew_streams, seed_spaces
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, put, take
 
 NEAR = 3
 """Transitions of each future that are compared whole; of the rest, the return, the length and the end."""
@@ -136,17 +138,15 @@ def seed_of(*key: int) -> int:
 
 
 def renew(env: AnyEnv, seed: int) -> None:
-    """Fresh streams where Gymnasium keeps them."""
-    env.unwrapped.np_random = np.random.default_rng(seed)
-    env.action_space.seed(seed)
-    env.observation_space.seed(seed)
+    """Fresh streams, of the spaces too."""
+    renew_streams(env, seed)
+    seed_spaces(env, seed)
 
 
 def reach(subject: Subject, env: AnyEnv, control: Control, point: int, seed: int | None = None) -> list[Outcome]:
     """Play the first ``point`` calls of a control run, with another seed where one is given."""
     seed = control.seed if seed is None else seed
-    env.action_space.seed(seed)
-    env.observation_space.seed(seed)
+    seed_spaces(env, seed)
     start = control.ops[0]._replace(value=(seed, control.ops[0].value[1]))
     return [subject.call(env, op)[0] for op in (start, *control.ops[1:point])]
 
@@ -202,8 +202,36 @@ def replayed(subject: Subject, control: Control, point: int, budget: Budget, sta
     return Place(f"after {point} calls, {control.name}", "replayed", control, point, draw, drawn)
 
 
+def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.ExitStack) -> Place:
+    """The second design, at a place of the first; its environments are closed with ``stack``."""
+    control, point = place.control, place.point
+    source = stack.enter_context(opened(subject))
+    reach(subject, source, control, point)
+    policy = policy_at(subject, source, control, point, budget.steps)
+
+    def drawn(index: int) -> Future:
+        with opened(subject) as env:
+            reach(subject, env, control, point)
+            renew(env, seed_of(subject.seed, index, 12))
+            if index % 2:
+                (child,) = branch(env, 1)
+                try:
+                    return policy.follow(child, 0)
+                finally:
+                    child.close()
+            snap = take(env)
+            try:
+                _step(env, policy.first)
+                put(env, snap)
+                return policy.follow(env, 0)
+            finally:
+                release(snap)
+
+    return Place(f"{place.name}, without a seed", "replayed, no seed", control, point, place.draw, drawn)
+
+
 def live(subject: Subject, control: Control, point: int, budget: Budget) -> Place:
-    """The second design."""
+    """The third design."""
     with opened(subject) as env:
         policy = policy_at(subject, env, control, point, budget.steps)
 
@@ -265,7 +293,10 @@ def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tup
     for _, place in found:  # the most varied of all, then of other places
         if all((place.point, place.design) != (other.point, other.design) for other in chosen):
             chosen.append(place)
-    return chosen[: PLACES.get(budget.name, 2)], ""
+    chosen = chosen[: PLACES.get(budget.name, 2)]
+    if chosen[0].design == "replayed" and not subject.capabilities.rng:
+        chosen.append(unseeded(subject, chosen[0], budget, stack))
+    return chosen, ""
 
 
 def _variety(draw: Callable[[int], Future], budget: Budget) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from html import escape
 from typing import Any
 
 from sandboxgym.conformance import sidebyside
+from sandboxgym.conformance.causes import Cause, causes
 from sandboxgym.conformance.check import Level
 from sandboxgym.conformance.runner import Report
+from sandboxgym.conformance.verdicts import headline, weight
 from sandboxgym.format import write_atomic
 
 _STYLE = """
@@ -35,10 +37,24 @@ p { margin: .4rem 0; } .dim { color: var(--dim); }
 .tile { border: 1px solid currentColor; border-radius: .3rem; padding: .05rem .5rem; font-size: .85rem;
   text-decoration: none; }
 .tile b { font-weight: 700; }
+.tile:hover, .tile:focus-visible { background: var(--panel); }
+:target { outline: 2px solid var(--skip); outline-offset: 2px; }
+a { color: inherit; }
+.wide { overflow-x: auto; margin: .6rem 0; }
+.differs td { background: color-mix(in srgb, var(--fail) 14%, transparent); }
+.differs td:first-child { color: var(--fail); font-weight: 700; }
+.differs td:first-child::before { content: "≠ "; }
+td code { overflow-wrap: anywhere; }
+.facts { display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; margin: .4rem 0 1rem; }
+.copied { position: relative; }
+.copied button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size: .8rem; padding: .1rem .6rem;
+  color: var(--fg); background: var(--panel); border: 1px solid var(--line); border-radius: .3rem; cursor: pointer; }
+.cause { border-left: 3px solid var(--fail); padding-left: .8rem; margin: 1rem 0; }
+@media print { .copied button { display: none; } }
 table { border-collapse: collapse; max-width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; }
-th:first-child, td:first-child { min-width: 7rem; overflow-wrap: break-word; }
+th:first-child, td:first-child { min-width: 9rem; overflow-wrap: break-word; }
 th { white-space: nowrap; }
 details { border: 1px solid var(--line); border-radius: .4rem; margin: .4rem 0; background: var(--panel); }
 summary { cursor: pointer; padding: .4rem .8rem; } details > div { padding: 0 .8rem .7rem; }
@@ -55,6 +71,10 @@ _COLOURS = {
     **dict.fromkeys(("leaked", "disturbed", "silent", "harmed", "crashed"), "fail"),
     **dict.fromkeys(("n/a", "skipped"), "skip"),
     "lost": "inconclusive",
+    **dict.fromkeys(("caught", "explained"), "pass"),
+    "unseen": "fail",
+    **dict.fromkeys(("never varied", "not tried"), "inconclusive"),
+    "without effect": "skip",
 }
 _LEVELS = {
     Level.API: "API",
@@ -84,26 +104,27 @@ def page(report: Mapping[str, Any]) -> str:
         f"{report['seconds']:.1f} s · {escape(report['platform'])} · "
         f"{escape(', '.join(f'{name} {version}' for name, version in report['versions'].items()))}</p>",
         *([f"<p><b>{escape(labels[0])}</b></p>"] if beside else []),
-        _banner(report, failed),
+        _banner(report),
+        _facts(report),
         _matrix(results),
     ]
     for label, other in zip(labels[1:], beside):
         theirs = [result for result in other["results"] if result["verdict"] == "FAIL"]
-        sections += [f"<p><b>{escape(label)}</b></p>", _banner(other, theirs)]
+        sections += [f"<p><b>{escape(label)}</b></p>", _banner(other)]
         sections += [_details(result, open=True, place=f"{label}: ") for result in theirs]
     if failed:
-        sections += ["<h2>Failures</h2>", *(_details(result, open=True) for result in failed)]
+        sections += ["<h2>Failures</h2>", *_grouped(failed)]
     if beside:
         sections += _side_by_side(report)
     for label, each in zip(labels, (report, *beside)):
         sections += [_probes(result, f" ({label})" if beside else "") for result in each["results"]]
     sections += [
+        *_strength(report.get("strength")),
+        *_weights(results),
         "<h2>Declared</h2>",
         _table(("claim", "value"), ((name, sidebyside.plain(v)) for name, v in report["capabilities"].items())),
         "<h2>What was not tested</h2>",
-        _table(("check", "why"), ((entry["id"], entry["reason"]) for entry in report["not_tested"]))
-        if report["not_tested"]
-        else "<p>Every check ran and could tell.</p>",
+        *_not_tested(report["not_tested"]),
         "<h2>All checks</h2>",
         *(_details(result) for result in results if result["verdict"] != "FAIL"),
     ]
@@ -116,23 +137,89 @@ def page(report: Mapping[str, Any]) -> str:
     )
 
 
-def _banner(report: Mapping[str, Any], failed: Sequence[Mapping[str, Any]]) -> str:
-    counts = report["counts"]
-    told = ", ".join(f"{count} {verdict.lower()}" for verdict, count in counts.items() if count)
-    if failed:
-        text, kind = f"Not faithful: {len(failed)} of {sum(counts.values())} checks fail", "fail"
-    elif counts.get("INCONCLUSIVE"):
-        text, kind = "No check fails, but some could not tell", "inconclusive"
-    else:
-        text, kind = "No check fails", "pass"
+def _banner(report: Mapping[str, Any]) -> str:
+    told = ", ".join(f"{count} {verdict.lower()}" for verdict, count in report["counts"].items() if count)
+    text, kind = headline(report)
     return f'<p class="banner {kind}">{text} <span class="dim">({told})</span></p>'
+
+
+def _facts(report: Mapping[str, Any]) -> str:
+    """Strength, and what the machine was like."""
+    facts = []
+    if strength := report.get("strength"):
+        facts.append(f'<a href="#strength">Strength</a>: {escape(strength["summary"])}')
+    if machine := report.get("machine"):
+        facts.append(f"A call takes {_time(machine['seconds per call'])}")
+        if machine["load before"] is not None:
+            busy = max(machine["load before"], machine["load after"]) > machine["cores"]
+            load = f"Load {machine['load before']} to {machine['load after']} on {machine['cores']} cores"
+            facts.append(f'<b class="inconclusive">{load}: a busy machine</b>' if busy else load)
+    return f'<div class="facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</div>' if facts else ""
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _grouped(failed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The failures by probable cause: the first of each open."""
+    known = {result["id"]: result for result in failed}
+    for cause in causes(failed):
+        first, others = _details(known[cause.root], open=True), cause.checks[1:]
+        if not others:
+            yield first
+            continue
+        yield f'<div class="cause"><p><b>{_headed(cause)}</b></p>{first}'
+        yield "".join(_details(known[id]) for id in others) + "</div>"
+
+
+def _headed(cause: Cause) -> str:
+    where = f": <code>{escape(cause.what)}</code>" if cause.what else ""
+    return f"Probably one cause{where}, in {len(cause.checks)} checks; look at the first"
+
+
+def _not_tested(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    unasked = [entry["id"] for entry in entries if "not asked for" in entry["reason"]]
+    rows = [(entry["id"], entry["reason"]) for entry in entries if entry["id"] not in unasked]
+    if rows:
+        yield _table(("check", "why"), rows)
+    if unasked:
+        ids = escape(", ".join(unasked))
+        yield f"<details><summary>{len(unasked)} checks were not asked for</summary><div><p>{ids}</p></div></details>"
+    if not entries:
+        yield "<p>Every check ran and could tell.</p>"
+
+
+def _strength(strength: Mapping[str, Any] | None) -> Iterator[str]:
+    if strength is None:
+        return
+    yield '<h2 id="strength">What this certificate would have seen</h2>'
+    yield f"<p>{escape(strength['summary'])}.</p>"
+    if strength["trials"]:
+        yield (
+            '<p class="dim">Each line is a fault that was put into this environment\'s own snapshots, and the check '
+            "that failed with it. A field that is not exercised could be lost, and the verdicts would be the same.</p>"
+        )
+        trials = [[trial[key] for key in ("field", "fault", "outcome", "note")] for trial in strength["trials"]]
+        yield _table(("field", "fault", "outcome", "by, or why not"), trials)
+
+
+def _weights(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows = [(result["id"], *weight(result)) for result in results if result["verdict"] == "PASS"]
+    rows = [row for row in rows if any(row[1:])]
+    if rows:
+        yield "<h2>How strong each PASS is</h2>"
+        head = ("check", "tried", "would show (99.9 %) a fault of", "power")
+        shown = 4 if any(row[3] for row in rows) else 3
+        yield _table(head[:shown], (row[:shown] for row in rows))
 
 
 def _matrix(results: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for level in Level:
         tiles = [
-            f'<a class="tile {r["verdict"].lower()}" href="#{escape(r["id"])}" title="{escape(r["message"])}">'
+            f'<a class="tile {r["verdict"].lower()}" href="#{escape(r["id"])}" title="{escape(r["message"])}" '
+            f'onclick="{_OPEN}">'
             f"<b>{_MARKS[r['verdict']]}</b> {escape(r['id'])}</a>"
             for r in results
             if r.get("level") == int(level)
@@ -170,15 +257,34 @@ def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") 
         ),
         "</dl>",
     ]
+    if table := evidence.pop("difference", None):
+        evidence = {name: value for name, value in evidence.items() if name not in ("expected", "found")}
+        parts.append("<p><b>Expected and found</b></p>" + _difference(table))
     if evidence:
         parts.append(_evidence(evidence))
     if result.get("counterexample"):
-        parts.append(f"<p><b>Counterexample</b></p><pre>{escape(result['counterexample'])}</pre>")
+        script = f'<div class="copied"><button onclick="{_COPY}">Copy</button>'
+        parts.append(f"<p><b>Counterexample</b></p>{script}<pre>{escape(result['counterexample'])}</pre></div>")
     return (
         f'<details id="{escape(place + result["id"])}"{" open" if open else ""}><summary><b class="{verdict.lower()}">'
         f"{_MARKS[verdict]} {verdict}</b> {escape(place + result['id'])} "
         f'<span class="dim">{result["seconds"]:.2f} s</span></summary><div>{"".join(parts)}</div></details>'
     )
+
+
+_OPEN = "document.getElementById(this.hash.slice(1)).open = true"
+_COPY = "navigator.clipboard.writeText(this.nextElementSibling.textContent).then(() => {this.textContent='Copied'})"
+
+
+def _difference(table: Sequence[Mapping[str, Any]]) -> str:
+    """Expected and found side by side; what differs is marked."""
+    rows = "".join(
+        f"<tr{' class=differs' if row['differs'] else ''}><td>{escape(row['field'])}</td>"
+        f"<td><code>{escape(row['expected'])}</code></td><td><code>{escape(row['found'])}</code></td></tr>"
+        for row in table
+    )
+    head = "<tr><th>field</th><th>expected</th><th>found</th></tr>"
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
 def _prose(text: str) -> str:
@@ -205,7 +311,7 @@ def _probes(result: Mapping[str, Any], where: str) -> str:
 def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _cell(value: Any) -> str:

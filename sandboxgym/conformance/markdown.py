@@ -10,6 +10,7 @@ from typing import Any
 from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.runner import Report
 from sandboxgym.conformance.sidebyside import plain
+from sandboxgym.conformance.verdicts import headline, weight
 from sandboxgym.format import write_atomic
 
 
@@ -28,13 +29,16 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counts}. Budget {report['budget']}, seed {report['seed']}, {report['started'][:10]}, "
         f"{report['seconds']:.0f} s; " + ", ".join(f"{name} {v}" for name, v in report["versions"].items()) + ".",
         "",
+        f"**{headline(report).text}.**",
+        "",
+        *_strength(report.get("strength")),
         "Declared: " + "; ".join(f"{name} = {plain(value)}" for name, value in report["capabilities"].items()) + ".",
         "",
         "| check | verdict | |",
         "|---|---|---|",
     ]
     for result in report["results"]:
-        note = result["message"] or _numbers(result["evidence"])
+        note = result["message"] or _numbers(result)
         lines.append(f"| `{result['id']}` | {result['verdict']} | {_line(note)} |")
     if report.get("beside"):
         lines += _side_by_side(report)
@@ -69,13 +73,27 @@ def _side_by_side(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _numbers(evidence: Mapping[str, Any]) -> str:
+def _numbers(result: Mapping[str, Any]) -> str:
     short = [
         f"{name.replace('_', ' ')} {plain(value)}"
-        for name, value in evidence.items()
+        for name, value in result["evidence"].items()
         if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 40)
     ]
-    return ", ".join(short[:6])
+    rate = weight(result).rate
+    told = ", ".join(short[:6])
+    return f"{told}; would show a fault of {rate}" if rate and "fault in" not in told else told
+
+
+def _strength(strength: Mapping[str, Any] | None) -> list[str]:
+    """The strength of the certificate, and why fields were not exercised."""
+    if strength is None:
+        return []
+    lines = [f"Strength: {strength['summary']}.", ""]
+    missed = [t for t in strength["trials"] if t["outcome"] not in ("caught", "without effect")]
+    if missed:
+        lines += ["| not exercised | fault | | why |", "|---|---|---|---|"]
+        lines += [f"| `{t['field']}` | {t['fault']} | {t['outcome']} | {_line(t['note'])} |" for t in missed] + [""]
+    return lines
 
 
 def _line(value: str) -> str:

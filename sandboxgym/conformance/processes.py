@@ -17,20 +17,16 @@ PROC = Path("/proc")
 
 
 def held(folder: Path | None = None) -> dict[str, int]:
-    """Threads, open descriptors, child processes, mounts, temporary entries and bytes, resident memory."""
+    """Of this process alone: threads, open descriptors, child processes; temporary entries and mounts in a folder."""
     gc.collect()
     found = {"threads": threading.active_count(), "child processes": len(descendants(os.getpid()))}
     if (PROC / "self/fd").is_dir():
         found["open descriptors"] = len(os.listdir("/proc/self/fd"))
-    mounts = PROC / "self/mounts"
-    if mounts.exists():
-        # The container daemon's come and go with any program's containers, which are counted by themselves.
-        points = (line.split(" ")[1] for line in mounts.read_text().splitlines())
-        found["mounts"] = sum(not re.search("/(docker|containerd)/", point) for point in points)
     if folder is not None:
         files = [file for file in folder.rglob("*") if file.is_file() or file.is_symlink()]
         found["temporary files"] = len(files)
         found["temporary folders"] = sum(1 for entry in folder.rglob("*") if entry.is_dir())
+        found["mounts in the temporary folder"] = len(mounts_under(folder))
     return found
 
 
@@ -75,6 +71,18 @@ def marked(name: str, value: str) -> set[int]:
                 except OSError:
                     continue
     return found
+
+
+def mounts() -> set[str]:
+    """The mounts of the machine, as far as this process sees them: of other programs too.
+
+    Those of a container daemon come and go with any program's containers; they are left out.
+    """
+    try:
+        lines = (PROC / "self/mountinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {" ".join(line.split(" ")[:5:4]) for line in lines if not re.search("/(docker|containerd)/", line)}
 
 
 def mounts_under(folder: Path) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,11 @@ from typing import Any, Self
 import gymnasium as gym
 import numpy as np
 
+from sandboxgym.conformance import generators, masks
 from sandboxgym.conformance.check import Failed
+from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, layers, methods, put, take
-from sandboxgym.conformance.values import Canonical, canonical, difference, show
+from sandboxgym.conformance.values import Canonical, canonical, difference, literal, rows, show
 
 AFTER_END = 2
 """Steps that a control run takes after the end of its first episode."""
@@ -34,15 +35,27 @@ NEXT_EPISODE = 4
 # Control runs.
 
 
-def record(subject: Subject, index: int, steps: int) -> Control:
-    """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it."""
-    seed = int(np.random.SeedSequence([subject.seed, index]).generate_state(1)[0]) % 2**31
+def control_seed(subject: Subject, index: int) -> int:
+    """The seed that the ``index``-th control run is reset with."""
+    return int(np.random.SeedSequence([subject.seed, index]).generate_state(1)[0]) % 2**31
+
+
+def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()) -> Control:
+    """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it.
+
+    Args:
+        subject: what is recorded.
+        index: decides the seed, the reset options, and how actions are chosen.
+        steps: of the first episode at most.
+        planned: its first actions, where they are not chosen on the way.
+    """
+    seed = control_seed(subject, index)
     on_policy = index % 2 == 0
     rng = np.random.default_rng([subject.seed, index, 1])
     options = subject.options(index)
     ops: list[Op] = []
     outcomes: list[Outcome] = []
-    start = time.perf_counter()
+    watch = Stopwatch()
     with opened(subject) as env:
         space = copy.deepcopy(env.action_space)
         space.seed(seed)
@@ -53,16 +66,18 @@ def record(subject: Subject, index: int, steps: int) -> Control:
             outcomes.append(outcome)
             return raw
 
-        def episode(op: Op, limit: int) -> bool:
+        def episode(op: Op, limit: int, planned: Sequence[Any] = ()) -> bool:
             raw = perform(op)
-            for _ in range(limit):
+            for number in range(limit):
                 if raw is None or raw[2] or raw[3]:
                     break
-                raw = perform(Op("step", choose(subject, space, raw[0], raw[4], rng, on_policy)))
+                known = number < len(planned)
+                action = planned[number] if known else choose(subject, space, raw[0], raw[4], rng, on_policy)
+                raw = perform(Op("step", action))
             return raw is not None and bool(raw[2] or raw[3])
 
-        _seed_spaces(env, seed)
-        ended = len(ops) if episode(Op("reset", (seed, options)), steps) else None
+        seed_spaces(env, seed)
+        ended = len(ops) if episode(Op("reset", (seed, options)), steps, planned) else None
         if outcomes[0].raised:
             env.reset(seed=seed, options=copy.deepcopy(options))  # raises the same for the report
         if ended is not None:
@@ -70,11 +85,12 @@ def record(subject: Subject, index: int, steps: int) -> Control:
                 perform(Op("step", ops[-1].value))
         following = subject.options(index + 1) if isinstance(subject.reset_options, list) else options
         episode(Op("reset", (None, following)), NEXT_EPISODE)
-    recorded = time.perf_counter()
+    first, watch = watch.elapsed, Stopwatch()
     again = replay(subject, seed, ops)
-    seconds = min(recorded - start, time.perf_counter() - recorded)  # the less disturbed of two
+    seconds = min(first, watch.elapsed)  # the less disturbed of two
     differs = first_difference(outcomes, again)
-    name = f"seed {seed}, {'on' if on_policy else 'off'}-policy, {len(ops)} calls"
+    how = "found by search" if planned else "on-policy" if on_policy else "off-policy"
+    name = f"seed {seed}, {how}, {len(ops)} calls"
     return Control(name, seed, tuple(ops), tuple(outcomes), ended, not differs, differs or "", seconds)
 
 
@@ -94,16 +110,14 @@ def choose(
     admissible = info.get("admissible_commands") if isinstance(info, dict) else None
     if admissible is not None and len(admissible):
         return admissible[int(rng.integers(len(admissible)))]
-    mask = info.get("action_mask") if isinstance(info, dict) else None
-    if isinstance(mask, np.ndarray) and mask.dtype == np.int8 and mask.any() and isinstance(space, gym.spaces.Discrete):
-        return space.sample(mask=mask)
-    return space.sample()
+    mask = masks.given(observation, info)
+    return space.sample() if mask is None else masks.sample(space, mask)
 
 
 def replay(subject: Subject, seed: int, ops: Sequence[Op]) -> list[Outcome]:
     """The outcomes of ``ops`` in a new environment."""
     with opened(subject) as env:
-        _seed_spaces(env, seed)
+        seed_spaces(env, seed)
         return [subject.call(env, op)[0] for op in ops]
 
 
@@ -115,15 +129,32 @@ def noise(subject: Subject) -> str:
             return f"two runs from the same seed differ: {control.differs}"
         for trial in range(3):
             with opened(subject) as env:
-                _seed_spaces(env, control.seed)
+                seed_spaces(env, control.seed)
                 outcomes = [subject.call(env, control.ops[0])[0]]
-                env.unwrapped.np_random = np.random.default_rng([subject.seed, trial])
-                _seed_spaces(env, control.seed + 1 + trial)
+                renew_streams(env, int(np.random.SeedSequence([subject.seed, trial]).generate_state(1)[0]))
+                seed_spaces(env, control.seed + 1 + trial)
                 outcomes += [subject.call(env, op)[0] for op in control.ops[1 : control.last]]
             differs = first_difference(control.outcomes[: control.last], outcomes)
             if differs:
                 return f"runs with other draws differ: {differs}"
     return ""
+
+
+def renew_streams(env: AnyEnv, seed: int) -> None:
+    """Fresh bits for ``np_random`` and every other generator that the environment leads to, not for spaces.
+
+    Raises:
+        AttributeError, TypeError: ``np_random`` cannot be replaced, and no generator was found.
+    """
+    try:
+        env.unwrapped.np_random = np.random.default_rng(seed)
+    except (AttributeError, TypeError):
+        if not generators.find(env):
+            raise
+    replaced = id(getattr(env.unwrapped.np_random, "bit_generator", None))
+    for number, stream in enumerate(generators.find(env).values()):
+        if id(stream.source) != replaced:
+            stream.renew(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))
 
 
 @contextlib.contextmanager
@@ -150,9 +181,10 @@ def quiet() -> Iterator[None]:
             gym.logger.min_level = level
 
 
-def _seed_spaces(env: AnyEnv, seed: int) -> None:
+def seed_spaces(env: AnyEnv, seed: int) -> None:
+    """Seed both spaces, differently: alike, nobody would see that one was restored from the other."""
     env.action_space.seed(seed)
-    env.observation_space.seed(seed)
+    env.observation_space.seed(seed + 1)  # streams that are swapped must show
 
 
 def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str | None:
@@ -186,12 +218,21 @@ def streams(env: AnyEnv) -> dict[str, Canonical]:
     found: dict[str, Canonical] = {}
     for depth, layer in enumerate(layers(env)):
         name = f"{type(layer).__name__}#{depth}"
-        found[f"{name}.np_random"] = _bits(vars(layer).get("_np_random") if hasattr(layer, "__dict__") else None)
+        found[f"{name}.np_random"] = _bits(_own_stream(layer))
         for attribute in ("action_space", "observation_space"):
             space = getattr(layer, attribute, None)
             for place, inner in _spaces(space, attribute):
                 found[f"{name}.{place}"] = _bits(getattr(inner, "_np_random", None))
     return found
+
+
+def _own_stream(layer: Any) -> Any:
+    """A layer's ``np_random`` as far as it is made: Gymnasium's attribute, or a property of the author's own."""
+    own = vars(layer).get("_np_random") if hasattr(layer, "__dict__") else None
+    if own is None and getattr(type(layer), "np_random", None) not in (gym.Env.np_random, gym.Wrapper.np_random):
+        with contextlib.suppress(Exception):  # before the first reset it may have none
+            return layer.np_random
+    return own
 
 
 def _spaces(space: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -243,7 +284,7 @@ class Scene:
     _closed: set[int] = field(default_factory=set)
     _made: int = 0
     _taken: int = 0
-    began: float = field(default_factory=time.perf_counter)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     _loop: int = 0
     _released: set[int] = field(default_factory=set)
 
@@ -297,9 +338,9 @@ class Scene:
 
     def seed_spaces(self, env: AnyEnv, seed: int) -> None:
         """Seed the spaces of the outermost layer."""
-        _seed_spaces(env, seed)
+        seed_spaces(env, seed)
         name = self.name(env)
-        self.lines.append(f"{name}.action_space.seed({seed}), {name}.observation_space.seed({seed})")
+        self.lines.append(f"{name}.action_space.seed({seed}), {name}.observation_space.seed({seed + 1})")
 
     def call(self, env: AnyEnv, op: Op) -> Outcome:
         """Perform one call."""
@@ -396,7 +437,7 @@ class Scene:
         mark = self._loop + bool(index)
         made, taken, live = self._made, self._taken, (len(self._envs), len(self._snaps))
         yield
-        body = "\n".join(f"    {line}" for line in "\n".join(_folded(self.lines[mark:])).splitlines())
+        body = "\n".join(f"    {line}" for line in "\n".join(folded(self.lines[mark:])).splitlines())
         self.lines[self._loop :] = [f"for _ in range({index + 1}):\n{body}"]
         if live == (len(self._envs), len(self._snaps)):
             self._made, self._taken = made, taken
@@ -477,6 +518,7 @@ class Scene:
             "call": index,
             "expected": show_outcome(walk.expected[index]),
             "found": show_outcome(found),
+            "difference": rows(walk.expected[index]._asdict(), found._asdict()),
             "compared with": "an uninterrupted run" if walk.control.repeatable else "the original environment",
         }
         if point is not None:
@@ -508,14 +550,13 @@ class Scene:
         return name
 
     def _write_op(self, env: AnyEnv, op: Op) -> None:
-        self.lines.append(_call(self.name(env), op))
+        self.lines.append(written(self.name(env), op))
 
     def script(self, walk: Walk | None = None, env: AnyEnv | None = None, index: int | None = None) -> str:
         """What was done, as runnable Python."""
-        spec = self.subject.make_spec
-        head = ["import gymnasium as gym", "", "import sandboxgym", ""]
-        if spec is not None:
-            head += spec.source().splitlines()
+        head = ["", "import sandboxgym", ""]
+        if self.subject.source is not None:
+            head += self.subject.source.splitlines()
         else:
             head += [f"def make_env():  # {self.subject.name}", "    ...  # the factory that was given to the suite"]
         head += ["", ""]
@@ -527,14 +568,16 @@ class Scene:
             if walk.control.repeatable:
                 tail += ["", "control = make_env()  # never interrupted"]
                 seed = walk.control.seed
-                tail.append(f"control.action_space.seed({seed}), control.observation_space.seed({seed})")
-                tail += [_call("control", op) for op in walk.control.ops[:index]]
-                tail.append(f"expected = {_call('control', walk.control.ops[index])}")
+                tail.append(f"control.action_space.seed({seed}), control.observation_space.seed({seed + 1})")
+                tail += [written("control", op) for op in walk.control.ops[:index]]
+                tail.append(f"expected = {written('control', walk.control.ops[index])}")
                 tail += ['print("expected", expected)']
             else:
                 tail.append(f"# expected: {show_outcome(walk.expected[index])}")
             tail += ['print("found   ", found)']
-        return "\n".join([*head, *_folded(lines), *_folded(tail)]) + "\n"
+        body = [*head, *folded(lines), *folded(tail)]
+        numpy = ["import numpy as np"] if any("np." in line for line in body) else []
+        return "\n".join(["import gymnasium as gym", *numpy, *body]) + "\n"
 
 
 def comparable(subject: Subject, control: Control) -> int:
@@ -558,29 +601,20 @@ def release(snap: Any) -> None:
     getattr(snap, "release", lambda: None)()
 
 
-def _call(name: str, op: Op) -> str:
+def written(name: str, op: Op) -> str:
+    """A call as Python."""
     if op.kind == "step":
-        return f"{name}.step({_argument(op.value)})"
+        action = int(op.value) if isinstance(op.value, np.integer) else op.value
+        return f"{name}.step({literal(action)})"
     seed, options = op.value
     arguments = [] if seed is None else [f"seed={seed}"]
     if options is not None:
-        arguments.append(f"options={options!r}")
+        arguments.append(f"options={literal(options)}")
     return f"{name}.reset({', '.join(arguments)})"
 
 
-def _argument(action: Any) -> str:
-    if isinstance(action, np.integer):
-        return repr(int(action))
-    if isinstance(action, np.ndarray):
-        return f"np.array({action.tolist()!r}, dtype={action.dtype.str!r})"
-    return repr(action)
-
-
-def _folded(lines: Sequence[str]) -> Iterator[str]:
+def folded(lines: Sequence[str]) -> Iterator[str]:
     """The lines with runs of steps of one environment as loops."""
-    if any("np.array(" in line for line in lines):
-        yield "import numpy as np"
-        yield ""
     index = 0
     while index < len(lines):
         name, step, _ = lines[index].partition(".step(")

@@ -18,8 +18,10 @@ from typing import Any, TextIO
 from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.check import Check, Level, Result, Verdict
 from sandboxgym.conformance.runner import Report, all_checks
+from sandboxgym.conformance.verdicts import headline
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "1;31", Verdict.SKIP: "90", Verdict.INCONCLUSIVE: "33"}
+_KINDS = {"pass": Verdict.PASS, "fail": Verdict.FAIL, "inconclusive": Verdict.INCONCLUSIVE}
 _MARKS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.SKIP: "skip", Verdict.INCONCLUSIVE: "?   "}
 
 
@@ -73,6 +75,8 @@ def terminal(report: Report, *, colour: bool = False, width: int | None = None) 
     lines = [paint(f"Conformance of {report.name}", "1")]
     spec = ", ".join(f"{name} {sidebyside.plain(value)}" for name, value in report.capabilities.items())
     lines.append(paint(f"budget {report.budget}, seed {report.seed}; declared: {spec or 'nothing'}", "90"))
+    if report.strength is not None:
+        lines += textwrap.wrap(f"strength: {report.strength}", width, subsequent_indent="    ")
     for level in Level:
         results = [result for result in report.results if levels.get(result.id) == level]
         if not results:
@@ -83,24 +87,23 @@ def terminal(report: Report, *, colour: bool = False, width: int | None = None) 
             lines.append(f"  {mark}  {result.id:<36} {result.seconds:6.2f} s")
             if result.message:
                 lines += textwrap.wrap(result.message, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    for result in report.failures:
-        lines += ["", paint(f"{result.id} failed", "1;31")]
-        known = next((check for check in all_checks() if check.id == result.id), None)
-        if known is not None:
-            lines += textwrap.wrap(f"Hazard: {known.hazard}", width, initial_indent="  ", subsequent_indent="  ")
-        for name, value in result.evidence.items():
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            if "\n" in text:
-                lines += [f"  {name}:", textwrap.indent(text.rstrip(), "    ")]
-            else:
-                lines += textwrap.wrap(f"{name}: {text}", width, initial_indent="  ", subsequent_indent="      ")
-        if result.counterexample:
-            lines += ["  Counterexample:", "", textwrap.indent(result.counterexample.rstrip(), "    ")]
+    for cause in report.causes:
+        lines += _failed(report[cause.root], width, paint)
+        others = cause.checks[1:]
+        if others:
+            where = f" ({cause.what})" if cause.what else ""
+            text = f"Probably of the same cause{where}: {', '.join(others)}"
+            lines += ["", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")]
+    lines += _unexercised(report, width, paint)
     if report.not_tested:
         lines += ["", paint("NOT tested", "1")]
+        unasked = sum("not asked for" in reason for _, reason in report.not_tested)
         for id, reason in report.not_tested:
-            text = f"{id}: {' '.join(reason.split())}"
-            lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+            if "not asked for" not in reason:
+                text = f"{id}: {' '.join(reason.split())}"
+                lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+        if unasked:
+            lines.append(f"  {unasked} more checks, which were not asked for (--list has all)")
     if report.beside:
         lines += _side_by_side(report.to_json(), paint)
         for label, other in zip(sidebyside.labels(report.to_json())[1:], report.beside):
@@ -110,8 +113,44 @@ def terminal(report: Report, *, colour: bool = False, width: int | None = None) 
     counts = [
         paint(f"{len(report.of(verdict))} {verdict}", _COLOURS[verdict]) for verdict in Verdict if report.of(verdict)
     ]
-    lines += ["", f"{', '.join(counts) or 'nothing ran'} in {report.seconds:.1f} s"]
+    text, kind = headline(report.to_json())
+    lines += ["", paint(text, _COLOURS[_KINDS[kind]])] if report.results else [""]
+    lines += [f"{', '.join(counts) or 'nothing ran'} in {report.seconds:.1f} s"]
     return "\n".join(lines) + "\n"
+
+
+def _failed(result: Result, width: int, paint: Callable[[str, str], str]) -> list[str]:
+    """A failure in full."""
+    lines = ["", paint(f"{result.id} failed", "1;31")]
+    known = next((check for check in all_checks() if check.id == result.id), None)
+    if known is not None:
+        lines += textwrap.wrap(f"Hazard: {known.hazard}", width, initial_indent="  ", subsequent_indent="  ")
+    evidence = dict(result.evidence)
+    for row in evidence.pop("difference", ()):
+        if row["differs"]:
+            text = f"{row['field']}: expected {row['expected']}, found {row['found']}"
+            lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+            evidence.pop("expected", None), evidence.pop("found", None)
+    for name, value in evidence.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        if "\n" in text:
+            lines += [f"  {name}:", textwrap.indent(text.rstrip(), "    ")]
+        else:
+            lines += textwrap.wrap(f"{name}: {text}", width, initial_indent="  ", subsequent_indent="      ")
+    if result.counterexample:
+        lines += ["  Counterexample:", "", textwrap.indent(result.counterexample.rstrip(), "    ")]
+    return lines
+
+
+def _unexercised(report: Report, width: int, paint: Callable[[str, str], str]) -> list[str]:
+    """What could be lost unseen."""
+    if report.strength is None or not (missed := [*report.strength.unexercised, *report.strength.unseen]):
+        return []
+    lines = ["", paint("Not exercised: this could be wrong, and the result would be the same", "1")]
+    for trial in missed:
+        text = f"{trial.field} ({trial.fault}): {trial.note}"
+        lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+    return lines
 
 
 def _side_by_side(report: Mapping[str, Any], paint: Callable[[str, str], str]) -> list[str]:

@@ -11,19 +11,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import os
 import platform
 import random
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from sandboxgym.conformance import ambient
+from sandboxgym.conformance.causes import Cause, causes
 from sandboxgym.conformance.check import (
     REGISTRY,
     SHORTEST,
@@ -35,12 +37,19 @@ from sandboxgym.conformance.check import (
     Result,
     Skipped,
     Verdict,
+    as_levels,
 )
+from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.recording import opened, quiet, release
+from sandboxgym.conformance.shrink import shrunk
+from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
 from sandboxgym.conformance.subject import Control, Subject, put, take
 
 SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
+
+SHRINKING = 5.0
+"""Seconds of the processor at most for shortening one script."""
 
 THEMES = (
     "api",
@@ -51,6 +60,7 @@ THEMES = (
     "fork",
     "isolation",
     "machine",
+    "streams",
     "stochastic",
     "probes",
     "hostile",
@@ -81,6 +91,10 @@ class Report:
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
+    strength: Strength | None = None
+    """What it would have seen; None where that was not asked for."""
+    machine: dict[str, float | None] = field(default_factory=dict)
+    """Runnable processes before and after (mean of a minute), cores, and how long the environment takes for a call."""
     beside: tuple[Report, ...] = ()
     """Of the same checks, on the environment made in other ways."""
 
@@ -98,6 +112,11 @@ class Report:
     def failures(self) -> tuple[Result, ...]:
         """The failed checks."""
         return self.of(Verdict.FAIL)
+
+    @property
+    def causes(self) -> list[Cause]:
+        """The failures, grouped by what probably causes them."""
+        return causes([{**asdict(result), "evidence": _json(result.evidence)} for result in self.failures])
 
     @property
     def not_tested(self) -> tuple[tuple[str, str], ...]:
@@ -154,20 +173,24 @@ class Report:
             "seconds": round(self.seconds, 3),
             "versions": self.versions,
             "platform": self.platform,
+            "machine": self.machine,
             "counts": {str(verdict): len(self.of(verdict)) for verdict in Verdict},
             "exit_code": self.exit_code,
+            "strength": self.strength and self.strength.to_json(),
+            "causes": [{**cause._asdict(), "checks": list(cause.checks)} for cause in self.causes],
             "results": results,
             "not_tested": [{"id": id, "reason": reason} for id, reason in self.not_tested],
             "beside": [other.to_json() for other in self.beside],
         }
 
 
-def all_checks(*, levels: Collection[int] | None = None, only: Collection[str] | None = None) -> list[Check]:
+def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[str] | None = None) -> list[Check]:
     """All checks, in order; or those of some levels, or of some ids.
 
     Raises:
-        ValueError: no check has such an id.
+        ValueError: no check has such an id; there is no such level.
     """
+    wanted = None if levels is None else as_levels(levels)
     for theme in THEMES:
         importlib.import_module(f"sandboxgym.conformance.checks.{theme}")
     if only is not None and (unknown := sorted(set(only) - REGISTRY.keys())):
@@ -175,7 +198,7 @@ def all_checks(*, levels: Collection[int] | None = None, only: Collection[str] |
     return [
         check
         for check in sorted(REGISTRY.values(), key=_theme)
-        if (levels is None or int(check.level) in levels) and (only is None or check.id in only)
+        if (wanted is None or int(check.level) in wanted) and (only is None or check.id in only)
     ]
 
 
@@ -187,13 +210,25 @@ def _theme(check: Check) -> int:
 def run(
     subject: Subject,
     *,
-    levels: Collection[int] = tuple(Level),
+    levels: Collection[int | str] = tuple(Level),
     budget: str | Budget = "quick",
     seed: int = 0,
     only: Collection[str] | None = None,
     listener: Listener | None = None,
+    strength: bool = False,
+    shrink: bool = True,
 ) -> Report:
     """Run the checks of some levels, or those in ``only``.
+
+    Args:
+        subject: what is checked.
+        levels: which `Level`s, by number or name.
+        budget: how much to spend, or its name.
+        seed: of all that is drawn.
+        only: ids of the only checks to run.
+        listener: is told of each check.
+        strength: put faults into the environment afterwards, and say which of them this run would have seen.
+        shrink: shorten the scripts of failures.
 
     Raises:
         ValueError: no check has such an id; no such budget.
@@ -202,20 +237,27 @@ def run(
         budget = Budget.named(budget)
     subject.reseed(seed)
     chosen = all_checks(levels=levels, only=only)
-    budget = budget.paced(pace(subject))
-    started, start = datetime.datetime.now(datetime.UTC), time.perf_counter()
+    call = pace(subject)
+    budget = budget.paced(call)
+    load = _load()
+    started, start, watch = datetime.datetime.now(datetime.UTC), time.perf_counter(), Stopwatch()
     results: dict[str, Result] = {}
-    busy = time.process_time()
     for check in chosen:
         if listener is not None:
             listener(check, None)
-        spent = time.process_time() - busy
-        if budget.waits:
-            spent = max(spent, (time.perf_counter() - start) / 2)
+        spent = max(watch.busy, watch.elapsed / 2) if budget.waits else watch.busy
         now = budget.sharing(spent, len(chosen) - len(results))
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
+    if shrink:
+        results = {id: shortened(subject, result, budget) for id, result in results.items()}
+    measured = None
+    if strength:
+        spent = max(watch.busy, watch.elapsed / 2 if budget.waits else 0)
+        seconds = max(LEAST_SECONDS, SHARE * spent)
+        with preserved():
+            measured = measure(subject, budget, results, seed=seed, seconds=seconds)
     spec = subject.make_spec
     try:
         capabilities = asdict(subject.capabilities)
@@ -228,13 +270,33 @@ def run(
         capabilities=capabilities,
         results=tuple(results.values()),
         budget=str(budget),
-        levels=tuple(sorted(map(int, levels))),
+        levels=as_levels(levels),
         seed=seed,
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
         versions=versions(),
         platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        strength=measured,
+        machine={"load before": load, "load after": _load(), "cores": os.cpu_count() or 1, "seconds per call": call},
     )
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
+    """A failure with the shortest script that shows it, and with expected and found values; others as they are."""
+    if result.verdict is not Verdict.FAIL or not result.counterexample:
+        return result
+    try:
+        found = shrunk(subject, result.counterexample, seconds=min(SHRINKING, budget.seconds))
+    except Exception:  # an environment that fails may fail in any way
+        return result
+    if found is None:
+        return result
+    evidence = {**result.evidence, "difference": found.difference}
+    return replace(result, counterexample=found.script, evidence=evidence)
 
 
 def pace(subject: Subject) -> float:
@@ -258,10 +320,10 @@ def _snapshot_seconds(subject: Subject, control: Control) -> float:
             subject.call(env, op)
         seconds = []
         for _ in range(3):
-            start = time.perf_counter()
+            watch = Stopwatch()
             snap = take(env)
             put(env, snap)
-            seconds.append((time.perf_counter() - start) / 2)
+            seconds.append(watch.elapsed / 2)
             release(snap)
     return min(seconds)
 

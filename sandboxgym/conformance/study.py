@@ -85,7 +85,7 @@ def _study(subject: Subject, budget: Budget) -> Study:
     rng = np.random.default_rng([subject.seed, 1001])
     with contextlib.ExitStack() as stack:
         chosen, result.reason = places(subject, budget, stack)
-        planned = 6 * len(chosen) + 6
+        planned = 6 * len(chosen) + 9
         result.designs = [f"{place.design}: {place.name}" for place in chosen]
         for place in chosen:
             _sample(place, budget, result.shift, st.ALPHA / planned, 3 * budget.seconds / len(chosen))
@@ -265,8 +265,14 @@ def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[
 def _relate(
     result: Study, families: dict[str, list[list[Future]]], same: list[Future], rng: np.random.Generator, draws: int
 ) -> None:
-    """Whether members of a family agree, of the next transition and of all near ones, and whether families vary."""
+    """Whether members of a family agree, of the next transition and of all near ones, and have one distribution."""
     tests = result.tests.setdefault(SIBLINGS, {})
+
+    def alike(name: str, one: list[Future], other: list[Future]) -> None:
+        labels = st.merged(st.labelled([future.whole for future in (*one, *other)]), CELLS)
+        if labels.max() > 0:
+            tests[name] = st.homogeneity(name, labels, len(one), rng, draws)
+
     for how, groups in families.items():
         for what, look in (("next transition", 1), (f"{NEAR} transitions", NEAR)):
             flat = [future.whole[:look] for group in groups for future in group]
@@ -279,8 +285,11 @@ def _relate(
             tests[name] = st.dependence(name, labels, rng, draws)
             pairs = len(groups) * labels.shape[1] * (labels.shape[1] - 1) // 2
             result.chance[name] = (st.agreement_by_chance(labels), pairs)
-        futures = [future.whole for future in same] + [group[0].whole for group in groups]
-        labels = st.merged(st.labelled(futures), CELLS)
-        if same and labels.max() > 0:
-            name = f"{how}: the first of each family against uninterrupted futures"
-            tests[name] = st.homogeneity(name, labels, len(same), rng, draws)
+        if same:
+            everyone = [future for group in groups for future in group]
+            alike(f"{how}: all of each family against uninterrupted futures", same, everyone)
+        later = [future for group in groups for future in group[1:]]
+        alike(f"{how}: the first of each family against the others", [group[0] for group in groups], later)
+    if not same:  # nothing uninterrupted starts here: what was forked against what was restored
+        forked, restored = ([future for group in families[how] for future in group] for how in ("fork", "restore"))
+        alike("forks against restores", forked, restored)

@@ -138,6 +138,7 @@ class Subject:
             own account, in words; default: ``info["lossy"]`` of the restore.
         limits: from an environment that was reset to the limits that its sandbox holds as a whole, of ``disk`` (bytes),
             ``files`` (their number) and ``seconds`` (of one command); what is missing or None is not declared.
+        source: Python that defines ``make_env``, for scripts; default: from ``make_spec``.
     """
 
     make_env: Callable[[], AnyEnv]
@@ -152,17 +153,22 @@ class Subject:
     lossy: Callable[[AnyEnv, Any], Sequence[str]] | None = None
     limits: Callable[[AnyEnv], Mapping[str, float | None]] | None = None
     seed: int = 0
+    source: str | None = None
     _controls: dict[tuple[int, int], Control] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.make_spec is None:
             self.make_spec = named_factory(self.make_env)
+        if self.source is None and self.make_spec is not None:
+            self.source = self.make_spec.source()
         if not self.name:
             self.name = self.make_spec.target if self.make_spec else _name(self.make_env)
 
     @classmethod
     def named(cls, target: str, make_kwargs: Mapping[str, Any] | None = None, **hooks: Any) -> Subject:
-        """The environment of a Gymnasium id or a factory; see `MakeSpec`."""
+        """The environment of a Gymnasium id (one of this package: also without its namespace) or a factory."""
+        short = f"sandboxgym/{target}"
+        target = short if target not in gym.registry and short in gym.registry else target
         spec = MakeSpec(target, dict(make_kwargs or {}))
         return cls(spec.factory(), name=hooks.pop("name", "") or target, make_spec=spec, **hooks)
 

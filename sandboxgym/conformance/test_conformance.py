@@ -11,7 +11,12 @@ def test_conformance(snapshot_result: Any) -> None:
     """A check of the conformance suite passes."""
     if snapshot_result.verdict == "FAIL":
         lines = [f"{snapshot_result.id}: {snapshot_result.message}"]
-        lines += [f"  {name}: {value}" for name, value in snapshot_result.evidence.items()]
+        for name, value in snapshot_result.evidence.items():
+            if name == "difference":
+                different = [row for row in value if row["differs"]]
+                lines += [f"  {row['field']}: expected {row['expected']}, found {row['found']}" for row in different]
+            elif "difference" not in snapshot_result.evidence or name not in ("expected", "found"):
+                lines.append(f"  {name}: {value}")
         if snapshot_result.counterexample:
             lines += ["", snapshot_result.counterexample]
         pytest.fail("\n".join(lines), pytrace=False)

@@ -6,8 +6,10 @@ NaN equals NaN, 0.0 is not -0.0, ``np.float32(1)`` is not ``1.0``; the order of 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -132,6 +134,59 @@ def _arrays(expected: Canonical, found: Canonical) -> str:
         return f"{where}: expected {left[index]}, found {right[index]}"
     except (ValueError, IndexError):
         return "arrays differ"
+
+
+def rows(expected: Mapping[str, Canonical], found: Mapping[str, Canonical]) -> list[dict[str, Any]]:
+    """Two sets of canonical values field by field, for a table: entries of dicts that differ have rows of their own.
+
+    Returns:
+        Rows with the strings ``field``, ``expected``, ``found`` and the flag ``differs``.
+    """
+    table = []
+    for name, one in expected.items():
+        other = found.get(name)
+        left, right = _entries(one), _entries(other)
+        if one != other and left is not None and right is not None:
+            keys = [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
+            table += rows(
+                {f"{name}[{key}]": left.get(key, _MISSING) for key in keys},
+                {f"{name}[{key}]": right.get(key, _MISSING) for key in keys},
+            )
+        elif one is not None or other is not None:
+            table.append({"field": name, "expected": show(one), "found": show(other), "differs": one != other})
+    return table
+
+
+_MISSING: Canonical = ("missing", "nothing")
+
+
+def _entries(value: Canonical) -> dict[str, Canonical] | None:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Items):
+        return {show(key): item for key, item in value[1]}
+    return None
+
+
+def literal(value: Any) -> str:
+    """Python that makes a value again, types and dtypes included; it needs NumPy as ``np`` at most."""
+    kind = type(value)
+    if kind is float and (value != value or value in (float("inf"), float("-inf"))):
+        return f"float({str(value)!r})"
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return repr(value)
+    if kind is dict:
+        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+    if kind is list:
+        return f"[{', '.join(map(literal, value))}]"
+    if kind is tuple:
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if kind is set and value:
+        return "{" + ", ".join(map(literal, value)) + "}"
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return f"np.{kind.__name__}({literal(value.item())})"
+    if kind is np.ndarray and value.dtype.kind in "biufcSU":
+        made = f"np.array({literal(value.tolist())}, dtype={value.dtype.str!r})"
+        return made if value.size else f"np.zeros({value.shape!r}, dtype={value.dtype.str!r})"
+    return f"__import__('pickle').loads({pickle.dumps(value, protocol=4)!r})"
 
 
 def show(value: Canonical, limit: int = 160) -> str:

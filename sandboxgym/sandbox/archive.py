@@ -64,7 +64,7 @@ def pack(tree: OverlayTree) -> bytes:
                             f"less than {LONGEST_NAME} bytes"
                         )
         except OSError as error:
-            raise SandboxError(f"what was written cannot be packed: {error}") from error
+            raise SandboxError(f"what was written cannot be packed: {os.strerror(error.errno or 0)}") from error
         _add_json(archive, _END, {"members": number})
     return out.getvalue()
 

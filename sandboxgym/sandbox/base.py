@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
 
 from sandboxgym import leftovers
+from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
+from sandboxgym.sandbox.written import Written
 
 CONTROL = "/run/.sandboxgym"
 """Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
 READ_LIMIT = 16 * 2**20
 """Bytes that are read of a file inside, unless more is asked for."""
+MOST_SECONDS = 1_000_000
+"""Of a time limit: the system's calls that wait take no more than some 25 days."""
 LONGEST_COMMAND = 2 * 2**20
 """Characters of a command, or typed at one time, from which on it is refused."""
 
@@ -68,7 +72,11 @@ class FileTooLarge(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one sandbox may use; None is no limit."""
+    """What one sandbox may use; None is no limit, but for ``seconds`` and ``output``.
+
+    Raises:
+        TypeError, ValueError: a field is no such number; the message names it.
+    """
 
     seconds: float = 60.0
     """Wall time of one command, after which all that it started is killed, wherever it went."""
@@ -83,6 +91,24 @@ class Limits:
     """Bytes kept of one command's output: the first and the last half; the rest is counted and dropped."""
     files: int | None = 500_000
     """Files, directories and links that the live sandbox made, with or without a name."""
+
+    def __post_init__(self) -> None:
+        seconds: object = self.seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(f"Limits.seconds: expected a number, found {brief(seconds, 80)}")
+        if not 0 < seconds <= MOST_SECONDS:
+            raise ValueError(
+                f"Limits.seconds: expected more than 0 and at most {MOST_SECONDS:,}, found {brief(seconds, 80)}"
+            )
+        for name in ("memory", "processes", "disk", "output", "files"):
+            value: object = getattr(self, name)
+            if value is None and name != "output":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                or_none = "" if name == "output" else " or None"
+                raise TypeError(f"Limits.{name}: expected a whole number{or_none}, found {brief(value, 80)}")
+            if not 1 <= value < 2**63:
+                raise ValueError(f"Limits.{name}: expected at least 1 and less than 2**63, found {brief(value, 80)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +278,13 @@ class Backend(Protocol):
 
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes by the numbers that `processes` gives; those gone already are ignored."""
+
+    def written(self) -> Written | None:
+        """What was written since the start, without reading it (`written.look`); None where that cannot be seen.
+
+        Raises:
+            SandboxClosed: nothing is live.
+        """
 
     def paused(self) -> AbstractContextManager[None]:
         """Within it nothing inside runs, as far as the capabilities' notes do not say otherwise.

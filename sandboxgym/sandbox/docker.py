@@ -1,7 +1,8 @@
 """The ``docker`` backend: containers, and images as trees. Portable to every local daemon; slower than overlays.
 
 1. A tree is an image: ``docker commit`` keeps files, modes, owners, links, deletions, and times in whole seconds. What
-   it loses is declared: extended attributes of users, holes, mounts such as /dev/shm, three files of /etc.
+   it loses is declared: extended attributes of users, holes, mounts such as /dev/shm. The three files that names are
+   resolved by (`names`) are mounted over the image's, and what they hold is recorded with a tree.
 2. A sandbox runs as the image's user with few capabilities, no new privileges, the daemon's system-call filter, its own
    process ids and no network, unless it is asked for.
 3. Containers and images go with the last thing that needs them; those of a killed owner go at the next
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ from sandboxgym.sandbox.base import (
     CONTROL,
     READ_LIMIT,
     Capabilities,
+    FileTooLarge,
     Limits,
     ProcessInfo,
     SandboxClosed,
@@ -38,9 +39,11 @@ from sandboxgym.sandbox.disk import remove_directories
 from sandboxgym.sandbox.docker_archive import pack
 from sandboxgym.sandbox.docker_client import daemon_errors, image_attributes
 from sandboxgym.sandbox.docker_exec import INIT, Container, ContainerProcess, live_errors
-from sandboxgym.sandbox.docker_images import LABEL, Image, Ownership, committed
+from sandboxgym.sandbox.docker_images import LABEL, Image, Ownership, committed, names_label, recorded_names
 from sandboxgym.sandbox.members import check_fits
+from sandboxgym.sandbox.reading import regular_file
 from sandboxgym.sandbox.tree_archive import Reader
+from sandboxgym.sandbox.written import Written, look
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
 """Of Docker's default set: what package managers and servers need."""
@@ -48,10 +51,12 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_S
 _MAX_LAYERS = 100
 """Layers of an image after which its tree is squashed; the daemon refuses 128."""
 
+_RESOLVER = "resolv.conf"
 _NOTES = (
     "Extended attributes of users, holes, /dev/shm and other mounted file systems are not in a tree.",
     "Times of files are kept in whole seconds.",
-    "/etc/hosts, /etc/hostname and /etc/resolv.conf are the daemon's: a snapshot does not keep changes to them.",
+    "/etc/hosts, /etc/hostname and /etc/resolv.conf are mounted and cannot be deleted or replaced inside: a snapshot "
+    "keeps what they hold, at most 64 KiB each, not their modes, owners and times.",
     "Each file is limited to the disk limit, and a tree over it is refused; all files of a live sandbox "
     "together, and their number, are not limited.",
     "A snapshot costs what was written since the last one; a restore starts a container.",
@@ -92,8 +97,9 @@ class DockerTree:
 
     def pack(self) -> bytes:
         """What differs from the base image, as an archive that `DockerBackend.unpack` takes."""
-        owned = self.image.ownership
-        return pack(owned.api, self.id, base=self.base, base_layers=self._base.layers, scratch=owned.path)
+        image = self.image
+        owned, facts = image.ownership, names_label(image.names())
+        return pack(owned.api, self.id, base=self.base, base_layers=self._base.layers, scratch=owned.path, facts=facts)
 
     def retain(self) -> DockerTree:
         """Another hold on the same tree."""
@@ -146,6 +152,8 @@ class DockerBackend:
         self._folder.mkdir(parents=True)
         self._controls = itertools.count()
         self.control: Path = self._new_control()
+        self._mounted: dict[str, Path] = {}
+        self._usual: dict[str, bytes | None] = {}
         self.control_inside = CONTROL
         self._container: Container | None = None
         self._running: Image | None = None
@@ -190,12 +198,16 @@ class DockerBackend:
         old, self.control = self.control, self._new_control()
         with contextlib.suppress(OSError):  # another user's, without root
             leftovers.remove_tree(old)
-        identity = self._create(image)
+        self._write_names({} if tree is None else image.names())
+        identity = self._create(image, self._mounted)
         try:
             with daemon_errors():
                 self._ownership.api.start(identity)
             self._container = Container(self._ownership.api, identity)
+            if _RESOLVER not in self._mounted:
+                self._usual[_RESOLVER] = self._held(_RESOLVER)
         except BaseException:
+            self._container = None
             self._remove(identity)
             raise
         self._running = image.retain()
@@ -224,6 +236,14 @@ class DockerBackend:
         """Kill processes of the container by their numbers on the host."""
         self._live().kill(pids)
 
+    def written(self) -> Written | None:
+        """What the container's layer holds, where that can be seen: the daemon's driver is overlay2, and this is root.
+
+        Files of a volume lie elsewhere, so where the image declares one nothing is told.
+        """
+        layer = self._live().layer
+        return None if layer is None else look(layer, self._live().id)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """The container is paused meanwhile; see `base.Backend.paused`."""
@@ -238,7 +258,10 @@ class DockerBackend:
         """
         container = self._live()
         assert self._running is not None
-        with committed(self._ownership, container.id, self._running, pause=True) as image:
+        with contextlib.ExitStack() as stack:
+            with container.paused():  # what is recorded with the image is of the same moment
+                held = committed(self._ownership, container.id, self._running, files=self._names())
+                image = stack.enter_context(held)
             tree = DockerTree(image, self._base)
             self._check_size(tree)
             if not keep_processes:
@@ -252,7 +275,8 @@ class DockerBackend:
         self._check_open()
         reader = Reader(archive, base=self._base.id)
         check_fits(reader.nbytes, self._limits.disk)
-        identity = self._create(self._base.image)
+        files = recorded_names(reader.header.facts)
+        identity = self._create(self._base.image, {})
         try:
             with daemon_errors():
                 if reader.header.deleted:
@@ -263,7 +287,7 @@ class DockerBackend:
                         if status:
                             raise SandboxError(f"paths could not be deleted: {output.decode(errors='replace'):.1000}")
                 self._ownership.api.put_archive(identity, "/", reader.rest())
-            with committed(self._ownership, identity, self._base.image, pause=True) as image:
+            with committed(self._ownership, identity, self._base.image, files=files) as image:
                 tree = DockerTree(image, self._base)
                 self._check_size(tree)
                 return tree
@@ -279,9 +303,9 @@ class DockerBackend:
         """
         container = self._live()
         repository, _, tag = name.rpartition(":")
-        changes = [f"LABEL {json.dumps(key)}={json.dumps(value)}" for key, value in {**labels, LABEL: ""}.items()]
-        with live_errors():
-            made = self._ownership.api.commit(container.id, repository=repository, tag=tag, changes=changes)
+        with container.paused(), live_errors():
+            whole = {"Labels": {**labels, **names_label(self._names()), LABEL: ""}}
+            made = self._ownership.api.commit(container.id, repository=repository, tag=tag, pause=False, conf=whole)
         identity: str = made["Id"]
         return identity
 
@@ -303,7 +327,8 @@ class DockerBackend:
         """Write a file as the image's user, making missing parents."""
         if self._owner is None:
             self._owner = self._user()
-        docker_files.write_file(self._live(), path, data, mode=mode, owner=self._owner)
+        mounted = {f"/etc/{name}": file for name, file in self._mounted.items()}
+        docker_files.write_file(self._live(), path, data, mode=mode, owner=self._owner, mounted=mounted)
 
     def shell_directory(self) -> Path:
         """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""
@@ -338,12 +363,56 @@ class DockerBackend:
                 self._running.release()
             self._base.image.release()
 
-    def _create(self, image: Image) -> str:
+    def _write_names(self, recorded: Mapping[str, bytes]) -> None:
+        """Write the files for the next container: as they were recorded, else as usual.
+
+        Where there is a network, the daemon knows which resolver can be reached there, so that file is the daemon's
+        unless another was recorded.
+        """
+        folder = self._folder / "names"
+        if folder.exists():
+            leftovers.remove_tree(folder)
+        folder.mkdir()
+        self._usual = dict(names.contents(network=False))
+        if self._network:
+            self._usual[_RESOLVER] = None
+        self._mounted = {}
+        for name, content in {**self._usual, **recorded}.items():
+            if content is not None:
+                self._mounted[name] = folder / name
+                self._mounted[name].write_bytes(content)
+                self._mounted[name].chmod(0o644)
+
+    def _names(self) -> dict[str, bytes]:
+        """What the files hold that is not as usual.
+
+        Raises:
+            SandboxFull: more than is recorded.
+        """
+        held = {name: self._held(name) for name in names.FILES}
+        return {name: content for name, content in held.items() if content != self._usual[name]}
+
+    def _held(self, name: str) -> bytes:
+        """What one holds now; nothing, where a link led to it and something else was put in the link's place."""
+        try:
+            with contextlib.suppress(PermissionError):  # root inside changed the mode of an ordinary user's file
+                if name in self._mounted:
+                    with open(self._mounted[name], "rb") as file:
+                        return regular_file(file.fileno(), f"/etc/{name}", limit=names.LONGEST)
+            return docker_files.read_file(self._live(), f"/etc/{name}", limit=names.LONGEST)
+        except FileTooLarge as error:
+            raise SandboxFull(f"/etc/{name} cannot be kept: {error}") from error
+        except OSError:
+            return b""
+
+    def _create(self, image: Image, mounted: Mapping[str, Path]) -> str:
         self._ownership.sweep()
         api, limits = self._ownership.api, self._limits
         ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]
         if limits.disk is not None:
             ulimits.append({"Name": "fsize", "Soft": limits.disk, "Hard": limits.disk})
+        binds = {str(self.control): {"bind": CONTROL, "mode": "rw"}}
+        binds |= {str(file): {"bind": f"/etc/{name}", "mode": "rw"} for name, file in mounted.items()}
         with daemon_errors():
             settings = api.create_host_config(
                 network_mode="bridge" if self._network else "none",
@@ -354,10 +423,8 @@ class DockerBackend:
                 cap_add=list(CAPABILITIES),
                 security_opt=["no-new-privileges"],
                 ulimits=ulimits,
-                binds={str(self.control): {"bind": CONTROL, "mode": "rw"}},
+                binds=binds,
                 log_config={"Type": "none"},
-                # With a network the daemon gives it an address there.
-                extra_hosts=None if self._network else {names.HOST: names.OWN_ADDRESS},
             )
             made = api.create_container(
                 image.id,

@@ -7,10 +7,11 @@ import logging
 import posixpath
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sandboxgym.sandbox import names
 from sandboxgym.sandbox.base import CONTROL, SandboxError
 from sandboxgym.sandbox.docker_client import daemon_errors
 from sandboxgym.sandbox.tree_archive import Header, Writer
@@ -21,8 +22,10 @@ _GONE = ".wh."
 _EMPTIED = ".wh..wh..opq"
 
 
-def pack(api: Any, image: str, *, base: str, base_layers: Sequence[str], scratch: Path) -> bytes:
-    """The archive of an image.
+def pack(
+    api: Any, image: str, *, base: str, base_layers: Sequence[str], scratch: Path, facts: Mapping[str, str]
+) -> bytes:
+    """The archive of an image, with facts in its header.
 
     The daemon hands out whole images only: this takes the time and, under ``scratch``, the disk of the base too.
     """
@@ -36,11 +39,11 @@ def pack(api: Any, image: str, *, base: str, base_layers: Sequence[str], scratch
         file.seek(0)
         with tarfile.open(fileobj=file) as saved:
             manifest = json.loads(_content(saved, "manifest.json").read())
-            return _merged(saved, manifest[0]["Layers"][len(base_layers) :], base)
+            return _merged(saved, manifest[0]["Layers"][len(base_layers) :], base, facts)
 
 
-def _merged(saved: tarfile.TarFile, names: Sequence[str], base: str) -> bytes:
-    layers = [_layer(saved, name) for name in names]
+def _merged(saved: tarfile.TarFile, files: Sequence[str], base: str, facts: Mapping[str, str]) -> bytes:
+    layers = [_layer(saved, name) for name in files]
     kept: dict[str, tuple[int, tarfile.TarInfo]] = {}
     deleted: set[str] = set()
     for number, layer in enumerate(layers):
@@ -59,7 +62,7 @@ def _merged(saved: tarfile.TarFile, names: Sequence[str], base: str) -> bytes:
             if not info.isdir():
                 _forget(kept, path)
             kept[path] = (number, info)
-    writer = Writer(Header(base, tuple(sorted(deleted))))
+    writer = Writer(Header(base, tuple(sorted(deleted)), facts))
     written: dict[str, int] = {}
     for path in sorted(kept, key=lambda path: path.split("/")):
         number, info = kept[path]
@@ -114,9 +117,11 @@ def _plain(name: str) -> str:
     return posixpath.normpath(name).lstrip("/")
 
 
+_MOUNT_POINTS = (".", "", CONTROL.lstrip("/"), *(f"etc/{name}" for name in names.FILES))
+
+
 def _wanted(path: str) -> bool:
-    control = CONTROL.lstrip("/")
-    return path not in (".", "", control) and not path.startswith(control + "/")
+    return path not in _MOUNT_POINTS and not path.startswith(f"{CONTROL.lstrip('/')}/")
 
 
 def _forget(kept: dict[str, Any], path: str) -> None:

@@ -56,7 +56,9 @@ class Container:
     def __init__(self, api: Any, identity: str) -> None:
         self.api, self.id = api, identity
         with live_errors():
-            self.init: int = api.inspect_container(identity)["State"]["Pid"]
+            known = api.inspect_container(identity)
+        self.init: int = known["State"]["Pid"]
+        self.layer = _layer(known)
         started = [row for row in self._rows() if row.pid == self.init]
         if not started:
             raise SandboxUnavailable(
@@ -164,6 +166,14 @@ class Container:
 
     def _idle(self, row: Row) -> bool:
         return row.parent == self.init and row.command == IDLE
+
+
+def _layer(known: Mapping[str, Any]) -> Path | None:
+    """The directory of this machine that a container's files are written to; None if it is not known, or not all."""
+    driver = known.get("GraphDriver") or {}
+    upper = (driver.get("Data") or {}).get("UpperDir") if driver.get("Name") == "overlay2" else None
+    volumes = any(mount["Type"] != "bind" for mount in known.get("Mounts", ()))
+    return None if upper is None or volumes or not os.access(upper, os.R_OK | os.X_OK) else Path(upper)
 
 
 IDLE = "sleep 2147483647"

@@ -15,13 +15,15 @@ import posixpath
 import stat
 import tarfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from sandboxgym.sandbox.base import CONTROL, FileTooLarge, check_inside
 from sandboxgym.sandbox.docker_exec import Container, live_errors
 
 _MOUNTED = ("/dev", "/proc", "/sys", CONTROL)
-_REASONS = (("not a directory", errno.ENOTDIR), ("too many", errno.ELOOP))
+_REASONS = (("not a directory", errno.ENOTDIR), ("too many", errno.ELOOP), ("name too long", errno.ENAMETOOLONG))
 _BLOCK = 1 << 16
 _READING = 60.0  # seconds in which a file must have come
 _GO_SYMLINK = 1 << 27
@@ -32,9 +34,11 @@ _GO_IRREGULAR = (1 << 26) | (1 << 25) | (1 << 24) | (1 << 21) | (1 << 19)
 def read_file(container: Container, path: str, *, limit: int) -> bytes:
     """Content of a regular file, links resolved inside."""
     path = check_inside(path)
-    if any(path == mount or path.startswith(mount + "/") for mount in _MOUNTED):
-        return _read_by_program(container, path, limit)
     resolved, status = _resolve(container, path)
+    if status is None:
+        resolved = _real(container, path)
+    if _is_mounted(resolved):
+        return _read_by_program(container, path, limit)
     if status is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if status["mode"] & _GO_DIR:
@@ -73,14 +77,30 @@ def _first_file(stream: io.BufferedReader, path: str, limit: int) -> bytes:
         return bytes(data)
 
 
-def write_file(container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int]) -> None:
-    """Write a file and the directories above it that are missing."""
+def write_file(
+    container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int], mounted: Mapping[str, Path]
+) -> None:
+    """Write a file and the directories above it that are missing.
+
+    Args:
+        container: where.
+        path: in it.
+        data: content.
+        mode: of the file.
+        owner: user and group of all that is made.
+        mounted: files of this machine that are mounted in the container, by their paths there; the daemon, which puts
+            a new file in the place of an old one, cannot write them.
+    """
     path = check_inside(path)
-    if any(path == mount or path.startswith(mount + "/") for mount in _MOUNTED):
-        raise PermissionError(errno.EPERM, "expected a path outside of what is mounted in a container", path)
-    resolved, status = _resolve(container, path)
+    resolved = _real(container, path)
+    if _is_mounted(resolved):  # over the layers: what is written to these would not be seen
+        raise PermissionError(errno.EPERM, "it is not in the layers of the container: use a command inside", path)
+    status = _status(container, resolved)
     if status is not None and status["mode"] & _GO_DIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if resolved in mounted:
+        mounted[resolved].write_bytes(data)
+        return
     missing = [posixpath.basename(resolved)]
     folder = posixpath.dirname(resolved)
     while True:
@@ -105,6 +125,18 @@ def write_file(container: Container, path: str, data: bytes, *, mode: int, owner
                 tar.addfile(info, io.BytesIO(data))
     with live_errors():
         container.api.put_archive(container.id, folder, archive.getvalue())
+
+
+def _is_mounted(path: str) -> bool:
+    return any(path == mount or path.startswith(mount + "/") for mount in _MOUNTED)
+
+
+def _real(container: Container, path: str) -> str:
+    """Where a path leads in the end, the links on the way followed as far as they are in the layers."""
+    resolved = "/"
+    for part in path.strip("/").split("/"):
+        resolved = _resolve(container, posixpath.join(resolved, part))[0]
+    return resolved
 
 
 def _resolve(container: Container, path: str) -> tuple[str, dict[str, Any] | None]:

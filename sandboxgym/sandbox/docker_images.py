@@ -9,22 +9,27 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
+import json
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sandboxgym import leftovers
+from sandboxgym.sandbox import names
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.docker_client import connect, daemon_errors
 from sandboxgym.sandbox.docker_exec import live_errors
 
 KIND = "docker"
 LABEL = "sandboxgym.run"
+NAMES = "sandboxgym.names"
+"""Label of images: what the files that names are resolved by hold, where that is not the usual (`recorded_names`)."""
 REPOSITORY = "sandboxgym-tree"
 """Images are tagged, since ``docker image prune`` removes those that are not."""
 
@@ -109,6 +114,10 @@ class Image:
             if self._parent is not None:
                 self._parent.release()
 
+    def names(self) -> dict[str, bytes]:
+        """The files that names are resolved by, where they were changed."""
+        return recorded_names(self.attributes()["Config"].get("Labels") or {})
+
     def attributes(self) -> dict[str, Any]:
         """What the daemon knows of it."""
         with daemon_errors():
@@ -116,12 +125,40 @@ class Image:
             return found
 
 
+def names_label(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The label of an image that records files of ``/etc``, by their names."""
+    return {NAMES: json.dumps({name: base64.b64encode(content).decode() for name, content in files.items()})}
+
+
+def recorded_names(labels: Mapping[str, str]) -> dict[str, bytes]:
+    """The inverse of `names_label`; what is no such record counts as none, for anybody may label an image.
+
+    >>> recorded_names(names_label({"hosts": b"127.0.0.1 localhost"}))
+    {'hosts': b'127.0.0.1 localhost'}
+    >>> recorded_names({}), recorded_names({NAMES: '{"hosts": 1, "passwd": "eA=="}'})
+    ({}, {})
+    """
+    try:
+        found = json.loads(labels.get(NAMES, "{}"))
+        return {name: base64.b64decode(found[name], validate=True) for name in names.FILES if name in found}
+    except (ValueError, TypeError):
+        return {}
+
+
 @contextlib.contextmanager
-def committed(ownership: Ownership, container: str, parent: Image, *, pause: bool) -> Iterator[Image]:
-    """An image of a container's files; it is removed again if what is done with it fails."""
+def committed(ownership: Ownership, container: str, parent: Image, *, files: Mapping[str, bytes]) -> Iterator[Image]:
+    """An image of a container's files; it is removed again if what is done with it fails.
+
+    Args:
+        ownership: of the image.
+        container: its id; nothing runs in it.
+        parent: the image that it was made from.
+        files: recorded as `names_label` does, for the container's layers do not hold them.
+    """
     tag = ownership.next_name()
+    labelled = {"Labels": names_label(files)}
     with live_errors():
-        made = ownership.api.commit(container, repository=REPOSITORY, tag=tag, pause=pause)
+        made = ownership.api.commit(container, repository=REPOSITORY, tag=tag, pause=False, conf=labelled)
     image = Image(ownership, made["Id"], tag=f"{REPOSITORY}:{tag}", parent=parent)
     image.retain()
     try:

@@ -3,8 +3,9 @@
 1. They are what Docker gives a container: `localhost` and the box's own name resolve without a network, whatever the
    image holds. The own name is the same everywhere, and nothing of the host's names is shown; with the host's network,
    its ``resolv.conf`` is.
-2. They are a layer of their own above the root file system (`layer`) and below all that is written: what is written to
-   them inside is part of the sandbox's files like anything else, and a tree that is packed does not hold them.
+2. On overlays they are a layer of their own above the root file system (`layer`) and below all that is written: what is
+   written to them inside is part of the sandbox's files like anything else, and a tree that is packed does not hold
+   them. In containers they are mounted, and what is written to them is recorded with the image (`docker_images`).
 3. Where ``/etc`` is a link, they lie where it leads inside the root file system. A link in the place of one of them is
    hidden by the file, and nothing is ever written through it.
 """
@@ -27,7 +28,10 @@ HOST = "sandbox"
 """The name of every box."""
 OWN_ADDRESS = "127.0.1.1"
 """That it has, a loopback address of its own: what looks that up again finds the name."""
-_LONGEST = 1 << 16  # bytes of a resolv.conf
+FILES = ("hosts", "hostname", "resolv.conf")
+"""Their names in ``/etc``."""
+LONGEST = 1 << 16
+"""Bytes of one that are read or recorded."""
 _LINKS = 40  # that are followed, as the kernel does
 
 
@@ -45,7 +49,7 @@ def contents(*, network: bool) -> dict[str, bytes]:
     resolver = b""
     if network:
         with contextlib.suppress(OSError):  # there is none
-            resolver = start_of("/etc/resolv.conf", _LONGEST)
+            resolver = start_of("/etc/resolv.conf", LONGEST)
     return {
         "hosts": "".join(f"{line}\n" for line in lines).encode(),
         "hostname": f"{HOST}\n".encode(),

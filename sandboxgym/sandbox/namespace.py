@@ -46,7 +46,7 @@ from sandboxgym.sandbox.boxes import Box, Flavour, Runtime, advice, runtime
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.limits import Groups, rlimits
 from sandboxgym.sandbox.processes import NamespaceProcess, offspring, readable, send, state
-from sandboxgym.sandbox.reading import FLAGS, regular_file
+from sandboxgym.sandbox.reading import FLAGS, check_not_of_proc, regular_file
 from sandboxgym.sandbox.squash import copy_layer, squash
 from sandboxgym.sandbox.written import Written, look
 
@@ -360,8 +360,10 @@ class OverlayBackend:
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Content of a regular file; see `base.Backend.read_file`."""
-        descriptor = kernel.open_beneath(self._live_box().root, check_inside(path), FLAGS)
+        box = self._live_box()
+        descriptor = kernel.open_beneath(box.root, check_inside(path), FLAGS)
         try:
+            _check_not_of_proc(box, descriptor, path)
             return regular_file(descriptor, path, limit=limit)
         finally:
             os.close(descriptor)
@@ -382,6 +384,7 @@ class OverlayBackend:
         with os.fdopen(descriptor, "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
+            _check_not_of_proc(box, file.fileno(), path)
             os.ftruncate(file.fileno(), 0)
             file.write(data)
             os.fchmod(file.fileno(), mode)
@@ -423,6 +426,14 @@ class _Held:
             self.runtime.discard(self.box)
         if self.below is not None:
             self.below.release()
+
+
+def _check_not_of_proc(box: Box, descriptor: int, path: str) -> None:
+    proc = kernel.open_beneath(box.root, "/proc", os.O_PATH)
+    try:
+        check_not_of_proc(descriptor, proc, path)
+    finally:
+        os.close(proc)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -60,6 +61,7 @@ from sandboxgym.sandbox.process_table import start_times
 from sandboxgym.sandbox.reading import FLAGS, check_regular, regular_file
 from sandboxgym.sandbox.tree_archive import Header, Reader, Writer, changes
 from sandboxgym.sandbox.tree_copy import copy_tree
+from sandboxgym.sandbox.written import Written, look
 
 log = logging.getLogger("sandboxgym")
 
@@ -378,6 +380,11 @@ class CopyBackend:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def written(self) -> Written | None:
+        """What the whole root holds, for nothing below it is shared; see `written.look`."""
+        self._check_live()
+        return look(self.root, self._mark)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What was started here and can be found is stopped meanwhile; see `base.Backend.paused`."""
@@ -425,9 +432,13 @@ class CopyBackend:
         return CopyTree(held)
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file under the root (see `inside`)."""
+        """Content of a regular file under the root (see `inside`).
+
+        Raises:
+            PermissionError: a link leads out of the root.
+        """
         self._check_live()
-        descriptor = os.open(self.inside(path), FLAGS)
+        descriptor = os.open(self._within(path), FLAGS)
         try:
             return regular_file(descriptor, path, limit=limit)
         finally:
@@ -440,9 +451,7 @@ class CopyBackend:
             PermissionError: a link leads out of the root.
         """
         self._check_live()
-        where = Path(self.inside(path))
-        if not where.resolve().is_relative_to(self.root.resolve()):
-            raise PermissionError(f"{path} leads to {where.resolve()}, outside the sandbox's root {self.root}")
+        where = self._within(path)
         where.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
@@ -450,6 +459,16 @@ class CopyBackend:
             os.ftruncate(descriptor, 0)
             file.write(data)
             os.fchmod(descriptor, mode)
+
+    def _within(self, path: str) -> Path:
+        where = Path(self.inside(path))
+        try:
+            inside = where.resolve().is_relative_to(self.root.resolve())
+        except RuntimeError:  # a circle of links
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path) from None
+        if not inside:
+            raise PermissionError(errno.EPERM, "a link leads outside of the root of the sandbox", path)
+        return where
 
     def shell_directory(self) -> Path:
         """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""

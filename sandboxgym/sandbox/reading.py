@@ -4,7 +4,9 @@
    since it was looked at: what counts is the open descriptor.
 2. A file that says that it is larger than the limit is not read at all (`FileTooLarge`). One that says nothing (those
    of /proc) or grows meanwhile is read to the limit and a page, never beyond.
-3. What is read here takes twice the limit of memory at most.
+3. No file of /proc is read or written on behalf of those inside: its content depends on who asks, and this process may
+   see and do more than they.
+4. What is read here takes twice the limit of memory at most.
 """
 
 from __future__ import annotations
@@ -60,6 +62,21 @@ def check_regular(descriptor: int, path: str) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     return status
+
+
+def check_not_of_proc(descriptor: int, proc: int, path: str) -> None:
+    """See the promises of this module.
+
+    Args:
+        descriptor: of an open file.
+        proc: descriptor of the /proc that is seen where the file is.
+        path: named in errors.
+
+    Raises:
+        PermissionError: it is a file of /proc.
+    """
+    if os.fstat(descriptor).st_dev == os.fstat(proc).st_dev:
+        raise PermissionError(errno.EPERM, "a file of /proc, which only commands inside may read and write", path)
 
 
 def beginning(descriptor: int, nbytes: int, *, path: str = "", seconds: float = SECONDS) -> bytes:

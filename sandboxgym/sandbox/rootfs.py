@@ -79,10 +79,10 @@ def directory(path: str | os.PathLike[str]) -> RootFS:
     """An unpacked root file system; it must not change while sandboxes run on it.
 
     Raises:
-        ValueError: not a directory.
+        ValueError: not a directory, or the root of this machine.
     """
     root = Path(path).resolve()
-    if not root.is_dir():
+    if not root.is_dir() or root.samefile("/"):
         raise ValueError(f"expected the directory of an unpacked root file system, found {os.fspath(path)!r}")
     digest = hashlib.sha256()
     for name, status in entries(root):

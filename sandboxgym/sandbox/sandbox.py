@@ -364,14 +364,14 @@ class Sandbox:
     def written(self, *, alone: bool = False) -> Written | None:
         """What tells whether files changed since another look, without reading them.
 
-        None where only reading tells: the backend is not an `OverlayBackend`, more than the idle shell runs, or a great
-        deal was written.
+        None where only reading tells: the backend cannot see what was written, more than the idle shell runs, or a
+        great deal was written.
 
         Args:
             alone: it is known that nothing but the idle shell runs.
         """
         self._live()
-        if not isinstance(self.backend, OverlayBackend) or not (alone or not self._beside_files()):
+        if not alone and self._beside_files():
             return None
         return self.backend.written()
 

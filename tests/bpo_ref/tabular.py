@@ -89,7 +89,7 @@ class TabularEnv(SnapshotEnv[int, int]):
         return tuple(self._transition())
 
     def _info(self) -> dict[str, Any]:
-        return {"progress_key": self.state[1] % 3}
+        return {"progress_key": self.state[1] % 3, "valid_action": self.state[1] % 2 == 0}
 
     def _transition(self) -> Transition:
         t, state, reward = self.state

@@ -148,6 +148,13 @@ CASES: dict[str, Case | Callable[[], Case]] = {
     "earlier batches": informed(
         SPARSE, **{algo: settings(algo, roots=4, value_decay=1.0) for algo in ("rloo-value", "rloo-pooled")}
     ),
+    "earlier batches, by refusals": informed(
+        SPARSE,
+        **{
+            algo: settings(algo, roots=4, value_decay=1.0, refusals=True)
+            for algo in ("rloo-value", "rloo-pooled", "rloo-key")
+        },
+    ),
     "forest": informed(
         SPARSE,
         **{
@@ -169,6 +176,7 @@ CASES: dict[str, Case | Callable[[], Case]] = {
             "split, pooled": settings("bpo-split", baseline="pooled", **SPLIT, **ROULETTE),
         },
     ),
+    "split with roulette, by refusals": informed(SPARSE, bpo=settings("bpo", refusals=True, **{**SPLIT, **ROULETTE})),
     "split, rewards on the way": informed(
         DENSE, **{"bpo-split": settings("bpo-split", gamma=0.8, **SPLIT, roulette=0.5, roulette_below=0.3)}
     ),
@@ -260,7 +268,7 @@ def best_child_for_the_mean(trees: Sequence[RolloutTree]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "back_up", back_up)
-        patch.setattr(train, "mean_value", lambda node: max(edge.value for edge in node.children))
+        patch.setattr(train, "fair_mean", lambda node: max(edge.value for edge in node.children))
         credit(settings("bpo-tree"))(trees)
 
 
@@ -416,6 +424,16 @@ def test_credit_of_a_small_tree(options: dict[str, Any], advantages: list[float]
     credit(settings("bpo-tree", **options))([tree])
     assert [edge.advantage for edge in tree.edges()] == advantages
     assert [edge.weight for edge in tree.edges()] == weights
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_root_paths_share_the_weight_of_their_task_whatever_forks_count(power: float) -> None:
+    tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
+    first = grow(tree, tree.root, (0, 0), 0, 1)
+    grow(tree, tree.root, (0, 1), 0)
+    grow(tree, first.edges[1].parent, (0, 0, 1, 1), 0)
+    credit(settings("bpo-tree", roots=2, step_weight_power=power))([tree])
+    assert [edge.weight for edge in tree.edges()] == [1 / 2, 1 / 2 * 2**-power, 1 / 2, 1 / 2 * 2**-power]
 
 
 def test_carried_baseline_is_reduced_by_rewards_and_undiscounted() -> None:

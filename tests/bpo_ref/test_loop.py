@@ -353,3 +353,21 @@ def test_the_mean_change_of_the_weights_is_the_gradient(name: str, tmp_path: Pat
 def test_the_mean_change_of_the_weights_is_the_gradient_over_many_updates(name: str, tmp_path: Path) -> None:
     found = looped(name, tmp_path, updates=1500, seed=1)
     assert not found.biased, found
+
+
+@pytest.mark.parametrize("pack", ["flat", "tree"])
+def test_the_trainer_measures_at_the_temperature_that_is_sampled_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
+) -> None:
+    trainer = trainer_of(tmp_path, algo="rloo", roots=3, temperature=0.5, pack=pack)
+    told: list[tuple[float, bool]] = []
+
+    def forward(model: Any, *tensors: Any, temperature: float, packed: bool, **_: Any) -> Any:
+        told.append((temperature, packed))
+        return tensors[0], tensors[0], None
+
+    monkeypatch.setattr(train, "forward", forward)
+    batch = SimpleNamespace(ids=torch.zeros(1, 2), lengths=torch.tensor([2]), mask=torch.ones(1, 1))
+    trainer._forward(trainer.model, batch)  # type: ignore[arg-type]
+    assert told == [(0.5, pack == "tree")]
+    trainer.envs.close()

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import small_checkpoint
 
 from bpo_ref import parallel, run
 from bpo_ref.checkpoint import STATE, load_checkpoint
 from bpo_ref.config import ConfigError
+from bpo_ref.models import load_policy
 from bpo_ref.run import Run, appears
 
 
@@ -101,3 +103,26 @@ def test_a_checkpoint_is_mapped_and_going_on_from_it_leaves_it_as_it_is(tmp_path
     optimizer.step()
     assert not torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], torch.full((1000,), 0.1))
     assert (tmp_path / STATE).read_bytes() == before
+
+
+def mapped(path: Path) -> list[range]:
+    """Addresses of this process where a file is mapped."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells of memory what Linux tells")
+def test_weights_in_the_type_of_their_file_are_mapped_and_not_read(tmp_path: Path) -> None:
+    """So all processes of a machine start from one copy, and each reads what it keeps; another type takes a copy."""
+    folder = small_checkpoint("qwen2", tmp_path / "model")
+    model, _ = load_policy(folder)
+    places = mapped(folder / "model.safetensors")
+    strays = [name for name, p in model.named_parameters() if not any(p.data_ptr() in place for place in places)]
+    assert places and not strays
+    before = (folder / "model.safetensors").read_bytes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    start = model.lm_head.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.lm_head.weight, start)
+    assert (folder / "model.safetensors").read_bytes() == before

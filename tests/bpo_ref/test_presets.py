@@ -125,6 +125,25 @@ def test_roulette_waits_until_low_values_have_proved_low() -> None:
     assert not any(edge.child.survival < 1 for edge in edges_of(trees))
 
 
+def test_low_values_are_trusted_after_ten_states_that_brought_at_most_twice_as_much() -> None:
+    def trusts(states: float, total: float) -> bool:
+        return ValueTable(state={"low": [states, total]}).trusts(0.4)
+
+    assert not trusts(0, 0) and not trusts(9, 0)
+    assert trusts(10, 7.9) and not trusts(10, 8.1)
+
+
+@pytest.mark.parametrize(("forks", "remembered"), [("backbone", 1), ("roots", 2), ("all", 2)])
+def test_entropies_are_remembered_of_the_paths_that_are_forked(forks: Any, remembered: int) -> None:
+    args = settings("bpo-tree", roots=2, forks=forks)
+    tree = RolloutTree(None, 0, Node(0, None, None, owner=()))
+    for number in range(2):
+        grow(tree, tree.root, (0, number), 0, 1)
+    memory = Memory.of(args)
+    memory.observe([tree], assign_credit([tree], args, memory), args)
+    assert len(memory.entropies.history) == remembered
+
+
 # Planted errors.
 
 

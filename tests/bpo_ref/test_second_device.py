@@ -1,7 +1,11 @@
-"""What costs on another device than the CPU and can be seen without one: reads that wait for it."""
+"""What breaks or costs on another device than the CPU, and can be seen without one: see `second_device`."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +55,41 @@ def test_an_update_reads_no_more_numbers_for_more_tokens(tmp_path: Path, options
     few = reads_of_an_update(tmp_path, prompts=2, **options)
     many = reads_of_an_update(tmp_path, prompts=12, **options)
     assert 0 < many == few
+
+
+def on_second_device(tmp_path: Path, chosen: str) -> None:
+    """Run the tests of ``on_second_device.py``: a device is made before the first backward pass, and stays."""
+    here = Path(__file__).parent
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--basetemp",
+        str(tmp_path / "t"),
+    ]
+    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*command, "-m", chosen, str(here / "on_second_device.py")],
+        cwd=here.parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    told = ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and re.search(r"\d+ passed", ran.stdout) and " skipped" not in ran.stdout, told
+
+
+@pytest.mark.slow
+def test_the_trainer_runs_on_a_second_device(tmp_path: Path) -> None:
+    on_second_device(tmp_path, "slow")
+
+
+@pytest.mark.slow
+def test_what_strays_from_the_second_device_or_waits_for_it_is_found(tmp_path: Path) -> None:
+    on_second_device(tmp_path, "not slow")

@@ -30,8 +30,10 @@ from bpo_ref.baselines import TaskSpread
 from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.models import load_policy
+from bpo_ref.policy import collect_demonstrations
 from bpo_ref.presets import PRESETS
 from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+from sandboxgym.tree import Envs
 from sandboxgym.tree_file import load_trees
 
 TINY: dict[str, Any] = {
@@ -130,6 +132,16 @@ def test_a_checkpoint_is_evaluated_as_in_training(
         ["--checkpoint", str(finished / "checkpoint"), "--episodes", "2", "--json", str(tmp_path / "two.json")]
     )
     assert json.loads((tmp_path / "two.json").read_text())["score"]["n"] == 2
+
+
+def test_evaluation_has_a_temperature_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "temperature": 0.7, "eval_temperature": 0.3}))
+    told: list[float] = []
+    player = trainer._player
+    monkeypatch.setattr(trainer, "_player", lambda temperature: told.append(temperature) or player(temperature))
+    trainer._evaluate("start")
+    assert told == [0.3]
+    trainer.close()
 
 
 def test_the_last_weights_are_saved_whatever_the_interval(finished: Path) -> None:
@@ -261,6 +273,17 @@ def test_free_text_is_learnt_from_and_acted_in(tmp_path: Path) -> None:
     assert trainer.tokenizer.decode(encoded) == "say[é0xunseen]\n\t  # done"
     (tree,) = load_trees(tmp_path / "trees.json")[:1]
     assert all(edge.valid == str(edge.action.text).startswith("say[") for edge in tree.edges())
+
+
+def test_deliberate_mistakes_of_the_expert_are_shown_but_not_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(expert: Any, observation: str) -> str:
+        expert.noisy = "turn 1" in observation
+        return "word"
+
+    monkeypatch.setattr(wordgame.Expert, "act", act)
+    with Envs(wordgame.WordGame) as envs:
+        (episode,) = collect_demonstrations(envs, 1, noise=0.5, seed=0)
+    assert episode["learn"] == [True, False, True, True]
 
 
 def test_chats_from_a_file_take_the_experts_place(tmp_path: Path) -> None:
@@ -658,7 +681,12 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((TRAIN.parent / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_committed_configs_are_valid(path: Path) -> None:
-    resolved(parse_args(["--config", str(path)]))
+    args = parse_args(["--config", str(path)])
+    resolved(args)
+    if "SWEBench" in args.env_id:
+        assert "reject_suspicious=true" in [setting.lower() for setting in args.env_kwargs], (
+            "forged rewards are refused"
+        )
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -84,6 +85,25 @@ def test_wrong_calls_are_said(run, tmp_path, monkeypatch):
     assert status == 1 and "nothing is kept on disk" in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prepare", "--jobs", "0"),
+        ("prepare", "--jobs", "x"),
+        ("check", "--repeat", "-1"),
+        ("check", "--timeout", "nan"),
+        ("check", "--timeout", "-5"),
+        ("prepare", "--image", "dir:/"),
+        ("images", "--image", ""),
+        ("images", "--dataset", ""),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_a_row_is_worked_on(words, run):
+    code, out, err = run("swebench", *words)
+    assert code != 0 and "Traceback" not in err and "slugline" not in out
+    assert f"argument {words[1]}" in err or f"{words[1].removeprefix('--')}" in err, err
+
+
 def test_a_worker_that_dies_costs_one_row(run, monkeypatch):
     started = []
     start = swebench_jobs._start
@@ -144,8 +164,55 @@ def test_what_is_seen_is_recorded_and_only_the_rest_is_done_again(run, tmp_path,
     assert status == 0 and "0 checked, 0 failed" in out
     status, out, _ = run("swebench", "check", "b-1", "--dataset", str(rows_file), *UNSAFE, "--record", str(path))
     assert status == 1 and "failed: a__b-1" in out and list(record.read(path)) == [ROWS[0]]
+    status, out, _ = run("swebench", "check", "--report", "--record", str(path))
+    assert status == 0 and out.startswith("| row |") and f"| {ROWS[0]} | resolved | tests fail |" in out
     path.write_text("{")
     assert "line 1" in run("swebench", "check", ROWS[0], *UNSAFE, "--record", str(path))[2]
+
+
+def checked(name, **more):
+    usual = record.Check(
+        **dict.fromkeys(("task", "image_id"), "sha256:0123456789abcdef"),
+        **dict.fromkeys(("network", "empty_resolves", "needs_network", "flaky"), False),
+        instance_id=name,
+        backend="overlay",
+        image="example:1",
+        resolves=True,
+        gold=("resolved", "resolved"),
+        empty=("tests fail",),
+        seconds=2.0,
+        date="2026-11-24",
+        version="0.1.0",
+    )
+    return dataclasses.replace(usual, **more)
+
+
+def test_the_report_says_what_is_recorded_and_runs_nothing(run, tmp_path):
+    path = tmp_path / "seen.jsonl"
+    status, out, _ = run("swebench", "check", "--report", "--record", str(path))
+    assert status == 0 and "nothing is recorded in" in out
+    failed = {"resolves": False, "gold": ("tests fail",)}
+    record.write(
+        path,
+        [
+            checked("a__a-1"),
+            checked("a__a-2", **failed, needs_network=True, seconds=60.0),
+            checked("a__a-3", resolves=False, flaky=True, gold=("resolved", "tests fail")),
+            checked("a__b-4", **failed, image="x|\x1b[31m"),
+            checked("a__b-5", empty_resolves=True, empty=("resolved",), network=True),
+        ],
+    )
+    status, out, _ = run("swebench", "check", "--report", "--record", str(path))
+    assert status == 0
+    assert "| a__a-1 | resolved | tests fail | 2.0 | overlay | example:1 (0123456789ab) | 2026-11-24, 0.1.0 |" in out
+    assert "| a__a-3 | resolved, tests fail; flaky |" in out and "| a__b-5 |" in out and "overlay, network" in out
+    assert "5 rows; the tests of a solution take 2.0 s at the median, 60.0 s at most, 68 s together." in out
+    assert "- needs network: a__a-2\n- flaky: a__a-3\n- infra failure: a__b-4\n- no change resolves: a__b-5\n" in out
+    assert "x\\|" in out and "\x1b" not in out, "an image's name neither breaks the table nor controls a terminal"
+    status, out, _ = run("swebench", "check", "b-5", "c-1", "--report", "--record", str(path))
+    assert status == 1 and "a__b-5" in out and "a__a-1" not in out and "not recorded: c-1" in out
+    path.write_text("{")
+    assert "line 1" in run("swebench", "check", "--report", "--record", str(path))[2]
 
 
 def test_images_that_are_not_docker_s_need_no_daemon(run, tmp_path):

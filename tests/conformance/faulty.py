@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +158,7 @@ class LeaksThreads(Corridor):
     """Every fork starts a thread that nothing stops."""
 
     def fork(self, k, *, seed=None):
-        threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()  # not for a time: rounds may take long
         return super().fork(k, seed=seed)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sandboxgym.conformance import reports
-from sandboxgym.conformance.__main__ import main, parse_kwargs, parse_levels, parse_only
+from sandboxgym.conformance.__main__ import main, parse_kwargs, parse_levels, parse_only, parse_reset_options
 
 HERE = Path(__file__).parent
 
@@ -132,6 +132,68 @@ def test_arguments():
         parse_only(["restore.nothing"])
 
 
+def test_levels_by_name():
+    assert parse_levels(["exact"]) == (1,) and parse_levels(["api,isolation"]) == (0, 2)
+    from sandboxgym.conformance import check_snapshot
+
+    assert {result.id.partition(".")[0] for result in check_snapshot("faulty:deep_copied", levels=["api"]).results} == {
+        "api"
+    }
+    with pytest.raises(ValueError, match="expected levels among"):
+        check_snapshot("faulty:deep_copied", levels=["excat"])
+
+
+def test_reset_options_on_the_command_line(capsys):
+    assert parse_reset_options([]) is None
+    assert parse_reset_options(['{"cell": 1}']) == {"cell": 1}
+    assert parse_reset_options(['{"cell": 1}', '{"cell": 2}']) == [{"cell": 1}, {"cell": 2}]
+    told = "options={'cell': 3}"
+    only = ["--only", "restore.trace_equality", "--no-strength"]
+    assert main(["faulty:Shared", *only]) == 1 and told not in capsys.readouterr().out
+    assert main(["faulty:Shared", *only, "--reset-options", '{"cell": 3}']) == 1
+    assert told in capsys.readouterr().out
+    for wrong in ("cell=3", "[1]"):
+        assert main(["faulty:Shared", *only, "--reset-options", wrong]) == 3
+        assert "--reset-options" in capsys.readouterr().err
+
+
+def test_short_ids_and_the_names_of_options_are_those_of_the_other_commands(capsys):
+    assert main(["ALFWorld-v0", "--only", "api.spec", "--kwargs", "limit=2", "stop_when_won=true"]) == 0
+    assert "Conformance of sandboxgym/ALFWorld-v0" in capsys.readouterr().out
+    assert main(["Nothing-v9", "--only", "api.spec"]) == 3
+    assert (
+        main(["faulty:deep_copied", "--env-kwargs", "id=Blackjack-v1", "--import", "faulty", "--only", "api.spec"]) == 0
+    )
+    assert main(["faulty:deep_copied", "--import", "no_such_module", "--only", "api.spec"]) == 3
+
+
+def test_what_was_not_asked_for_is_one_line_and_a_resource_failure_is_not_unfaithful(capsys, monkeypatch):
+    from sandboxgym.conformance import runner
+    from sandboxgym.conformance.check import Check, Failed, Level
+
+    def leaks(*_):
+        raise Failed("a folder remains")
+
+    monkeypatch.setitem(
+        runner.REGISTRY, "resources.depth", Check("resources.depth", Level.DURABLE, leaks, (), (), "", "")
+    )
+    assert main(["toy_envs:Corridor", "--only", "restore.trace_equality", "--only", "resources.depth"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("asked for") == 1 and "Snapshots faithful; 1 resource check failed" in out
+    assert main(["faulty:Shared", "--only", "restore.trace_equality"]) == 1
+    assert "Not faithful: 1 of 1 checks fail" in capsys.readouterr().out
+
+
+def test_the_strength_is_in_the_head_of_every_report(tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("json", "html", "markdown")}
+    written = [f"--{name}={path}" for name, path in files.items()]
+    assert main(["toy_envs:Corridor", "--only", "restore.trace_equality", "--strength", *written]) == 0
+    text = "2 of 2 fields of the state exercised"
+    assert f"strength: {text}" in capsys.readouterr().out.splitlines()[2]
+    assert json.loads(files["json"].read_text())["strength"]["exercised"] == 2
+    assert text in files["html"].read_text() and text in files["markdown"].read_text()
+
+
 def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(HERE), str(HERE.parent), str(HERE.parents[1])))
     loaded = [] if _installed() else ["-p", "sandboxgym_pytest"]
@@ -159,6 +221,16 @@ def test_the_plugin_makes_one_item_a_check(tmp_path):
     assert result.returncode == 0, result.stdout
     assert re.search(r"PASSED .*test_conformance\[faulty:Unseeded-api\.protocol\]", result.stdout)
     assert re.search(r"PASSED .*test_conformance\[toy_envs:Corridor-api\.protocol\]", result.stdout)
+
+
+def test_the_plugin_takes_reset_options_and_short_ids(tmp_path):
+    environment = ["--sandboxgym-env", "ALFWorld-v0", "--sandboxgym-kwargs", "limit=2"]
+    options = [*environment, "--sandboxgym-reset-options", '{"task": 1}', "--sandboxgym-level", "api"]
+    result = run_pytest(tmp_path, "--pyargs", "sandboxgym.conformance.test_conformance", *options, "-k", "api.spec")
+    assert result.returncode == 0, result.stdout
+    wrong = [*environment, "--sandboxgym-reset-options", "task=1", "-k", "api.spec"]
+    result = run_pytest(tmp_path, "--pyargs", "sandboxgym.conformance.test_conformance", *wrong)
+    assert result.returncode != 0 and "--reset-options is not JSON" in result.stdout + result.stderr
 
 
 def test_the_plugin_is_silent_without_the_option(tmp_path):

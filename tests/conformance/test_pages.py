@@ -80,7 +80,7 @@ def test_the_banner_and_title_follow_the_verdicts(report: dict[str, Any]) -> Non
     passed = copy.deepcopy(report)
     passed["results"] = [r for r in report["results"] if r["verdict"] in ("PASS", "SKIP")]
     passed["counts"] = {"PASS": 2, "FAIL": 0, "SKIP": 1, "INCONCLUSIVE": 0}
-    assert ">No check fails <" in html.page(passed)
+    assert ">Restored states were not compared: no check fails <" in html.page(passed)
     passed["counts"]["INCONCLUSIVE"] = 1
     assert "some could not tell" in html.page(passed)
 
@@ -95,6 +95,31 @@ def test_failures_are_open_and_every_tile_leads_somewhere(report: dict[str, Any]
 def test_a_table_row_in_markdown_is_one_line(report: dict[str, Any]) -> None:
     (row,) = [line for line in markdown.text(report).splitlines() if line.startswith("| `restore.many`")]
     assert row.count(" | ") == 2 and "\\|" in row
+
+
+def test_the_page_marks_what_differs_and_groups_what_has_one_cause(report: dict[str, Any]) -> None:
+    table = [
+        {"field": "reward", "expected": "1.0", "found": "1.0", "differs": False},
+        {"field": "info['<b>']", "expected": "1", "found": "2", "differs": True},
+    ]
+    first = report["results"][1]
+    first["evidence"] = {"difference": table, "expected": "long", "found": "long"}
+    report["results"].insert(2, {**first, "id": "restore.nested"})
+    page = html.page(report)
+    assert "Probably one cause: <code>info[&#x27;&lt;b&gt;&#x27;]</code>, in 2 checks" in page
+    assert "<tr class=differs><td>info[&#x27;&lt;b&gt;&#x27;]</td><td><code>1</code></td><td><code>2</code>" in page
+    assert page.count(" open>") == 1 and ">Copy</button>" in page
+
+
+def test_the_page_says_how_strong_a_pass_is_and_how_busy_the_machine_was(report: dict[str, Any]) -> None:
+    report["results"][0] |= {"id": "restore.many", "evidence": {"restores of one": 400}}
+    report["results"][4] |= {"evidence": {"power": {"TV": 0.2, "at least": 0.9995, "detectable TV": 0.17}}}
+    report["machine"] = {"load before": 9.5, "load after": 10.0, "cores": 2, "seconds per call": 0.0012}
+    page = html.page(report)
+    assert "<td>400 restores of one</td><td>1 in 58</td>" in page
+    assert "total variation 0.2 seen with 0.9995" in page
+    assert "A call takes 1.2 ms" in page and "Load 9.5 to 10.0 on 2 cores: a busy machine" in page
+    assert "would show a fault of 1 in 58" in markdown.text(report)
 
 
 @pytest.fixture

@@ -174,9 +174,11 @@ def test_nothing_random_is_skipped_with_the_number_of_futures():
     assert result(COUPLED, Quiet).verdict is Verdict.SKIP
 
 
-def test_too_few_futures_are_inconclusive():
+def test_too_few_futures_are_inconclusive_where_nothing_couples_exactly():
     few = Budget("quick", 2, 12, 20, 4, 5, 5, 60, 30.0)
     found = result(TRANSITIONS, Coins, few)
+    assert found.verdict is Verdict.SKIP and "with probability" in found.message  # its streams couple exactly
+    found = result(TRANSITIONS, Entropy, few)
     assert found.verdict is Verdict.INCONCLUSIVE and "with probability" in found.message
     assert result(TRANSITIONS, Biased, few).verdict is not Verdict.PASS
 

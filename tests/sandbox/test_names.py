@@ -11,6 +11,8 @@ from sandbox.docker_image import docker_image  # noqa: F401 - a fixture
 from sandbox.sandboxes import check
 
 from sandboxgym.sandbox import names
+from sandboxgym.sandbox.base import SandboxFull
+from sandboxgym.sandbox.docker import DockerBackend
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 # fixtures of another module are arguments of the tests below
@@ -112,7 +114,93 @@ def test_deleted_and_replaced_directories_of_lower_layers_are_not_seen(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["overlay", "docker"])
+@pytest.mark.parametrize("backend", ["overlay", "overlay-rootless", "docker"])
 def test_an_image_without_these_files(docker_image: str, backend: str) -> None:
+    check(backend)
     with make_sandbox(backend, rootfs=f"docker:{docker_image}", allow_unsafe=True) as box:
         assert served(box) == f"localhost 501\n{names.HOST} 501\n"
+        usual = names.contents(network=False)
+        assert {name: box.read_file(f"/etc/{name}") for name in names.FILES} == usual
+
+
+def test_without_isolation_they_are_the_machines() -> None:
+    with make_sandbox("copy", allow_unsafe=True) as box:
+        assert served(box).startswith("localhost 501\n")
+        assert box.execute("cat /etc/hosts").output == Path("/etc/hosts").read_text()
+
+
+@pytest.fixture
+def container(docker_image: str) -> Iterator[Sandbox]:
+    with make_sandbox("docker", rootfs=f"docker:{docker_image}") as sandbox:
+        yield sandbox
+
+
+HELD = "cat /etc/hosts | tail -n 1; cat /etc/hostname /etc/resolv.conf"
+USUAL = f"{names.OWN_ADDRESS}\t{names.HOST}\n{names.HOST}\n"
+LOOKED_UP = "import socket; print(socket.gethostbyname('other'))"
+
+
+@pytest.mark.slow
+def test_a_tree_of_a_container_keeps_what_they_hold(container: Sandbox) -> None:
+    assert container.execute(HELD).output == USUAL
+    first = container.snapshot()
+    container.execute(
+        "echo 127.0.0.9 other >>/etc/hosts; echo renamed >/etc/hostname; echo nameserver ::1 >/etc/resolv.conf"
+    )
+    changed = "127.0.0.9 other\nrenamed\nnameserver ::1\n"
+    second = container.snapshot()
+    assert container.execute(HELD).output == changed, "it goes on as it was"
+    (fork,) = container.fork(1)
+    with fork:
+        assert fork.execute(HELD).output == changed
+        assert fork.execute(f'python3 -c "{LOOKED_UP}"').output == "127.0.0.9\n"
+        fork.execute("echo 127.0.0.8 third >>/etc/hosts")
+    assert container.execute(HELD).output == changed, "a fork has files of its own"
+    container.restore(first)
+    assert container.execute(HELD).output == USUAL
+    loaded = container.unpack(second.pack())
+    assert container.execute(HELD).output == USUAL, "unpacking changes nothing that runs"
+    for snapshot in (second, loaded):
+        container.restore(first)
+        container.restore(snapshot)
+        assert container.execute(HELD).output == changed
+    container.execute("echo 127.0.1.1 >/etc/hosts; echo more >/tmp/file")
+    third = container.snapshot()
+    container.restore(third)
+    assert container.execute(HELD).output == "127.0.1.1\nrenamed\nnameserver ::1\n", "a snapshot of what was restored"
+
+
+@pytest.mark.slow
+def test_they_are_written_from_outside_too(container: Sandbox) -> None:
+    container.execute("ln -s /etc/hosts /tmp/link")
+    container.write_file("/tmp/link", b"127.0.0.9 other\n")
+    assert container.execute("cat /etc/hosts").output == "127.0.0.9 other\n"
+    assert container.read_file("/etc/hosts") == b"127.0.0.9 other\n"
+
+
+@pytest.mark.slow
+def test_what_is_too_large_to_be_kept_is_refused(container: Sandbox) -> None:
+    container.execute(f"head -c {names.LONGEST + 1} /dev/zero >/etc/hosts")
+    with pytest.raises(SandboxFull, match="/etc/hosts cannot be kept"):
+        container.snapshot()
+    container.execute(f"truncate -s {names.LONGEST} /etc/hosts")
+    container.snapshot().release()
+
+
+@pytest.mark.slow
+def test_with_a_network_the_daemons_resolver_is_kept_only_where_it_was_changed(docker_image: str) -> None:
+    with make_sandbox("docker", rootfs=f"docker:{docker_image}", network=True) as box:
+        usual = box.execute("cat /etc/resolv.conf").output
+        assert served(box) == f"localhost 501\n{names.HOST} 501\n"
+        backend = box.backend
+        assert isinstance(backend, DockerBackend)
+        tree = backend.freeze(keep_processes=True)
+        assert tree.image.names() == {}
+        tree.release()
+        box.execute("echo nameserver 127.0.0.9 >/etc/resolv.conf")
+        changed = box.snapshot()
+        box.restore(changed)
+        assert box.execute("cat /etc/resolv.conf").output == "nameserver 127.0.0.9\n" != usual
+        again = box.snapshot()
+        box.restore(again)
+        assert box.execute("cat /etc/resolv.conf").output == "nameserver 127.0.0.9\n"

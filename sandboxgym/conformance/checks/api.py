@@ -8,6 +8,7 @@ from typing import Any, get_args
 import gymnasium as gym
 import numpy as np
 
+from sandboxgym.conformance import masks
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.recording import Scene, opened, outcome_difference
 from sandboxgym.conformance.shell_probes import PROBES
@@ -224,3 +225,33 @@ def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
             scene.expect(env, walk, half, "after restore() refused what is not a snapshot")
         take(env)
     return raised
+
+
+@check(
+    "api.action_mask",
+    level=0,
+    after=("api.protocol",),
+    hazard="A mask that nobody understands is ignored: the checks try actions that the environment doesn't allow, and "
+    "see its errors rather than its states.",
+    blind="Masks under another name than action_mask.",
+)
+def action_mask(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Says whether the ``action_mask`` in info, or in an observation that is a dict, is one of the action space in
+    Gymnasium's sense: control runs draw their actions by it then, and without it otherwise.
+    """
+    if subject.actions is not None:
+        raise Skipped("actions come from the hook")
+    seen = 0
+    with opened(subject) as env:
+        for op in subject.control(0, budget.steps).ops:
+            raw = subject.call(env, op)[1]
+            mask = None if raw is None else masks.given(raw[0], raw[4])
+            if mask is not None:
+                try:
+                    masks.understood(env.action_space, mask)
+                except ValueError as error:
+                    raise Skipped(f"actions are drawn without the mask, for it is none of the space: {error}") from None
+                seen += 1
+    if not seen:
+        raise Skipped("the environment gives no action_mask")
+    return {"masks": seen}

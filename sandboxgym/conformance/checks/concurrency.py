@@ -208,7 +208,7 @@ def _broken_fork(
 
         for child in branch(env, 1, None):  # what the source keeps of its own state, say a snapshot until its next step
             child.close()
-        before = processes.held(path)
+        before, mounts = processes.held(path), processes.mounts()
         had, had_close = name in vars(kind), "close" in vars(kind)
         setattr(kind, name, failing)
         kind.close = counted  # type: ignore[method-assign]
@@ -244,6 +244,9 @@ def _broken_fork(
         kept = [living for each in unclosed if (living := each()) is not None]
         for living in kept:
             living.close()
+        more = processes.mounts() - mounts
+        if more and not processes.until(lambda: not more & processes.mounts(), 3):  # another program's go again
+            grown["mounts"] = len(more)
         if grown:
             scene.fail(f"fork(4) failed ({name} of a child raised) and left: {grown}", {"left": grown})
         if kept:

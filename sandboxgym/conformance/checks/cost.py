@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
+from sandboxgym.conformance.clock import Stopwatch, timed
 from sandboxgym.conformance.recording import Scene, choose, release
 from sandboxgym.conformance.subject import AnyEnv, Op, Subject, branch, put, take
 
@@ -26,9 +26,7 @@ def _median(action: Callable[[], Any], times: int = 7) -> float:
     gc.disable()
     try:
         for _ in range(times):
-            start = time.perf_counter()
-            action()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(timed(action))
     finally:
         if enabled:
             gc.enable()
@@ -78,7 +76,7 @@ def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: int) -> list[Op]:
     """The calls of an episode as long as can be found, at most ``wanted`` steps."""
     best: list[Op] = []
-    start = time.perf_counter()
+    watch = Stopwatch()
     for attempt in range(20):
         with Scene(subject) as scene:
             env = scene.make()
@@ -92,7 +90,7 @@ def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: in
                 raw = subject.call(env, ops[-1])[1]
             if len(ops) > len(best):
                 best = ops
-        if len(best) > wanted or time.perf_counter() - start > budget.seconds:
+        if len(best) > wanted or watch.spent(budget.seconds):
             break
     return best
 

@@ -8,6 +8,7 @@ import inspect
 import os
 import pickle
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 
 from sandboxgym.conformance import elsewhere
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, finds, points_of
+from sandboxgym.conformance.checks.restore import SHORT, controls, finds, own_future, points_of
 from sandboxgym.conformance.checks.snapshot import identity
+from sandboxgym.conformance.coverage import coverage
 from sandboxgym.conformance.recording import (
     Scene,
     Walk,
@@ -74,11 +76,14 @@ def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     """Saves and loads snapshots of several moments, finished episodes too, some twice over; restores what was loaded
     in new environments and compares the whole future; saving changes neither snapshot nor environment. Saves and loads
     hundreds of snapshots of one moment; and loads a file whose snapshot was released and whose environment was closed.
+    Moments after rare events, which a search has found, are among them.
     """
     restores = size = 0
-    for control in controls(subject, budget)[:2]:
+    found = coverage(subject, budget)
+    rare = list(zip(found.controls, found.events))[: 0 if budget.waits else 3]
+    for control, events in [*((each, ()) for each in controls(subject, budget)[:2]), *rare]:
         with Scene(subject) as scene, folder() as path:
-            walk = scene.walk(control, points_of(control, rng, 2))
+            walk = scene.walk(control, {*points_of(control, rng, 2), *rng.permutation(events)[:3].astype(int).tolist()})
             for number, point in enumerate(walk.points):
                 snap, file = walk.snaps[point], path / f"snapshot-{number}"
                 before = identity(snap)
@@ -187,6 +192,78 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
         "carried by": jobs[0].restored[0],
         "pickled": sum(job.restored[0] == "pickle" for job in jobs),
     }
+
+
+@check(
+    "durable.saver_gone",
+    level=5,
+    needs=("save", "cross_process", "exact"),
+    after=("api.protocol",),
+    hazard="A file refers to a cache, folder or process that goes with the process that saved it: a run cannot be "
+    "resumed tomorrow.",
+    blind="Restarts of the machine; files that others delete later.",
+)
+def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Another process plays control runs, saves snapshots and goes on. They are loaded and restored here: while it
+    lives and is further on, after it was killed (SIGKILL), after one ended without closing its environments, and after
+    one closed them (and, where other hosts are declared, its temporary folder was deleted). The whole future is
+    compared.
+    """
+    pool = [subject.control(index, budget.steps) for index in range(2)]
+    pool += sorted(coverage(subject, budget).controls, key=lambda each: -each.last)[:1]
+    pool = [each for each in pool if each.repeatable]
+    if not pool:
+        raise Skipped("no run repeats itself: " + subject.control(0, budget.steps).differs)
+    pool = pool[:1] if budget.waits else pool
+    wanted = [{max(1, each.last // 2)} | (set() if budget.waits else {1, max(1, each.last - 1)}) for each in pool]
+    jobs = [elsewhere.Job(each.seed, each.ops, points=tuple(sorted(points))) for each, points in zip(pool, wanted)]
+    compared = 0
+    ways = (("killed", False, True), ("ended without closing its environments", False, False))
+    for how, closes, stays in (*ways, ("closed its environments and ended", True, False)):
+        with folder() as path, tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-") as temporary:
+            own = {"TMPDIR": temporary} if closes and subject.capabilities.cross_host else {}
+            try:
+                with elsewhere.saver(subject, jobs, path, closes=closes, stays=stays, variables=own) as (saved, end):
+                    if stays:
+                        compared += _loaded(subject, pool, jobs, saved, "the process that saved it is further on")
+                    end()
+            except elsewhere.Unreachable as error:
+                raise Skipped(f"another process cannot make the environment or save it: {error}") from None
+            except elsewhere.Broken as error:
+                message = str(error).strip()
+                raise Failed(
+                    f"another process cannot save a snapshot: {message.splitlines()[-1]}", {"there": message}
+                ) from None
+            if own:
+                for entry in Path(temporary).iterdir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                    entry.unlink(missing_ok=True) if not entry.is_dir() else None
+            compared += _loaded(subject, pool, jobs, saved, f"the process that saved it {how}")
+    if not compared:
+        raise Skipped("even without snapshots, another process plays something else than this one")
+    return {"calls compared": compared, "files": 3 * sum(len(job.points) for job in jobs)}
+
+
+def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved: list[Any], when: str) -> int:
+    """Restore what another process saved, and compare; unless it played something else than is played here."""
+    compared = 0
+    for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
+        if first_difference(elsewhere.stateless(control.outcomes[: len(outcomes)]), elsewhere.stateless(outcomes)):
+            continue
+        with Scene(subject) as scene:
+            scene.note("# snapshots of this run were saved by another process")
+            walk = own_future(scene, scene.start(control), control)
+            for point, parcel in zip(job.points, parcels):
+                env = scene.start(control)
+                what = f"loaded after {when}" if "further" not in when else f"loaded while {when}"
+                try:
+                    result = scene.restore(env, scene.adopt(elsewhere.arrived(parcel), "load('/tmp/snapshot')"))
+                except (SnapshotError, OSError, ValueError, KeyError, RuntimeError) as error:
+                    scene.fail(f"a snapshot cannot be {what}: {error!r:.300}")
+                scene.expect_returned(env, walk, point, result, what)
+                compared += scene.expect(env, walk, point, what)
+                scene.forget(env)
+    return compared
 
 
 def _same_there(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-import time
 from typing import Any
 
 import numpy as np
 
+from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, finds, in_time, points_of
+from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
+from sandboxgym.conformance.clock import Stopwatch
+from sandboxgym.conformance.coverage import coverage
 from sandboxgym.conformance.recording import (
     Scene,
     Walk,
@@ -18,20 +21,22 @@ from sandboxgym.conformance.recording import (
     first_difference,
     opened,
     outcome_difference,
+    seed_spaces,
     streams,
 )
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
+from sandboxgym.core import SnapshotEnv
 
 WIDE = 20
-"""Children of the widest fork."""
+"""Children of the widest fork that goes on alike."""
+CROWD = 64
+"""Children that are alive at once and all act."""
 
 
 def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
     """Other calls from ``point`` on, chosen along the way in an environment of its own."""
-    import copy
-
     with opened(subject) as env:
-        env.action_space.seed(control.seed), env.observation_space.seed(control.seed)
+        seed_spaces(env, control.seed)
         raw = None
         for op in control.ops[:point]:
             raw = subject.call(env, op)[1]
@@ -266,6 +271,8 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
                         scene.fail(f"child {number} of fork(3) has another random stream {name} than its source")
                     if bits is not None:
                         compared.add(name)
+    if not compared:
+        raise Skipped("no stream was found to compare, of np_random or of a space; see streams.exact")
     return {"streams": sorted(compared)}
 
 
@@ -433,7 +440,7 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
     repeatable = [control for control in controls(subject, budget) if control.repeatable]
     if not repeatable:
         raise Skipped("no run repeats itself without forks: " + subject.control(0, budget.steps).differs)
-    forks, start = 0, time.perf_counter()
+    forks, watch = 0, Stopwatch()
     for control in repeatable:
         with Scene(subject) as scene:
             walk = scene.walk(control, ())
@@ -442,7 +449,7 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
                 found = scene.call(env, op)
                 if found != walk.expected[index]:
                     scene.differ(walk, env, index, found, f"the source of {forks} forks differs")
-                if index % 2 == 0 and (index < 6 or time.perf_counter() - start < budget.seconds):
+                if index % 2 == 0 and (index < 6 or not watch.spent(budget.seconds)):
                     for number, child in enumerate(scene.fork(env, 2, seed=None if index % 4 else index)):
                         forks += 1
                         scene.play(child, control.ops[index + 1 : index + 3])
@@ -451,3 +458,160 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
                             scene.play(child, control.ops[1:3])
                         scene.forget(child)
     return {"forks": forks}
+
+
+@check(
+    "fork.diverge",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A child that takes another action than its source or sibling gets what belongs to theirs.",
+    blind="What is remembered by more than depth and action, and is met by no two branches.",
+)
+def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """As restore.diverge, with forks in place of restores: the children of one moment take other actions than their
+    source and than each other, first different ones, then the same at the same moments, one after the other; children
+    of children branch again; in the end the source takes its own.
+    """
+    return diverging(subject, budget, rng, _by_fork, [])
+
+
+def _by_fork(scene: Scene, control: Control, point: int, parted: list[Walk], rng: np.random.Generator) -> int:
+    env = scene.start(control)
+    scene.play(env, control.ops[:point])
+    own = own_future(scene, env, control)
+    wanted = [*parted, parted[0], own]
+    children = scene.fork(env, len(wanted))
+    middle = point + int(rng.integers(1, 6))
+    later: list[tuple[AnyEnv, Walk, int]] = []
+    compared = 0
+    for child, branch in zip(children, wanted):
+        what = "a child, after its siblings took other actions,"
+        stop = min(middle, branch.end, control.last)
+        compared += scene.expect(child, branch, point, what, calls=stop - point)
+        later += [(each, branch, stop) for each in scene.fork(child, 1)]
+        compared += scene.expect(child, branch, stop, what, calls=40)
+    for place in rng.permutation(len(later)).tolist():
+        grandchild, branch, stop = later[place]
+        compared += scene.expect(grandchild, branch, stop, "a child's child, after all others acted,", calls=12)
+    compared += scene.expect(env, own, point, "the source, after its children took other actions,", calls=40)
+    return compared
+
+
+@check(
+    "fork.crowd",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Slots, ports or names run out: the children of a wide tree, all alive, share with the first ones.",
+    blind="More children than were alive at once: see the evidence.",
+)
+def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Forks many children (64, fewer where the environment is slow) that live at once and all act, each in turn and
+    with other actions than its neighbours; takes a snapshot of each in the middle, lets all go on, and restores these
+    in a drawn order. Each must give what it gives alone.
+    """
+    pool = [each for each in controls(subject, budget) if each.repeatable and each.last > 2]
+    if not pool:
+        raise Skipped("no run repeats itself without forks: " + subject.control(0, budget.steps).differs)
+    control = max(pool, key=lambda each: each.last)
+    k = WIDE // 2 if budget.waits else CROWD
+    if budget.steps <= SHORTEST:
+        k = budget.forks + 1
+    palette = coverage(subject, budget).palette
+    with Scene(subject) as scene:
+        point = max(1, control.last // 3)
+        parted = branches(scene, control, point, rng, palette, width=7, length=6)
+        env = scene.start(control)
+        scene.play(env, control.ops[:point])
+        own = own_future(scene, env, control)
+        players = [(child, parted[number % len(parted)]) for number, child in enumerate(scene.fork(env, k))]
+        snaps: list[tuple[Any, Walk, int]] = []
+        for turn in range(6):
+            for place in rng.permutation(k).tolist():
+                child, branch = players[place]
+                if turn == 2 and point + turn < branch.end:
+                    snaps.append((scene.snapshot(child), branch, point + turn))
+                if point + turn < branch.end:
+                    scene.expect_raw(child, branch, point + turn, f"child {place} of {k} that are alive and act")
+        scene.expect(env, own, point, f"the source of {k} children that acted", calls=SHORT)
+        for place in rng.permutation(len(snaps)).tolist():
+            child = players[place % k][0]
+            snap, branch, stop = snaps[place]
+            what = f"restored from one of {len(snaps)} snapshots that are alive"
+            scene.expect_returned(child, branch, stop, scene.restore(child, snap), what)
+            scene.expect(child, branch, stop, what, calls=SHORT)
+    return {"alive at once": k + 1, "snapshots alive": len(snaps)}
+
+
+@check(
+    "fork.deepcopy",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="copy.deepcopy(env) is a fork by contract, and whole trees are copied so; a shallow copy shares.",
+    blind="Environments that define no __deepcopy__ and promise nothing.",
+)
+def deepcopy(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Where an environment defines ``__deepcopy__``: a deep copy, and one of that, start where the source is, and go
+    their own ways, also when the others act or are closed; one made before the first reset plays an episode.
+    ``copy.copy`` raises.
+    """
+    with opened(subject) as env:
+        if not methods(env) or not _defines(env, "__deepcopy__"):
+            raise Skipped("it defines no __deepcopy__ of its own")
+    pool = [each for each in controls(subject, budget) if each.repeatable]
+    if not pool:
+        raise Skipped("no run repeats itself without copies: " + subject.control(0, budget.steps).differs)
+    palette = coverage(subject, budget).palette
+    copies = 0
+    for number in budget.spending(2 * len(pool), at_least=2):
+        control = pool[number % len(pool)]
+        point = int(rng.integers(1, max(2, control.last)))
+        with Scene(subject) as scene:
+            first, second, *_ = branches(scene, control, point, rng, palette)
+            env = scene.make()
+            blank = _copied(scene, env, "deepcopy") if number == 0 and isinstance(env, SnapshotEnv) else None
+            scene.seed_spaces(env, control.seed)
+            scene.play(env, control.ops[:point])
+            own = own_future(scene, env, control)
+            twin = _copied(scene, env, "deepcopy")
+            other = _copied(scene, twin, "deepcopy")
+            middle = min(point + 3, first.end, own.end)
+            scene.expect(twin, first, point, "a deep copy", calls=middle - point)
+            scene.expect(env, own, point, "the source of a deep copy that acted", calls=middle - point)
+            scene.expect(twin, first, middle, "a deep copy whose source acted")
+            scene.expect(other, second, point, "a deep copy of a deep copy")
+            scene.close(twin)
+            scene.expect(env, own, middle, "the source of deep copies, one of which was closed")
+            if blank is not None:
+                scene.seed_spaces(blank, control.seed)
+                scene.expect(blank, own, 0, "a deep copy made before the first reset", calls=control.last)
+            _shallow(scene, control)
+        copies += 2
+    return {"deep copies": copies}
+
+
+def _defines(env: AnyEnv, name: str) -> bool:
+    return any(name in vars(kind) for kind in type(env).__mro__ if kind.__module__ != "gymnasium.core")
+
+
+def _copied(scene: Scene, env: AnyEnv, how: str) -> AnyEnv:
+    made: AnyEnv = getattr(copy, how)(env)
+    scene.note(f"import copy; {scene._named(made)} = copy.{how}({scene.name(env)})")
+    return made
+
+
+def _shallow(scene: Scene, control: Control) -> None:
+    """``copy.copy`` raises, where it is promised or the environment has one of its own."""
+    env = scene.start(control)
+    scene.play(env, control.ops[:1])
+    if not _defines(env, "__copy__"):
+        return
+    try:
+        _copied(scene, env, "copy")
+    except Failed:
+        raise
+    except Exception:
+        return
+    scene.fail("copy.copy(env) returned instead of raising: a shallow copy shares the state of its source")

@@ -10,9 +10,10 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, opened, quiet
+from sandboxgym.conformance.recording import Scene, opened, quiet, seed_spaces, written
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject
 from sandboxgym.conformance.values import canonical, difference
+from sandboxgym.core import Transition
 
 
 @check(
@@ -38,8 +39,33 @@ def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     blind="Entries that the normaliser leaves out.",
 )
 def last_info(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` returns, exactly, the info of the captured moment, in the same situations."""
-    return _returned(subject, budget, rng, 1, "info")
+    """``restore`` returns, exactly, the info of the captured moment, in the same situations; ``last`` of the base
+    environment, where it has one, is then the whole transition, with its reward and flags.
+    """
+    measured = _returned(subject, budget, rng, 1, "info")
+    return {**measured, "last transitions": _last(subject, budget, rng)}
+
+
+def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
+    """How many times ``last`` was compared with what it was at the captured moment."""
+    compared = 0
+    for control in in_time(budget, controls(subject, budget)):
+        with Scene(subject) as scene:
+            env, expected = scene.start(control), {}
+            points = points_of(control, rng, 3)
+            for count, op in enumerate(control.ops, start=1):
+                scene.call(env, op)
+                last = getattr(env.unwrapped, "last", None)
+                if count in points and isinstance(last, Transition):
+                    expected[count] = scene.snapshot(env), canonical(tuple(last))
+            for snap, before in expected.values():
+                for target in (env, scene.start(control)):
+                    scene.restore(target, snap)
+                    found = canonical(tuple(getattr(target.unwrapped, "last")))  # noqa: B009 (not of every base)
+                    if text := difference(before, found, "last"):
+                        scene.fail(f"after a restore the last transition is not that of the captured moment: {text}")
+                    compared += 1
+    return compared
 
 
 def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -> None:
@@ -48,7 +74,7 @@ def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -
     subject = scene.subject
     for op in control.ops[: control.last]:
         outcome, raw = subject.call(env, op)
-        scene.note(f"returned = {scene.name(env)}.{op.kind}(…)  # as in the control run")
+        scene.note(written(scene.name(env), op))
         if raw is not None:
             kept.append((raw, outcome))
             if len(kept) == 2:
@@ -103,7 +129,7 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
 def _raw(subject: Subject, control: Control, place: int) -> list[Any]:
     """The observations (place 0) or infos (1) of a control run as they are returned."""
     with opened(subject) as env:
-        env.action_space.seed(control.seed), env.observation_space.seed(control.seed)
+        seed_spaces(env, control.seed)
         found = [subject.call(env, op)[1] for op in control.ops]
     return [None if raw is None else raw[4 * place] for raw in found]
 

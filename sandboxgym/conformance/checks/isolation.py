@@ -129,52 +129,56 @@ def _global_draws(subject: Subject, budget: Budget) -> list[str]:
 @check(
     "isolation.environment",
     level=2,
-    needs=("exact",),
     after=("api.protocol",),
-    hazard="A fork's `export` or `cd` is one for the whole process, and for all siblings in it.",
-    blind="Variables and folders of other processes: probes.matrix.",
+    hazard="A fork's `export` or `cd`, a restore's umask or number of threads is one for the whole process, and for "
+    "all siblings in it.",
+    blind="What other processes have of their own: probes.matrix; settings of libraries other than the standard "
+    "one's, NumPy's and PyTorch's; what every reset sets to the same.",
 )
 def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares environment variables, working directory, umask, import path, signal handlers and settings of this
-    process before and after snapshots, restores, forks, their steps, and closing; fails where one of them changed any.
-    What only the first time changes (a library that is loaded) is put back and not counted.
+    """Compares what a process has one of (environment variables, working directory, umask, limits, priority, import
+    path, signal handlers and mask, warnings, logging, locale, decimal context, settings of NumPy, PyTorch, asyncio and
+    others), and where streams are declared captured the global random ones, before and after every snapshot, restore,
+    fork, step, rendering, further reset and closing; fails where one of them changed any. What only the first time
+    changes (a library that is loaded) is put back and not counted.
     """
-    changed: set[str] = set()
+    with ambient.put_back():
+        captured = subject.capabilities.rng  # found out by making an environment, and closing it
     with suppress(Exception), ambient.put_back(), Scene(subject) as scene:
-        for _ in _operate(scene, subject):
+        for _ in _operate(scene, subject, budget):
             pass
+    calls = 0
     with ambient.put_back(), Scene(subject) as scene:
-        doing = _operate(scene, subject)
+        doing = _operate(scene, subject, budget)
         next(doing)
-        before = ambient.surroundings()
+        before = _shared(captured)
         for done in doing:
-            if change := ambient.changed(before, ambient.surroundings()):
+            after = _shared(captured)
+            change = ambient.changed(before, after)
+            if done.startswith(_ACTS):  # draws from a global stream are for isolation.globals
+                change = [name for name in change if not name.startswith("stream of")]
+            if change:
                 shown = ", ".join(change[:6])
                 scene.fail(f"{done} changed what the whole process shares: {shown}", {"changed": change[:50]})
-    for index in range(2):
-        control = subject.control(index, budget.steps)
-        point = max(1, control.last // 2)
-        suffixes = [variation(subject, control, point, rng, 12) for _ in range(2)]
-        with Scene(subject) as scene:
-            walk = scene.walk(control, [point])
-            scene.restore(walk.env, walk.snaps[point])
-            children = scene.fork(walk.env, 2)
-            before = ambient.surroundings()
-            for child, suffix in zip(children, suffixes):
-                scene.play(child, suffix)
-                change = ambient.changed(before, ambient.surroundings())
-                changed |= set(change)
-                if change:
-                    scene.fail(
-                        f"the steps of a fork changed what the whole process shares: {', '.join(change[:6])}",
-                        {"changed": change[:50]},
-                    )
-    return {"changed": sorted(changed)}
+            before = after
+            calls += 1
+    return {"calls": calls, "compared": len(before)}
 
 
-def _operate(scene: Scene, subject: Subject) -> Iterator[str]:
-    """What snapshots consist of, one call after the other; the names of the calls, that of a reset first."""
+_ACTS = ("reset", "step", "render")
+
+
+def _shared(captured: bool) -> dict[str, Any]:
+    found = ambient.surroundings()
+    if captured:
+        found |= {f"stream of {name}": bits for name, bits in ambient.global_streams().items()}
+    return found
+
+
+def _operate(scene: Scene, subject: Subject, budget: Budget) -> Iterator[str]:
+    """What a tree consists of, one call after the other; the names of the calls, that of a reset first."""
     env, other = scene.make(), scene.make()
+    ops = subject.control(0, budget.steps).ops
     for each in (env, other):
         scene.reset(each, seed=1, options=subject.options(0))
     yield "reset()"
@@ -184,14 +188,36 @@ def _operate(scene: Scene, subject: Subject) -> Iterator[str]:
         for seed in (None, 1):
             scene.restore(target, snap, seed=seed)
             yield f"restore(seed={seed}){where}"
+            for op in ops[1:3]:
+                scene.call(target, op)
+                yield f"step() after restore(seed={seed}){where}"
+    if env.render_mode is not None:
+        with suppress(Exception):
+            env.render()
+        yield "render()"
     for seed in (None, 1):
         children = scene.fork(env, 2, seed=seed)
         yield f"fork(2, seed={seed})"
-        for child in children:
+        for number, child in enumerate(children):
+            for op in ops[1:3]:
+                scene.call(child, op)
+                yield "step() of a fork"
+            if number:
+                scene.reset(child, seed=2, options=subject.options(1))
+                yield "reset() of a fork"
             scene.forget(child)
             yield "close()"
-    scene.drop(snap)
-    yield "release()"
+    control = subject.control(1, budget.steps)
+    for op in control.ops:
+        scene.call(env, op)
+        yield f"{op.kind}()"
+    late = scene.snapshot(env)
+    yield "snapshot() late in an episode"
+    scene.restore(other, late)
+    yield "restore() of it"
+    for handle in (snap, late):
+        scene.drop(handle)
+        yield "release()"
 
 
 @check(
@@ -252,6 +278,8 @@ def spaces(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
                             {"stream": stream},
                         )
                     compared += value is not None
+    if not compared:
+        raise Skipped("no stream was found to compare, of np_random or of a space; see streams.unshared")
     return {"streams compared": compared}
 
 

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.recording import Scene, choose, outcome_difference
+from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
+from sandboxgym.conformance.clock import Stopwatch
+from sandboxgym.conformance.recording import Scene, choose, outcome_difference, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, put
 from sandboxgym.errors import SnapshotNotSupported
 
@@ -38,6 +38,9 @@ ALIVE = 5
 """Environments alive at once, their controls not counted."""
 SHRINKING = 5.0
 """Seconds that hypothesis may take to make a failing program smaller; and as many for leaving out calls one by one."""
+
+LEAST_PROGRAMS = 10
+"""Programs without which the search says nothing, times `Budget.share`; two where calls are slow."""
 
 Instruction = dict[str, Any]
 """One call as JSON values. Numbers of environments and snapshots count modulo how many there are."""
@@ -179,8 +182,7 @@ class Program:
         env = self.scene.make()
         self.scene.seed_spaces(env, seed)
         run = Run(env, self._control(), Origin(seed))
-        run.control.action_space.seed(seed)
-        run.control.observation_space.seed(seed)
+        seed_spaces(run.control, seed)
         self.runs.append(run)
         self._call(run, Op("reset", (seed, self.subject.options(instruction["task"]))))
 
@@ -277,8 +279,7 @@ class Program:
         if origin.snap is not None:
             put(run.control, origin.snap)
         else:
-            run.control.action_space.seed(origin.spaces)
-            run.control.observation_space.seed(origin.spaces)
+            seed_spaces(run.control, origin.spaces)
         for op in history:
             self.subject.call(run.control, op)
 
@@ -390,6 +391,7 @@ class _Search:
     subject: Subject
     noisy: bool
     end: float
+    watch: Stopwatch = field(default_factory=Stopwatch)
     counts: Counter[str] = field(default_factory=Counter)
     programs: int = 0
     best: Failed | None = None
@@ -400,13 +402,13 @@ class _Search:
 
     def look(self) -> None:
         """Stop when the time is up; a failure gives time for shrinking."""
-        if time.perf_counter() > (self.last if self.best is not None else self.end):
+        if self.watch.elapsed > (self.last if self.best is not None else self.end):
             self.over = True
             raise _TimeUp
 
     def found(self, failure: Failed) -> None:
         if self.best is None:
-            self.last = time.perf_counter() + SHRINKING
+            self.last = self.watch.elapsed + SHRINKING
         if self.best is None or _size(failure) < _size(self.best):
             self.best = failure
 
@@ -419,12 +421,12 @@ def _size(failure: Failed) -> tuple[int, int, str]:
 
 def _minimal(subject: Subject, failure: Failed, *, noisy: bool, seconds: float) -> Failed:
     """The failure of the smallest program that leaving out and simplifying single instructions leads to."""
-    end = time.perf_counter() + seconds
+    watch = Stopwatch()
     smaller = True
     while smaller:
         smaller = False
         for candidate in _simpler(failure.evidence["program"]):
-            if time.perf_counter() > end:
+            if watch.elapsed > seconds:
                 return failure
             try:
                 with Program(subject, noisy=noisy) as program:
@@ -574,7 +576,7 @@ def search(subject: Subject, *, programs: int, length: int, seconds: float, seed
     from hypothesis import seed as seeded
     from hypothesis.stateful import run_state_machine_as_test
 
-    state = _Search(subject, bool(subject.noise), time.perf_counter() + seconds)
+    state = _Search(subject, bool(subject.noise), seconds)
     chosen = settings(
         max_examples=programs,
         stateful_step_count=length,
@@ -624,7 +626,11 @@ def random_walk(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     )
     if found.best is not None:
         _report(subject, found)
-    return {"programs": found.programs, "calls": dict(sorted(found.counts.items()))}
+    evidence = {"programs": found.programs, "calls": dict(sorted(found.counts.items()))}
+    least = 2 if budget.waits else max(2, round(LEAST_PROGRAMS * budget.share))
+    if found.over and found.programs < least:
+        raise Inconclusive(f"{found.programs} programs were run in the time, at least {least} are asked for", evidence)
+    return evidence
 
 
 def _report(subject: Subject, found: _Search) -> None:

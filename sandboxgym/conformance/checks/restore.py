@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance.check import BUDGETS, Budget, Skipped, check
-from sandboxgym.conformance.recording import Scene, first_difference, streams
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject
+from sandboxgym.conformance import elsewhere
+from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
+from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
+from sandboxgym.conformance.coverage import coverage, ending
+from sandboxgym.conformance.recording import Scene, Walk, comparable, first_difference, outcome_difference, streams
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
 from sandboxgym.conformance.values import difference
 
 SHORT = 4
@@ -295,12 +302,15 @@ def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
 )
 def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Restores a finished episode, here and in a new environment: steps and the next reset are as in one that was
-    never interrupted; restoring an earlier point of it takes the end back.
+    never interrupted; restoring an earlier point of it takes the end back. Episodes of every way of ending that a
+    search with the environment's own snapshots finds are among them.
     """
     tried = 0
-    for control in [*controls(subject, budget), *longer(subject, budget)]:
+    endings = set()
+    for control in [*controls(subject, budget), *longer(subject, budget), *coverage(subject, budget).controls]:
         if control.ended is None:
             continue
+        endings.add(ending(control))
         with Scene(subject) as scene:
             end = control.ended
             before = max(1, end - 1)
@@ -319,7 +329,7 @@ def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
             tried += 1
     if not tried:
         raise Skipped(f"no episode ended within {budget.steps} steps")
-    return {"finished episodes": tried}
+    return {"finished episodes": tried, "endings": sorted(endings)}
 
 
 def _quiet_between(control: Control, start: int, end: int) -> bool:
@@ -430,6 +440,8 @@ def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -
                 where = "after a restore" if target is env else "after a restore in a new environment"
                 _same_streams(scene, expected, streams(target), where)
             compared |= {name for name, bits in expected.items() if bits is not None}
+    if not compared:
+        raise Skipped("no stream was found to compare, of np_random or of a space; see streams.exact")
     return {"streams": sorted(compared)}
 
 
@@ -523,4 +535,392 @@ def _other_streams(
 
 
 def _late(scene: Scene, budget: Budget) -> bool:
-    return time.perf_counter() - scene.began > budget.seconds
+    return scene.watch.spent(budget.seconds)
+
+
+# Other actions after a restore: what a tree does.
+
+
+@check(
+    "restore.diverge",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="What one branch did is remembered for another of the same depth: a tree compares actions with themselves.",
+    blind="What is remembered by more than depth and action, and is met by no two branches; pictures of modes that do "
+    "not work here.",
+)
+def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Takes other actions than the control run took, several ways from many points, with restores in between, in turn
+    in two environments; the branches differ first and then take the same actions at the same moments. Snapshots are
+    taken on the branches, at the same depths, and restored in a drawn order. Each call of each branch, in every third
+    round with the picture, is compared with the same calls in an environment that was never restored; in the end with
+    those in a new process too.
+    """
+    told: list[Walk] = []
+    found = diverging(subject, budget, rng, _by_restore, told)
+    return {**found, **_in_new_process(subject, told)}
+
+
+Grow = Callable[[Scene, Control, int, list[Walk], np.random.Generator], int]
+"""How `diverging` gets from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
+
+
+def diverging(
+    subject: Subject, budget: Budget, rng: np.random.Generator, grow: Grow, told: list[Walk]
+) -> dict[str, Any]:
+    """Compare branches from many points; see `diverge`. Some of the branches are added to ``told``."""
+    found = coverage(subject, budget)
+    pool = [each for each in (*found.controls, *controls(subject, budget)) if each.repeatable and each.last > 1]
+    if not pool:
+        raise Skipped("no run repeats itself without restores: " + subject.control(0, budget.steps).differs)
+    drawing = pictured(subject)
+    width, length = (2, 5) if budget.waits else (WIDTH, LENGTH)
+    compared = points = frames = 0
+    for number in budget.spending(24 * len(pool), at_least=2 * len(pool)):
+        drawn = drawing is not None and number % 3 == 2
+        mine = drawing if drawn and drawing is not None else subject
+        control = mine.control(number % 2, min(30, budget.steps)) if drawn else pool[number % len(pool)]
+        if not control.repeatable:
+            continue
+        point = int(rng.integers(1, max(2, control.last)))
+        with Scene(mine) as scene:
+            parted = branches(scene, control, point, rng, found.palette, width=width, length=length)
+            calls = grow(scene, control, point, parted, rng)
+        compared += calls
+        frames += calls if drawn else 0
+        points += 1
+        if not drawn and len(told) < 8:
+            told += parted[:2]
+    return {"points": points, "calls compared": compared, "with pictures": frames}
+
+
+def own_future(scene: Scene, env: AnyEnv, control: Control) -> Walk:
+    """The control run itself as what is expected of an environment."""
+    return Walk(env, control, {}, [], control.outcomes, comparable(scene.subject, control))
+
+
+def _by_restore(scene: Scene, control: Control, point: int, parted: list[Walk], rng: np.random.Generator) -> int:
+    env, other = scene.start(control), scene.start(control)
+    scene.play(env, control.ops[:point])
+    snap = scene.snapshot(env)
+    own = own_future(scene, env, control)
+    middle = point + int(rng.integers(1, 6))
+    inner: list[tuple[Any, Walk, int]] = []
+    compared = 0
+    for number, branch in enumerate((*parted, parted[0], own)):
+        target = other if number % 3 == 1 else env
+        what = "after a restore, an action that the control did not take" if branch is not own else "after branches"
+        result = scene.restore(target, snap)
+        scene.expect_returned(target, branch, point, result, what)
+        stop = min(middle, branch.end)
+        compared += scene.expect(target, branch, point, what, calls=stop - point)
+        if stop < branch.end and stop < control.last:
+            inner.append((scene.snapshot(target), branch, stop))
+        compared += scene.expect(target, branch, stop, what, calls=40)
+    for turn, place in enumerate(rng.permutation(len(inner)).tolist()):
+        handle, branch, stop = inner[place]
+        target = other if place % 2 else env
+        if turn % 2:  # from the same depth of another branch
+            sideways = parted[(place + 1) % len(parted)]
+            scene.restore(target, snap)
+            scene.expect(target, sideways, point, "after a restore", calls=stop - point)
+        elif turn:
+            scene.restore(target, inner[place - 1][0])
+        what = f"restored from a snapshot taken on one of {len(inner)} branches at the same depth"
+        result = scene.restore(target, handle)
+        scene.expect_returned(target, branch, stop, result, what)
+        compared += scene.expect(target, branch, stop, what, calls=12)
+    return compared
+
+
+def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
+    """Whether branches give here what they give in a process of their own, if a control run itself does."""
+    control = subject.control(0, SHORTEST)
+    plain = elsewhere.Job(control.seed, control.ops[: control.last])
+    jobs = [plain, *(elsewhere.Job(branch.control.seed, branch.control.ops) for branch in told)]
+    try:
+        answers = elsewhere.run(subject, jobs, separate=True)
+    except (elsewhere.Unreachable, elsewhere.Broken) as error:
+        return {"compared with a new process": f"no: {str(error).strip().splitlines()[-1][:200]}"}
+    here = elsewhere.stateless(control.outcomes[: control.last])
+    if differs := first_difference(answers[0], here):
+        others = [elsewhere.run(subject, [plain], elsewhere.Child(seed), separate=True)[0] for seed in "1234"]
+        if all(other == answers[0] for other in others):
+            raise Failed(f"where branches were played, even an untouched run is not that of new processes: {differs}")
+        return {"compared with a new process": "no: new ones differ by themselves, with their hash seeds"}
+    for branch, there in zip(told, answers[1:]):
+        if differs := first_difference(elsewhere.stateless(there), elsewhere.stateless(branch.outcomes)):
+            raise Failed(
+                f"in a process where other branches were played, one gives something else than in a new one: {differs}",
+                {"branch": branch.control.name, "calls": len(branch.control.ops)},
+            )
+    return {"compared with a new process": len(told)}
+
+
+@check(
+    "restore.no_steps",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A restore is skipped because the environment takes itself to be there already: it is where a reset put it.",
+    blind="Longer sequences of calls without a step between.",
+)
+def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Makes three calls without a step between them, in all combinations of: restores of two snapshots, one with a
+    seed, resets with another seed, the same one and none, a snapshot, a fork, one step; then restores one of the two,
+    and compares what it returns and what follows.
+    """
+    control = subject.control(0, budget.steps)
+    tried = 0
+    with Scene(subject) as scene:
+        late = max(1, control.last // 2)
+        walk = scene.walk(control, {1, late})
+        env, one, two = walk.env, walk.snaps[1], walk.snaps[late]
+        seed, options = control.ops[0].value
+        calls: dict[str, Callable[[], Any]] = {
+            "restore": lambda: scene.restore(env, one),
+            "restore another": lambda: scene.restore(env, two),
+            "restore with a seed": lambda: scene.restore(env, one, seed=5),
+            "reset": lambda: scene.reset(env, seed=seed + 1, options=subject.options(1)),
+            "reset to the same": lambda: scene.reset(env, seed=seed, options=options),
+            "reset without a seed": lambda: scene.reset(env, options=options),
+            "snapshot": lambda: scene.drop(scene.snapshot(env)),
+            "fork": lambda: scene.forget(scene.fork(env, 1)[0]),
+            "step": lambda: scene.call(env, control.ops[1]),
+        }
+        programs = list(itertools.product(calls, calls, calls))
+        rng.shuffle(programs)
+        # First what most restores by comparison would meet: the same state before and after something else.
+        programs = [("restore", between, between) for between in calls] + programs
+        for index in budget.spending(len(programs), at_least=30):
+            mark = len(scene.lines)
+            for name in programs[index]:
+                calls[name]()
+            point = 1 if index % 3 else late
+            what = f"restored after {', '.join(programs[index])}"
+            result = scene.restore(env, walk.snaps[point])
+            scene.expect_returned(env, walk, point, result, what)
+            scene.expect(env, walk, point, what, calls=2)
+            del scene.lines[mark:]  # of those that were right
+            tried += 1
+    return {"programs": tried}
+
+
+# Sources that live.
+
+
+@check(
+    "restore.live_source",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="The backbone goes on while workers restore its snapshots: they get the files, tables or caches of where it "
+    "is now.",
+    blind="Sources on other machines.",
+)
+def live_source(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores snapshots in other environments while their source is alive, in the middle of its episode and further
+    on, and moves between the others' steps; two sources with their own episodes, workers that change from one to the
+    other, in a drawn order; in the end the source is reset and closed under them. Then with the source in a thread, and
+    with the restored one in another process. Workers and sources must all give what they give alone.
+    """
+    pool = [each for each in (*coverage(subject, budget).controls, *controls(subject, budget)) if each.repeatable]
+    if not pool:
+        raise Skipped("no run repeats itself without restores: " + subject.control(0, budget.steps).differs)
+    compared = rounds = 0
+    for number in budget.spending(3 * len(pool), at_least=min(4, len(pool))):
+        control, other = pool[number % len(pool)], pool[(number + 1) % len(pool)]
+        compared += _moving_on(subject, control, int((1, 3, 8)[number % 3]), rng)
+        compared += _shared(subject, (control, other), rng)
+        rounds += 1
+    threads = sum(_in_thread(subject, control, rng) for control in pool[:2])
+    process: str | int = "not declared: snapshot_spec.cross_process is False"
+    if subject.capabilities.cross_process:
+        process = _across(subject, max(pool[:3], key=lambda control: control.last))
+    return {"rounds": rounds, "calls compared": compared, "beside a thread": threads, "in another process": process}
+
+
+def _moving_on(subject: Subject, control: Control, ahead: int, rng: np.random.Generator) -> int:
+    """The source is some calls ahead when it is restored from, and then moves in turn with the restored one."""
+    with Scene(subject) as scene:
+        source, worker = scene.start(control), scene.start(control)
+        own = own_future(scene, source, control)
+        point = int(rng.integers(1, max(2, control.last - ahead)))
+        scene.play(source, control.ops[:point])
+        snap = scene.snapshot(source)
+        place = min(point + ahead, own.end)
+        scene.expect(source, own, point, "the source of a snapshot", calls=place - point)
+        result = scene.restore(worker, snap)
+        what = "restored while its source is further on"
+        scene.expect_returned(worker, own, point, result, what)
+        for index in range(point, own.end):
+            scene.expect_raw(worker, own, index, f"{what} and moves")
+            if place < own.end:
+                scene.expect_raw(source, own, place, "the source, while what was restored from it moves")
+                place += 1
+        scene.restore(worker, snap)
+        scene.expect(worker, own, point, f"{what}, for the second time", calls=2)
+        scene.reset(source, seed=control.seed + 1, options=subject.options(1))
+        scene.expect(worker, own, point + 2, "restored before its source was reset", calls=2)
+        scene.close(source)
+        scene.expect(worker, own, point + 4, "restored before its source was closed")
+        return own.end - point
+
+
+def _shared(subject: Subject, pair: tuple[Control, Control], rng: np.random.Generator) -> int:
+    """Two sources, two workers that restore from either, any of them moves next."""
+    with Scene(subject) as scene:
+        sources: list[list[Any]] = []
+        kept: list[tuple[Any, Walk, int]] = []
+        for control in pair:
+            env = scene.start(control)
+            own = own_future(scene, env, control)
+            scene.call(env, control.ops[0])
+            sources.append([env, own, 1])
+            kept.append((scene.snapshot(env), own, 1))
+        workers: list[list[Any]] = [[scene.start(pair[0]), None, 0] for _ in range(2)]
+        calls = 0
+        for turn in range(60):
+            worker, source = workers[turn % 2], sources[int(rng.integers(2))]
+            if worker[1] is None or worker[2] >= worker[1].end or rng.random() < 0.15:
+                snap, worker[1], worker[2] = kept[int(rng.integers(len(kept)))]
+                result = scene.restore(worker[0], snap)
+                scene.expect_returned(worker[0], worker[1], worker[2], result, "restored while two sources go on")
+            for player, what in ((worker, "restored while two sources go on"), (source, "a source of live workers")):
+                if player[2] < min(player[1].end, player[1].control.last):
+                    scene.expect_raw(player[0], player[1], player[2], what)
+                    player[2] += 1
+                    calls += 1
+            if len(kept) < 8 and rng.random() < 0.3:
+                kept.append((scene.snapshot(source[0]), source[1], source[2]))
+        return calls
+
+
+def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> int:
+    """The source lives and moves in a thread of its own while the others are restored and move here."""
+    point = int(rng.integers(1, max(2, control.last // 2)))
+    ready, leave = threading.Event(), threading.Event()
+    handed: list[Any] = []
+    wrong: list[BaseException] = []
+    with Scene(subject) as scene:
+        source, worker = scene.start(control), scene.start(control)
+        scene.play(source, control.ops[:point])
+
+        def live() -> None:
+            try:
+                handed.append(take(source))
+                ready.set()
+                for index in range(point, comparable(subject, control)):
+                    found = subject.call(source, control.ops[index])[0]
+                    if found != control.outcomes[index]:
+                        text = outcome_difference(control.outcomes[index], found)
+                        raise Failed(f"a source in a thread, while workers are restored, differs: {text}")
+                    if index == control.last - 2:
+                        leave.wait(1.0)  # in the middle of its episode while others play
+            except BaseException as error:
+                wrong.append(error)
+            finally:
+                ready.set()
+
+        thread = threading.Thread(target=live)
+        scene.note("# the source goes on in a thread")
+        thread.start()
+        ready.wait()
+        calls = 0
+        try:
+            if handed:
+                snap = scene.adopt(handed[0], f"{scene.name(source)}.snapshot()  # in the thread")
+                own = own_future(scene, worker, control)
+                for _ in range(3):
+                    result = scene.restore(worker, snap)
+                    scene.expect_returned(worker, own, point, result, "restored while its source moves in a thread")
+                    calls += scene.expect(worker, own, point, "restored while its source moves in a thread")
+        finally:
+            leave.set()
+            thread.join()
+        if wrong:
+            raise wrong[0]
+    return calls
+
+
+def _across(subject: Subject, control: Control) -> str | int:
+    """The restored one lives in another process, the source here."""
+    point = max(1, control.last // 3)
+    with Scene(subject) as scene, TemporaryDirectory(prefix="sandboxgym-conformance-") as folder:
+        source = scene.start(control)
+        own = own_future(scene, source, control)
+        scene.play(source, control.ops[:point])
+        try:
+            parcel = elsewhere.carried(scene.snapshot(source), Path(folder), "snapshot")
+            ahead = scene.expect(source, own, point, "the source of a snapshot", calls=max(1, control.last // 3))
+            started = elsewhere.start(
+                subject,
+                [
+                    elsewhere.Job(control.seed, control.ops[point : own.end], parcel),
+                    elsewhere.Job(control.seed, control.ops[: own.end]),
+                ],
+                elsewhere.Child(),
+            )
+            scene.expect(source, own, point + ahead, "a source whose snapshot is restored in another process", calls=2)
+            restored, alone = elsewhere.finish(started)
+        except elsewhere.Unreachable as error:
+            return f"cannot be reached: {error}"[:200]
+        except elsewhere.Broken as error:
+            message = str(error).strip()
+            last = message.splitlines()[-1]
+            raise Failed(
+                f"another process cannot restore while the source is alive: {last}", {"there": message}, scene.script()
+            ) from None
+        expected = elsewhere.stateless(control.outcomes[: own.end])
+        if first_difference(expected, elsewhere.stateless(alone)):
+            return "even without snapshots it gives something else there"
+        if differs := first_difference(expected[point:], elsewhere.stateless(restored[1:])):
+            scene.fail(f"restored in another process while its source is alive and further on: {differs}")
+        scene.expect(source, own, point + ahead + 2, "a source after its snapshot was restored in another process")
+        return own.end - point
+
+
+# What ordinary episodes do not reach.
+
+
+@check(
+    "restore.coverage",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Faults at the time limit, after a rare action or late in an episode are met by luck, or by the trainer.",
+    blind="What the search did not reach: the evidence says what it did.",
+)
+def covered(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Searches, with the environment's own snapshots, for long episodes, every way of ending, rare actions, rewards and
+    entries of info; records each from a reset without snapshots. Takes snapshots before and after each such event, near
+    the end and in the middle, restores each in the environment that went on, in a new one and through a fork, and
+    compares everything to the end.
+    """
+    found = coverage(subject, budget)
+    if not found.controls:
+        raise Skipped(f"the search found nothing to add: {found.reached.get('search ended early', 'nothing happens')}")
+    restores = compared = 0
+    for number in budget.spending(len(found.controls), at_least=min(3, len(found.controls))):
+        control = found.controls[number]
+        events = [point for event in found.events[number] for point in (event - 1, event)]
+        some = [events[place] for place in rng.permutation(len(events))[:6].tolist()]
+        points = {*points_of(control, rng, 2), *some} - {0}
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points)
+            for turn in budget.spending(len(points), seconds=budget.seconds / len(found.controls), at_least=4):
+                point = sorted(points, key=lambda point: (point * 7919) % 101)[turn]
+                env = scene.start(control)
+                what = "restored in a run found by search"
+                for target in (walk.env, env):
+                    result = scene.restore(target, walk.snaps[point])
+                    scene.expect_returned(target, walk, point, result, what)
+                    compared += scene.expect(target, walk, point, what)
+                    restores += 1
+                scene.restore(env, walk.snaps[point])
+                (child,) = scene.fork(env, 1)
+                compared += scene.expect(child, walk, point, f"a fork of what was {what}")
+                scene.forget(child)
+                scene.forget(env)
+    return {"restores": restores, "calls compared": compared, **found.reached}

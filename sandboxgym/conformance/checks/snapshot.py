@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
+from sandboxgym.conformance import ambient
+from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, streams
-from sandboxgym.conformance.subject import Subject
+from sandboxgym.conformance.checks.restore import controls, in_time, perturbed, points_of
+from sandboxgym.conformance.coverage import coverage
+from sandboxgym.conformance.recording import Scene, opened, release, streams, written
+from sandboxgym.conformance.subject import Control, Subject, layers, take
 from sandboxgym.conformance.values import canonical, difference
 
 
@@ -26,7 +30,8 @@ def noninterference(subject: Subject, budget: Budget, rng: np.random.Generator) 
     outcome, and the whole of another episode after them, with the same calls without snapshots.
     """
     taken = 0
-    repeatable = [control for control in controls(subject, budget) if control.repeatable]
+    pool = [*controls(subject, budget), *coverage(subject, budget).controls]
+    repeatable = [control for control in pool if control.repeatable]
     if not repeatable:
         raise Skipped("no run repeats itself without snapshots: " + subject.control(0, budget.steps).differs)
     for number, control in enumerate(in_time(budget, repeatable)):
@@ -62,7 +67,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
             env = scene.start(control)
             scene.play(env, control.ops[:1])
             for op in control.ops[1 : 1 + min(8, control.last)]:
-                before, ambient = streams(env), _global_streams()
+                before, shared = streams(env), _global_streams()
                 snap = scene.snapshot(env)
                 for doing in ("snapshot()", "fork(2)", "fork(2, seed=3)"):
                     if doing != "snapshot()":
@@ -72,7 +77,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                     for name, bits in before.items():
                         if bits is not None and after.get(name) != bits:
                             scene.fail(f"{doing} changed the random stream {name}", {"stream": name})
-                    if doing == "snapshot()" and (text := difference(ambient, _global_streams())):
+                    if doing == "snapshot()" and (text := difference(shared, _global_streams())):
                         scene.fail(f"{doing} drew from a global random stream: {text[:200]}")
                 scene.drop(snap)
                 scene.call(env, op)
@@ -81,8 +86,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
 
 
 def _global_streams() -> Any:
-    kind, keys, *rest = np.random.get_state()
-    return canonical({"random": hash(random.getstate()), "numpy.random": [kind, np.asarray(keys), *rest]})
+    return canonical(ambient.global_streams())
 
 
 @check(
@@ -104,10 +108,12 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
             with Scene(subject) as scene:
                 env = scene.start(control)
                 returned: list[Any] = []
+                scene.note(f"from {__name__} import scribble")
+                scene.note("returned = []")
                 expected = []
                 for op in control.ops[:point]:
                     outcome, raw = subject.call(env, op)
-                    scene.note(f"returned = {scene.name(env)}.{op.kind}(…)  # as in the control run")
+                    scene.note(f"returned.append({written(scene.name(env), op)})")
                     expected.append(outcome)
                     returned.append(raw)
                 snap = scene.snapshot(env)
@@ -121,8 +127,9 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                     walk = scene.walk(control, ())
                     walk.expected = expected
                 overwritten += sum(map(scribble, returned))
-                scene.note("# every list, dict, set and array in what was returned is overwritten in place")
+                scene.note("scribble(returned)  # every list, dict, set and array in it is overwritten in place")
                 for op in control.ops[point:]:
+                    scene.note(f"scribble({written(scene.name(env), op)})")
                     overwritten += scribble(subject.call(env, op)[1])
                 for number in range(3):
                     other = scene.start(control)
@@ -132,6 +139,7 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                         what = "restored after what an earlier restore() had returned was overwritten"
                     scene.expect_returned(other, walk, point, result, what)
                     overwritten += scribble(result)
+                    scene.lines[-1] = f"scribble({scene.lines[-1]})"
                     if number == 2:
                         scene.restore(other, snap)
                     again = scene.start(control)
@@ -143,6 +151,71 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                     if after.get(name) != value:
                         scene.fail(f"the snapshot's {name} changed after it was taken")
     return {"objects overwritten": overwritten, "handles compared by": handles}
+
+
+@check(
+    "snapshot.digest",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A search that merges equal states by their digest merges none, or states that are not equal.",
+    blind="Snapshots of files and processes, whose digests name an image; handles without a digest.",
+)
+def digests(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Snapshots of one state have one digest: taken twice, days later by the clock, after a restore, in another
+    environment that made the same calls. Where nothing is random, states that answer the same actions differently have
+    different ones.
+    """
+    kind = subject.capabilities.kind
+    if kind not in ("memory", "logical", "replay"):
+        raise Skipped(f"snapshots of kind {kind} have digests of what holds the state, not of the state")
+    with opened(subject) as env:
+        env.reset(seed=1, options=subject.options(0))
+        snap = take(env)
+        if not isinstance(getattr(snap, "digest", None), str):
+            raise Skipped(f"snapshots ({type(snap).__qualname__}) have no digest")
+        release(snap)
+        clocks = [layer for layer in layers(env) if isinstance(layer, gym.wrappers.RecordEpisodeStatistics)]
+        if clocks:
+            raise Skipped("RecordEpisodeStatistics keeps the time, so that no two states are equal")
+    equal = different = 0
+    for control in in_time(budget, [each for each in controls(subject, budget) if each.repeatable]):
+        with Scene(subject) as scene:
+            points = points_of(control, rng, 1)
+            walk, again = scene.walk(control, points), scene.walk(control, points)
+            for point in points:
+                one = walk.snaps[point].digest
+                found = {"of another environment that made the same calls": again.snaps[point].digest}
+                with perturbed(scene, rng):
+                    scene.restore(walk.env, walk.snaps[point])
+                    found["taken right after a restore"] = scene.snapshot(walk.env).digest
+                    scene.restore(again.env, walk.snaps[point])
+                    found["taken after a restore in another environment"] = scene.snapshot(again.env).digest
+                    found["of the same moment, taken twice"] = scene.snapshot(again.env).digest
+                for what, digest in found.items():
+                    if digest != one:
+                        scene.fail(f"equal states have different digests: that of a snapshot {what} is another one")
+                    equal += 1
+            if not subject.noise and control.last > 1:
+                different += _distinct(scene, control, rng, coverage(subject, budget).palette)
+    return {"equal digests": equal, "states told apart": different}
+
+
+def _distinct(scene: Scene, control: Control, rng: np.random.Generator, palette: Sequence[Any]) -> int:
+    """Compare the digests of states that answer the same actions differently."""
+    point = int(rng.integers(1, control.last))
+    states: dict[tuple[Any, ...], str] = {}
+    probes = [op for op in control.ops[point : control.last] if op.kind == "step"][:4]
+    for branch in branches(scene, control, point, rng, palette, width=4, length=3):
+        env = scene.start(control)
+        scene.play(env, branch.control.ops)
+        digest = scene.snapshot(env).digest
+        future = tuple(outcome._replace(state=None) for outcome in scene.play(env, probes))
+        for other, known in states.items():
+            if known == digest and other != future:
+                scene.fail("two states that answer the same actions differently have one digest")
+        states[future] = digest
+    return len(states)
 
 
 def identity(snap: Any) -> dict[str, Any]:

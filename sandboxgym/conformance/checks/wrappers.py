@@ -30,6 +30,7 @@ def wrapped(subject: Subject, wrap: Callable[[AnyEnv], AnyEnv], name: str) -> Su
         reset_options=subject.reset_options,
         declared=subject.capabilities,
         seed=subject.seed,
+        source=_source(subject, name),
     )
     with opened(variant) as env:
         env.reset(seed=1, options=variant.options(0))
@@ -39,6 +40,24 @@ def wrapped(subject: Subject, wrap: Callable[[AnyEnv], AnyEnv], name: str) -> Su
             except SnapshotNotSupported as error:
                 raise Skipped(f"sandboxgym.snapshot does not go through what the factory makes: {error}") from error
     return variant
+
+
+_AS_CODE = {
+    "TransformReward": "TransformReward(env, lambda reward: 2 * reward)",
+    "RecordEpisodeStatistics(StickyAction(TimeLimit(9)))": (
+        "RecordEpisodeStatistics(gym.wrappers.StickyAction(gym.wrappers.TimeLimit(env, 9), 0.3))"
+    ),
+}
+
+
+def _source(subject: Subject, name: str) -> str | None:
+    """Python that makes the subject in a wrapper such as ``TimeLimit(8)``."""
+    if subject.make_spec is None:
+        return None
+    kind, _, arguments = name.rstrip(")").partition("(")
+    code = _AS_CODE.get(name, f"{kind}(env, {arguments})" if arguments else f"{kind}(env)")
+    inner = subject.make_spec.source().replace("def make_env", "def make_inner")
+    return f"{inner}\n\ndef make_env():\n    env = make_inner()\n    return gym.wrappers.{code}\n"
 
 
 @check(

@@ -183,13 +183,21 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Give the game a command."""
+        self._state = self._following(action)
+        return self._transition()
+
+    def successors(self, actions: Sequence[str]) -> list[Transition]:
+        """What each of these commands would lead to: a game's step is a function of its state."""
+        return [self._shown(self._following(action)) for action in actions]
+
+    def _following(self, action: str) -> EpisodeState:
+        """Where a command leads to from here."""
         if not isinstance(action, str):
             raise TypeError(f"expected a command as a string, found {action!r}")
         game, episode = self._playing()
         command = self._translate(action) if self.aliases else action
         following, feedback, valid = game.step(episode.state, command)
-        self._state = self._episode(following, feedback=feedback, valid_action=valid)
-        return self._transition()
+        return self._episode(following, feedback=feedback, valid_action=valid)
 
     def _translate(self, action: str) -> str:
         """``action``, or the same with the other verb for placing if only that is admissible."""
@@ -247,8 +255,13 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         self._game, self._ref = load(self.engine, self.library, index), self.library[index]
 
     def _transition(self) -> Transition:
-        game, episode, ref = self._game, self._state, self._ref
-        assert game is not None and episode is not None and ref is not None
+        assert self._state is not None
+        return self._shown(self._state)
+
+    def _shown(self, episode: EpisodeState) -> Transition:
+        """What an agent is told in a state."""
+        game, ref = self._game, self._ref
+        assert game is not None and ref is not None
         state = episode.state
         won = game.won(state)
         progress = game.progress(state)

@@ -19,7 +19,6 @@ import os
 import shlex
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -119,12 +118,19 @@ _VENV = f"{WORKDIR}/.venv/bin/activate"
 _ACTIVATE = (
     f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; elif [ -f {_VENV} ]; then source {_VENV}; fi"
 )
+# git opens what is in its directory without a look, and would wait for a pipe, or read a device, until it is ended.
+NO_PIPES = """no_pipes() {
+  found=$(find "$1" \\( -xtype p -o -xtype c \\) -print -quit 2>/dev/null)
+  if [ "$found" ]; then printf 'no file: %s\\n' "$found"; exit 3; fi
+}"""
 # Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
 # to its end: a process that could not be started leaves a part out.
 _HASHED = "hashed"
 _HASH = f"""export LC_ALL=C
 set -o pipefail
+{NO_PIPES}
 if cd {WORKDIR} 2>/dev/null; then
+  no_pipes .git
   options=(--no-optional-locks -c core.fileMode=true -c core.quotePath=true)
   status=$(git "${{options[@]}}" status --porcelain=v2 --branch --no-renames --untracked-files=all 2>&1)
   {{
@@ -343,7 +349,7 @@ class Box:
         settled = written is not None and written.settle()
         try:
             done = self.run(_HASH, timeout=timeout)
-        except BlockingIOError:  # there is no room for one more process
+        except OSError:  # there is no room for one more process, or no bash any more
             return "", ""
         repository, _, beside = done.output.partition("\n")
         if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
@@ -483,15 +489,3 @@ def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
         box.snapshot(strict=False, mode="filesystem"),
         {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)},
     )
-
-
-def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """Environment variables as a value that can be compared.
-
-    Raises:
-        TypeError: they are no mapping of text to text.
-    """
-    pairs = tuple(sorted((value or {}).items()))
-    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
-        raise TypeError(f"expected environment variables as a mapping of text to text, found {value!r:.80}")
-    return pairs

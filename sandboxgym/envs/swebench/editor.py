@@ -40,6 +40,7 @@ _OUTLINED = 100_000
 _LISTED = 20
 """Lines that are named in which a text occurs."""
 _WORD = re.compile(r"\w+|[^\w\s]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Files(Protocol):
@@ -69,22 +70,22 @@ class Editor:
         """The editor after a call, what it says, and whether the call could be done."""
         path = posixpath.normpath(call.path)
         try:
+            _check_text(call)
             if not path.startswith("/"):
                 raise _Refused(f"The path {call.path} is not absolute: it must start with '/'. Did you mean /{path}?")
+            path = f"/{path.lstrip('/')}"
             history, said = _COMMANDS[call.command](self.history, path, call.arguments, files)
         except _Refused as refusal:
             return self, _clipped(str(refusal)), False
         except FileTooLarge as error:
-            return (
-                self,
-                (
-                    f"{path} is too large for the editor: {error.strerror}. Use commands in the shell that show or "
-                    "change a part of it, such as grep -n, head, tail and sed."
-                ),
-                False,
+            said = (
+                f"{path} is too large for the editor: {error.strerror}. Use commands in the shell that show or change "
+                "a part of it, such as grep -n, head, tail and sed."
             )
+            return self, _clipped(said), False
         except OSError as error:
-            return self, f"Ran into {error.strerror or error} while trying to {call.command} {path}.", False
+            said = f"Ran into {error.strerror or error} while trying to {call.command} {path}."
+            return self, _clipped(printable(said)), False
         return Editor(history), said, True
 
     def plain(self) -> dict[str, list[str]]:
@@ -108,6 +109,18 @@ class Editor:
 
 History = Mapping[str, tuple[str, ...]]
 Command = Callable[[History, str, Mapping[str, Any], Files], tuple[History, str]]
+
+
+def _check_text(call: Edit) -> None:
+    """A call in JSON may hold what no file and no name of one can."""
+    if "\0" in call.path:
+        raise _Refused("The path holds a null character, which no path can.")
+    for name, value in (("path", call.path), *call.arguments.items()):
+        if isinstance(value, str) and (found := _SURROGATE.search(value)):
+            raise _Refused(
+                f"The argument `{name}` holds half of a character (U+{ord(found[0]):04X}). Use a command in the shell "
+                "for names and contents that are not UTF-8."
+            )
 
 
 def _view(history: History, path: str, arguments: Mapping[str, Any], files: Files) -> tuple[History, str]:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from sandboxgym import format as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
-from sandboxgym.envs.swebench import grading, tools
-from sandboxgym.envs.swebench.boxes import Box, Pristine, Settings, environment, pristine
+from sandboxgym.envs.swebench import arguments, grading, tools
+from sandboxgym.envs.swebench.boxes import Box, Pristine, Settings, pristine
 from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.envs.swebench.durations import without_durations
 from sandboxgym.envs.swebench.editor import Editor
@@ -25,7 +25,14 @@ from sandboxgym.envs.swebench.expert import Expert
 from sandboxgym.envs.swebench.extraction import PATCH_LIMIT
 from sandboxgym.envs.swebench.grading import Verdict
 from sandboxgym.envs.swebench.tasks import Task, TaskNotFound, open_tasks
-from sandboxgym.errors import ResetNeeded, SnapshotCorrupt, SnapshotError, SnapshotMismatch, from_handler
+from sandboxgym.errors import (
+    ResetNeeded,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotSupported,
+    from_handler,
+)
 from sandboxgym.sandbox.base import Limits, Result, SandboxError
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
@@ -152,7 +159,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
       (``sandboxgym swebench check``), never from what its tests print.
     - ``suspicious``: sentences on what looks like a forged reward in the patch or in what its tests printed, such as
       ``"conftest: tests/conftest.py has a say in every test below it"``; empty nearly always. ``extraction``: why the
-      patch may lack some of the work; empty nearly always.
+      patch may lack some of the work, or what made it necessary to take its files over; empty nearly always.
 
     What processes draw for themselves (``$RANDOM``, ``/dev/urandom``) is not part of a snapshot; the environment's own
     stream, which tasks are drawn from, is. With ``snapshot="full"`` forks are twins, which draw the same, unless they
@@ -184,6 +191,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     - ``grade_timeout``: seconds that the tests may take.
     - ``reject_suspicious``: what looks forged is not resolved, and its verdict is ``suspicious``. By default the
       official verdict stands, for numbers that are compared with others'; for training it should be on.
+    - ``countercheck``: test what resolves a task, and nothing names, once more with tests that cannot pass. It takes as
+      long as the tests do; by default it is done where ``reject_suspicious`` is on.
     - ``prompt``: what a task is introduced with, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
     - ``durations``: show the durations that pytest and unittest print. By default they read 0.00s, so that equal states
       print equal text.
@@ -192,7 +201,11 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     - v0: first version.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "render_modes": ["ansi"],
+        "render_fps": 4,
+        "unobservable": {"editor.history": 'only the editor writes it, which the tools "bash" do not have'},
+    }
     snapshot_spec = SnapshotSpec(kind="filesystem", cost="constant", rng=False, cross_host=False)
     immutable_state = True
     state_version = 1
@@ -230,16 +243,19 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         grade_at: int | None = None,
         grade_timeout: float = grading.TIMEOUT,
         reject_suspicious: bool = False,
+        countercheck: bool | None = None,
         prompt: str | None = None,
         durations: bool = False,
         render_mode: str | None = None,
     ) -> None:
-        if tools not in PROMPTS:
-            raise ValueError(f"tools: expected {' or '.join(map(repr, PROMPTS))}, found {tools!r}")
+        if not isinstance(tools, str) or tools not in PROMPTS:
+            raise ValueError(f"tools: expected {' or '.join(map(repr, PROMPTS))}, found {brief(tools, 80)}")
         if backend not in _BACKENDS:
-            raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, found {backend!r}")
+            raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, found {brief(backend, 80)}")
         if snapshot not in get_args(SnapshotMode):
-            raise ValueError(f"snapshot: expected one of {', '.join(get_args(SnapshotMode))}, found {snapshot!r}")
+            raise ValueError(
+                f"snapshot: expected one of {', '.join(get_args(SnapshotMode))}, found {brief(snapshot, 80)}"
+            )
         if snapshot != "filesystem":
             if backend not in ("auto", "overlay"):
                 raise ValueError(f"snapshot={snapshot!r} needs backend='overlay', found {backend!r}")
@@ -249,22 +265,24 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             self._declare("written", loses=_LOSES.get(backend, ()))
         self.tasks = open_tasks(dataset, instances=instances)
         self.tools = tools
-        self.strict = strict
-        self.grade_at = grade_at
-        self.grade_timeout = grade_timeout
-        self.reject_suspicious = reject_suspicious
-        self.durations = durations
+        self.strict = arguments.flag("strict", strict)
+        self.grade_at = arguments.step_number("grade_at", grade_at)
+        self.grade_timeout = arguments.seconds("grade_timeout", grade_timeout)
+        self.reject_suspicious = arguments.flag("reject_suspicious", reject_suspicious)
+        wanted = reject_suspicious if countercheck is None else countercheck
+        self.countercheck = arguments.flag("countercheck", wanted)
+        self.durations = arguments.flag("durations", durations)
         self.render_mode = render_mode
         self.timing: dict[str, float] = {}
         """Seconds that the last reset or step took: ``total``, and of it ``command`` and ``grading``."""
-        self._prompt = PROMPTS[tools] if prompt is None else prompt
+        self._prompt = PROMPTS[tools] if prompt is None else arguments.prompt(prompt)
         self._settings = Settings(
             backend=backend,
-            limits=limits if isinstance(limits, Limits) else Limits(**(limits or {})),
-            network=network,
-            allow_unsafe=allow_unsafe,
-            env=environment(env),
-            image=image,
+            limits=arguments.limits(limits),
+            network=arguments.flag("network", network),
+            allow_unsafe=arguments.flag("allow_unsafe", allow_unsafe),
+            env=arguments.environment(env),
+            image=arguments.image(image),
             snapshot=snapshot,
         )
         self.observation_space = Unicode()
@@ -276,16 +294,20 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
         Raises:
             TaskNotFound: no such task in ``dataset``.
+            TypeError: the task is named by something else than a text or a whole number.
             SandboxUnavailable: there can be no such sandbox on this machine; the message says why.
         """
         started = time.perf_counter()
-        super().reset(seed=seed)
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options: expected a mapping with 'instance_id' or 'task', found {brief(options, 80)}")
         options = options or {}
         unknown = options.keys() - {"instance_id", "task"}
         if unknown:
-            raise ValueError(f"expected the options 'instance_id' or 'task', found {sorted(unknown)}")
+            raise ValueError(f"expected the options 'instance_id' or 'task', found {brief(list(unknown), 80)}")
         wanted = options.get("instance_id", options.get("task"))
-        index = int(self.np_random.integers(len(self.tasks))) if wanted is None else self.tasks.index(wanted)
+        named = None if wanted is None else self.tasks.index(wanted)
+        super().reset(seed=seed)
+        index = int(self.np_random.integers(len(self.tasks))) if named is None else named
         task = self.tasks[index]
         start = pristine(task, self._settings)
         self._enter(task, start)
@@ -382,6 +404,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
                 patch=patch,
                 timeout=self.grade_timeout,
                 reject_suspicious=self.reject_suspicious,
+                counterchecked=self.countercheck,
             )
         except Exception as error:
             if from_handler(error):
@@ -655,7 +678,10 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     @classmethod
     def _encode(cls, state: EpisodeState) -> bytes:
-        packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
+        try:
+            packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
+        except SandboxError as error:  # such as directories nested deeper than a path can be long
+            raise SnapshotNotSupported(f"this snapshot stays in its process: {_cause(error)}") from error
         return durable.pack([state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests])
 
     @classmethod
@@ -677,6 +703,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             "network": self._settings.network,
             "durations": self.durations,
             "reject_suspicious": self.reject_suspicious,
+            "countercheck": self.countercheck,
             "snapshot": self._settings.snapshot,
             "env": [list(pair) for pair in self._settings.env],
         }

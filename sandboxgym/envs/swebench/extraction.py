@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sandboxgym.envs.swebench.boxes import EXTRACTED, Box, Pristine
+from sandboxgym.envs.swebench.boxes import EXTRACTED, NO_PIPES, Box, Pristine
 from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.sandbox.base import FileTooLarge, Result, SandboxError
 from sandboxgym.sandbox.sandbox import SandboxSnapshot
@@ -32,6 +32,7 @@ _SAID = 300  # characters of what went wrong that are told
 _PATCH = f"{EXTRACTED}/patch"
 _ARCHIVE = f"{EXTRACTED}/files.tar"
 _DIRECTORY = f"""set -e
+if [ ! -d /tmp ] || [ -L /tmp ]; then rm -f /tmp; fi
 mkdir -p /tmp
 rm -rf {EXTRACTED}
 mkdir {EXTRACTED}
@@ -40,8 +41,13 @@ mkdir {EXTRACTED}
 _DIFF = f"""
 cd {WORKDIR}
 [ "$(id -u)" = 0 ] || chmod -R u+rwX . || true
+{NO_PIPES}
 objects=$PWD/.git/objects
-[ -d "$objects" ] || objects=$(git rev-parse --path-format=absolute --git-path objects)
+if [ ! -d "$objects" ]; then
+  no_pipes .git
+  objects=$(git rev-parse --path-format=absolute --git-path objects)
+fi
+no_pipes "$objects/"
 unset "${{!GIT_@}}"
 export GIT_DIR={EXTRACTED}/git GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null HOME={EXTRACTED}
 export GIT_OPTIONAL_LOCKS=0 XDG_CONFIG_HOME={EXTRACTED}
@@ -88,9 +94,13 @@ class Work:
     patch: str = field(repr=False)
     """Bytes that are not UTF-8 stand in it as surrogates."""
     problem: str = ""
-    """Why the patch may lack something; empty if nothing is known to."""
+    """Why the patch may lack something, or that the files had to be taken over; empty nearly always."""
     too_large: bool = False
     """There is a patch, but it is longer than `PATCH_LIMIT`."""
+
+
+class WorkLost(Exception):
+    """A sandbox cannot be started on the files as they were left, and can be on those of the task's beginning."""
 
 
 def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
@@ -100,13 +110,21 @@ def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
         box: where this is found out; what is in it is lost.
         leaf: the sandbox as it stands.
         pristine: the task's files before anything was done.
+
+    Raises:
+        WorkLost: by what was done, there is nothing left to read it with, such as bash.
+        SandboxError: the machine is at fault.
     """
     files = leaf.files()
     try:
         box.restore(files)
+        work = _diff(box, pristine)
+    except (SandboxError, OSError) as error:
+        box.restore(pristine.snapshot)
+        box.run("true")
+        raise WorkLost(str(error)) from error
     finally:
         files.release()
-    work = _diff(box, pristine)
     if work.too_large or not work.problem or work.patch:
         return work
     # git, or what it needs, is broken here.
@@ -123,7 +141,8 @@ def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
     made = box.run(f"set -e\n{_UNPACK}", timeout=SECONDS)
     if made.exit_code:
         return Work("", f"{work.problem}; nor can the files be taken over: {_said(made)}"[:_SAID])
-    return _diff(box, pristine)
+    taken = _diff(box, pristine)
+    return taken if taken.problem else replace(taken, problem=f"{work.problem}; its files were taken over"[:_SAID])
 
 
 def _diff(box: Box, pristine: Pristine) -> Work:

@@ -30,15 +30,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.swebench import hiding, parsing, record, suspicion
+from sandboxgym.envs.swebench import countercheck, hiding, parsing, record, suspicion
 from sandboxgym.envs.swebench.boxes import EVAL_SCRIPT, PATCH_FILE, Box, Pristine, Settings
 from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.extraction import PATCH_LIMIT, extract
+from sandboxgym.envs.swebench.extraction import PATCH_LIMIT, WorkLost, extract
 from sandboxgym.envs.swebench.parsers import PARSERS
+from sandboxgym.envs.swebench.patches import changes
 from sandboxgym.envs.swebench.record import Check
 from sandboxgym.envs.swebench.rows import TaskError
 from sandboxgym.envs.swebench.tasks import Task
-from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.sandbox.base import Result, SandboxError
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.sandbox import SandboxSnapshot
@@ -71,8 +72,8 @@ class Verdict:
     patch: str = field(repr=False)
     reason: str
     """``resolved``; ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``, ``tests time out``,
-    ``no test results``, ``too much output``; ``infra failure``, ``needs network``; ``suspicious`` where that is asked
-    for."""
+    ``no test results``, ``too much output``; ``infra failure``, ``sandbox ended``, ``needs network``; ``suspicious``
+    where that is asked for."""
     tests_status: dict[str, dict[str, list[str]]] | None = field(default=None, repr=False)
     """By ``FAIL_TO_PASS`` and ``PASS_TO_PASS``: the tests that succeeded and failed; None if no results were found."""
     infra_failure: str = ""
@@ -84,7 +85,7 @@ class Verdict:
     suspicious: tuple[str, ...] = ()
     """What looks forged, one sentence each; see `suspicion`."""
     extraction: str = ""
-    """Why the patch may lack some of the work; empty if nothing is known to."""
+    """Why the patch may lack some of the work, or why its files were taken over; empty nearly always."""
 
     @property
     def final(self) -> bool:
@@ -144,6 +145,7 @@ def grade(
     patch: str | None = None,
     timeout: float = TIMEOUT,
     reject_suspicious: bool = False,
+    counterchecked: bool = False,
 ) -> Verdict:
     """The verdict on the work in a captured sandbox, or on a given patch.
 
@@ -155,8 +157,10 @@ def grade(
         patch: graded in place of what was changed in ``leaf``.
         timeout: seconds that the tests may take.
         reject_suspicious: what looks forged gets the verdict ``suspicious``, in place of any other.
+        counterchecked: what resolves the task, and no rule names, is tested once more with tests that cannot pass
+            (`countercheck`), which takes as long as the tests.
     """
-    verdict = _grade(leaf, pristine, task, settings, patch, timeout)
+    verdict = _grade(leaf, pristine, task, settings, patch, timeout, counterchecked)
     return rejected(verdict) if reject_suspicious else verdict
 
 
@@ -166,7 +170,13 @@ def rejected(verdict: Verdict) -> Verdict:
 
 
 def _grade(
-    leaf: SandboxSnapshot, pristine: Pristine, task: Task, settings: Settings, patch: str | None, timeout: float
+    leaf: SandboxSnapshot,
+    pristine: Pristine,
+    task: Task,
+    settings: Settings,
+    patch: str | None,
+    timeout: float,
+    thorough: bool,
 ) -> Verdict:
     problem = ""
     try:
@@ -181,15 +191,20 @@ def _grade(
             if not patch.strip():
                 return Verdict(False, patch, "no patch", extraction=problem)
             digest = hashlib.sha256(patch.encode("utf-8", "surrogateescape")).hexdigest()
-            key = (task.digest, digest, settings.network)
+            key = (task.digest, digest, settings.network, thorough)
             known = _verdicts.get(key)
             if known is None:
                 hidden, checked = hiding.archive(task, settings), _checked(scratch, pristine, task)
                 known = _test(scratch, pristine, task, patch, timeout, hidden=hidden, checked=checked)
                 known = replace(known, suspicious=(*_suspicious(task, patch), *known.suspicious))
+                if thorough and known.resolved and not known.suspicious:
+                    found = _counterchecked(scratch, pristine, task, patch, timeout, hidden=hidden)
+                    known = replace(known, suspicious=found)
                 if known.final:
                     _remember(key, known)
             return replace(known, extraction=problem)
+    except WorkLost as error:
+        return Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {error}"[:1000])
     except SandboxError as error:
         log.warning("%s could not be graded: %s", task.instance_id, error)
         found = _suspicious(task, patch) if patch else ()
@@ -219,11 +234,11 @@ def _checked(box: Box, pristine: Pristine, task: Task) -> Check | None:
 
 
 _PATCH_TOO_LARGE = f"the patch is larger than {PATCH_LIMIT:,} bytes"
-_verdicts: OrderedDict[tuple[str, str, bool], Verdict] = OrderedDict()
+_verdicts: OrderedDict[tuple[str, str, bool, bool], Verdict] = OrderedDict()
 _remembering = threading.Lock()
 
 
-def _remember(key: tuple[str, str, bool], verdict: Verdict) -> None:
+def _remember(key: tuple[str, str, bool, bool], verdict: Verdict) -> None:
     if len(verdict.patch) + len(verdict.log) > _KEPT_CHARACTERS:
         return
     with _remembering:
@@ -242,6 +257,7 @@ def _suspicious(task: Task, patch: str) -> tuple[str, ...]:
         test_patch=task.test_patch,
         test_command=command[1] if command else "",
         tests=(*task.fail_to_pass, *task.pass_to_pass),
+        statement=task.problem_statement,
     )
 
 
@@ -256,18 +272,11 @@ def _test(
     checked: Check | None = None,
 ) -> Verdict:
     """Apply a patch to the pristine files, put back what was hidden of them, and run the task's script there."""
-    box.restore(pristine.snapshot)
-    box.write_file(PATCH_FILE, patch.encode("utf-8", "surrogateescape"))
-    if patch and not _apply(box):
+    if not _stand_ready(box, pristine, task, patch, hidden):
         return Verdict(False, patch, "patch does not apply")
-    hiding.put_back(box, task, hidden)
-    script = official().make_test_spec(task.row()).eval_script
-    box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
-    offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
-    # Into a pipe: a file of the sandbox could be changed by tests, and fill its disk.
-    done = box.run(f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1", timeout=timeout, output=LOG_LIMIT)
+    done = _run_script(box, official().make_test_spec(task.row()).eval_script, timeout)
     printed = done.output
-    if done.elided or printed.count("\n") > LINES_LIMIT:
+    if _too_much(done):
         read = f"of what the tests print at most {LOG_LIMIT:,} bytes and {LINES_LIMIT:,} lines are read"
         excerpt = f"{printed[:_EXCERPT]}\n[... {read} ...]\n{printed[-_EXCERPT:]}"
         return Verdict(False, patch, "tests time out" if done.timed_out else "too much output", log=excerpt)
@@ -275,6 +284,50 @@ def _test(
         printed += f"\n\nTimeout error: {timeout:g} seconds exceeded."
         return Verdict(False, patch, "tests time out", log=printed)
     return grade_log(task, printed, patch, network=box.network, checked=checked)
+
+
+def _counterchecked(
+    box: Box, pristine: Pristine, task: Task, patch: str, timeout: float, *, hidden: bytes
+) -> tuple[str, ...]:
+    """What a run of tests that cannot pass tells of a patch; see `countercheck`. Nothing, if there is no such run."""
+    paths = [change.path for change in changes(task.test_patch) if change.path.endswith(".py") and not change.deleted]
+    box.restore(pristine.snapshot)
+    box.write_file(PATCH_FILE, task.test_patch.encode("utf-8", "surrogateescape"))
+    if not paths or box.run(f"cd {WORKDIR} && git apply {PATCH_FILE}").exit_code:
+        return ()
+    files = {path: box.read_file(f"{WORKDIR}/{path}").decode("utf-8", "surrogateescape") for path in paths}
+    changed = countercheck.change(files, (*task.fail_to_pass, *task.pass_to_pass))
+    if not changed.fails or not _stand_ready(box, pristine, task, patch, hidden):
+        return ()
+    script = countercheck.script(official().make_test_spec(task.row()).eval_script, changed)
+    done = _run_script(box, script, timeout)
+    if _too_much(done) or done.timed_out:
+        return ()
+    failing = replace(task, fail_to_pass=changed.fails, pass_to_pass=())
+    status = grade_log(failing, done.output, patch).tests_status
+    passed = status["FAIL_TO_PASS"]["success"] if status is not None else []
+    return countercheck.findings(passed, changed, done.output)
+
+
+def _stand_ready(box: Box, pristine: Pristine, task: Task, patch: str, hidden: bytes) -> bool:
+    """Make the state in which the tests are run; whether the patch applies."""
+    box.restore(pristine.snapshot)
+    box.write_file(PATCH_FILE, patch.encode("utf-8", "surrogateescape"))
+    if patch and not _apply(box):
+        return False
+    hiding.put_back(box, task, hidden)
+    return True
+
+
+def _run_script(box: Box, script: str, timeout: float) -> Result:
+    box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
+    offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
+    # Into a pipe: a file of the sandbox could be changed by tests, and fill its disk.
+    return box.run(f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1", timeout=timeout, output=LOG_LIMIT)
+
+
+def _too_much(done: Result) -> bool:
+    return bool(done.elided) or done.output.count("\n") > LINES_LIMIT
 
 
 def _apply(box: Box) -> bool:

@@ -190,7 +190,7 @@ def clear(*, dry_run: bool = False) -> list[Leftover]:
         _clear_leavings()
     found = []
     for entry in listed():
-        used = _is_used(entry.path)
+        used = leftovers.is_locked(entry.path / _USED)
         removed = not used and not dry_run and _remove(entry.path)
         note = "a living process uses it" if used else ""
         found.append(Leftover(entry.path, "prepared task", entry.nbytes, removed=removed, note=note))
@@ -484,14 +484,6 @@ def _folders(prefix: str) -> list[Path]:
     return [path for path in begins if path.name != _LOCKS and path.is_dir()]
 
 
-def _is_used(place: Path) -> bool:
-    try:
-        with open(place / _USED, "rb") as used:
-            return not leftovers.try_lock(used)
-    except OSError:
-        return False
-
-
 def _remove(place: Path) -> bool:
     """Remove an entry that nobody uses; whether it is gone."""
     try:
@@ -556,7 +548,7 @@ def _remove_lost_images() -> None:
 def _clear_leavings() -> None:
     """Remove what was put aside while it was used, and what killed processes had begun."""
     for path in _folders(_GONE):
-        if not _is_used(path):
+        if not leftovers.is_locked(path / _USED):
             with contextlib.suppress(OSError):
                 _delete(path)
     for path in _folders(_PARTIAL):

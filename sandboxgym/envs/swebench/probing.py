@@ -40,6 +40,8 @@ _COMMANDS = (
     "false",
     "if true; then",
     'python3 -c "print(sum(range(10)))"',
+    "echo '1 passed in 0.01s'",
+    "echo '1 failed in 0.01s'",
 )
 PATIENCE = 7
 """Commands after which it submits on a quarter of the tasks: the runs of a slow environment, of 8 steps each, shall see

@@ -23,7 +23,7 @@ from typing import Any, SupportsIndex
 
 from sandboxgym import data
 from sandboxgym.brief import brief
-from sandboxgym.envs.swebench import columns, datasets, rows
+from sandboxgym.envs.swebench import arguments, columns, datasets, rows
 from sandboxgym.envs.swebench.rows import TaskError as TaskError
 
 HOST = "host"
@@ -215,19 +215,27 @@ class TaskSet:
 
         Raises:
             TaskNotFound: with the nearest ids.
+            TypeError: it is neither a text nor a whole number.
         """
-        if isinstance(task, SupportsIndex):
-            if 0 <= (number := task.__index__()) < len(self):
-                return number
-            raise TaskNotFound(f"{self._source} has tasks 0 to {len(self) - 1}, not {task}")
+        if isinstance(task, SupportsIndex) and not isinstance(task, bool):
+            try:
+                number = task.__index__()
+            except TypeError:  # an array of several
+                number = None
+            if number is not None:
+                if 0 <= number < len(self):
+                    return number
+                raise TaskNotFound(f"{self._source} has tasks 0 to {len(self) - 1}, not {brief(number, 80)}")
+        if not isinstance(task, str):
+            raise TypeError(f"expected a task as an id, a unique ending of one or a number, found {brief(task, 80)}")
         if task in self._by_id:
             return self._by_id[task]
         matches = [name for name in self._by_id if name.endswith(task)]
         if len(matches) == 1:
             return self._by_id[matches[0]]
-        near = matches[:3] or difflib.get_close_matches(task, self._by_id, n=3, cutoff=0.3)
+        near = matches[:3] or difflib.get_close_matches(task[:_LONGEST_NAME], self._by_id, n=3, cutoff=0.3)
         found = f"{len(matches)} tasks end in" if matches else "there is no task"
-        raise TaskNotFound(f"{self._source}: {found} {task!r}" + (f"; near: {', '.join(near)}" if near else ""))
+        raise TaskNotFound(f"{self._source}: {found} {brief(task)}" + (f"; near: {', '.join(near)}" if near else ""))
 
 
 def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | None = None) -> TaskSet:
@@ -243,22 +251,28 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
         DataNotFound: nothing there.
         TaskError: a row is malformed, or there is none.
         TaskNotFound: one of ``instances`` is not there.
+        TypeError: ``dataset`` or ``instances`` is something else.
     """
+    wanted = arguments.instances(instances)
+    if not isinstance(dataset, str | os.PathLike) or isinstance(os.fspath(dataset), bytes) or not os.fspath(dataset):
+        raise TypeError(f"dataset: expected a name or a path, found {brief(dataset, 80)}")
     if dataset == "mini":
         from sandboxgym.envs.swebench.mini import tasks as embedded
 
         tasks = embedded()
     elif dataset in _OFFICIAL + datasets.NAMES:
-        tasks = _read(_found(str(dataset)), instances)
+        tasks = _read(_found(str(dataset)), wanted)
     else:
         path = Path(dataset)
         if not path.exists():
             names = ", ".join(map(repr, _OFFICIAL + datasets.NAMES))
-            raise DataNotFound(f"dataset: expected 'mini', {names}, a file or a directory, found {path}")
-        tasks = _read(path, instances)
-    if instances is None:
+            raise DataNotFound(
+                f"dataset: expected 'mini', {names}, a file or a directory, found {brief(os.fspath(path))}"
+            )
+        tasks = _read(path, wanted)
+    if wanted is None:
         return tasks
-    return TaskSet((tasks[tasks.index(name)] for name in instances), source=str(dataset))
+    return TaskSet((tasks[tasks.index(name)] for name in wanted), source=str(dataset))
 
 
 def _found(name: str) -> Path:
@@ -289,5 +303,5 @@ def _read(path: Path, wanted: Sequence[str] | None) -> TaskSet:
         if wanted is None or named or task.instance_id.endswith(tuple(wanted)):
             tasks.append(task)
     if wanted is not None and not tasks:
-        raise TaskNotFound(f"{path} has none of {', '.join(wanted)}")
+        raise TaskNotFound(f"{path} has none of {', '.join(wanted)[:200]}")
     return TaskSet(tasks, source=str(path))

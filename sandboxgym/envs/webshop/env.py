@@ -123,7 +123,14 @@ class WebShopEnv(SnapshotEnv[str, str]):
     - v0: first version.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "render_modes": ["ansi"],
+        "render_fps": 4,
+        "unobservable": {
+            "actions": "a record that the original keeps; no page, reward or info depends on it",
+            "place.draw": 'only the search for random products draws, which there is with compat="upstream"',
+        },
+    }
     immutable_state = True
 
     def __init__(

@@ -87,26 +87,30 @@ def test_it_is_as_if_all_were_read_at_every_step(env: Any, monkeypatch: pytest.M
         snap.release()
 
 
-def test_nothing_is_read_where_nothing_was_written(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    env.reset(options={"task": TASK})
-    env.step("echo more >> README.md")
+def until_remembered(env: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Wait until what was written is known: on a busy machine something may be about to end after a step.
+
+    Returns:
+        What is read from now on.
+    """
     reads: list[str] = []
     run = boxes.Box.run
     monkeypatch.setattr(
         boxes.Box, "run", lambda self, command, **more: reads.append(command) or run(self, command, **more)
     )
+    deadline = time.monotonic() + 60
+    while True:
+        reads.clear()
+        env.step("true")
+        if not reads:
+            return reads
+        assert time.monotonic() < deadline
 
-    def remembered() -> None:
-        """Wait until what was written is known: on a busy machine something may be about to end after a step."""
-        deadline = time.monotonic() + 60
-        while True:
-            reads.clear()
-            env.step("true")
-            if not reads:
-                return
-            assert time.monotonic() < deadline
 
-    remembered()
+def test_nothing_is_read_where_nothing_was_written(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    env.reset(options={"task": TASK})
+    env.step("echo more >> README.md")
+    reads = until_remembered(env, monkeypatch)
     hashes = {
         env.step(command)[4]["state_hash"] for command in ("true", "cat README.md > /dev/null", "ls / >/dev/null")
     }
@@ -122,12 +126,37 @@ def test_nothing_is_read_where_nothing_was_written(env: Any, monkeypatch: pytest
             child.close()
     assert env.step("echo even more >> README.md")[4]["state_hash"] not in hashes
     assert reads
-    remembered()
+    reads = until_remembered(env, monkeypatch)
     (child,) = env.fork(1)
     child.close()
-    reads.clear()
     env.step("A=b")
     assert not reads and env.unwrapped.last.info["state_hash"] not in hashes  # the shell's state counts
+
+
+@pytest.mark.parametrize("backend", ["docker", "copy"])
+def test_containers_and_copies_are_looked_at_too(
+    backend: str, backend_of: Any, make_env: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make_env(**backend_of(backend), max_episode_steps=10_000)
+    env.reset(options={"task": TASK})
+    commands = (
+        "true", "echo more > README.md", "true", "cp -p README.md kept; echo x > README.md; touch -r kept README.md",
+        "rm kept", "mkdir new; echo 1 > new/file", "mv new moved", "chmod +x slugline/slug.py",
+        "git add -A; git commit -qm x", "echo 1 > ~/note", "ln -sf nowhere README.md",
+    )  # fmt: skip
+    hashes = []
+    for command in commands:
+        hashes.append(env.step(command)[4]["state_hash"])
+        assert hashes[-1] == from_scratch(env.unwrapped._box, monkeypatch)[0], command
+    assert hashes[1] == hashes[2] and len(set(hashes)) == len(hashes) - 1
+    with sandboxgym.snapshot(env) as snap:
+        env.step("rm -rf slugline")
+        assert env.restore(snap)[1]["state_hash"] == hashes[-1]
+        assert env.step("true")[4]["state_hash"] == hashes[-1]
+    reads = until_remembered(env, monkeypatch)
+    assert env.step("ls -R /testbed")[4]["state_hash"] == hashes[-1] and not reads
+    env.step("sleep 100 &")
+    assert env.unwrapped._box.sandbox.written() is None
 
 
 def test_a_running_process_is_never_trusted(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:

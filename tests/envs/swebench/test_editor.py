@@ -207,3 +207,43 @@ def test_directories_are_not_edited(session: Session) -> None:
     ):
         assert "directory" in session.do(command, "d", **arguments)
         assert not session.done
+
+
+LONE = "\ud800"
+CALLS: dict[str, dict[str, Any]] = {
+    "view": {},
+    "create": {"file_text": "x\n"},
+    "str_replace": {"old_str": "a", "new_str": "b"},
+    "insert": {"insert_line": 0, "new_str": "b"},
+    "undo_edit": {},
+}
+NAMES = (f"a{LONE}", "a\udcff", "a\0b", "a" * 300, "/".join(["d" * 200] * 30), "x" * 2**20)
+
+
+@pytest.mark.parametrize("command", CALLS)
+@pytest.mark.parametrize("number", range(len(NAMES)))
+def test_a_path_that_cannot_be_is_refused_in_words(session: Session, command: str, number: int) -> None:
+    said = session.do(command, NAMES[number], **CALLS[command])
+    assert not session.done and len(said) < SHOWN + 300
+    said.encode()  # what is shown holds no lone surrogate
+    assert list(session.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"),
+    [("create", "file_text"), ("str_replace", "old_str"), ("str_replace", "new_str"), ("insert", "new_str")],
+)
+@pytest.mark.parametrize("text", [f"one{LONE}", "one\udcff"])
+def test_a_text_that_is_none_is_refused_in_words(session: Session, command: str, argument: str, text: str) -> None:
+    session.write("a.txt", "one\n")
+    name = "new.txt" if command == "create" else "a.txt"
+    said = session.do(command, name, **{**CALLS[command], "old_str": "one", argument: text})
+    assert not session.done and f"`{argument}` holds half of a character (U+D" in said
+    assert session.text("a.txt") == "one\n" and not (session.folder / "new.txt").exists()
+
+
+def test_slashes_at_the_beginning_make_no_other_file(session: Session) -> None:
+    session.write("a.txt", "one\n")
+    session.do("str_replace", "a.txt", old_str="one", new_str="two")
+    session.editor, said, done = session.editor.edited(Edit("undo_edit", f"/{session.path('a.txt')}"), HostFiles())
+    assert done and session.text("a.txt") == "one\n", said

@@ -13,9 +13,11 @@ import sandboxgym
 from sandboxgym.envs.swebench import boxes, grading
 from sandboxgym.envs.swebench.tools import MARKER
 from sandboxgym.sandbox.base import SandboxClosed, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.plain_processes import processes_of
 from sandboxgym.sandbox.processes import offspring
 
 Maker = Callable[..., Any]
+Policy = Callable[[random.Random, str], str]
 TASK = "northpine__slugline-4"
 LIMITS = {"seconds": 0.4, "processes": 48, "disk": 24 * 2**20, "files": 5000, "memory": 256 * 2**20, "output": 20_000}
 
@@ -115,6 +117,33 @@ EDITS = (
 )
 
 
+SPARING_PLAIN = ("ls", "cd /testbed", "git status", "echo $$; jobs", "export A=b", "cat README.md", "true", "false")
+SPARING_HARM = (
+    *("kill -9 $$", "kill -STOP $$", "exit", "exit 3; echo no", "exec true", "exec </dev/null >/dev/null 2>&1"),
+    *("exec 0<&- 1>&- 2>&-", "set -e; false", "set -u; echo $nothing", "set -xv", "set -n", "trap '' INT"),
+    "trap 'echo trapped; cat' EXIT DEBUG ERR RETURN",
+    "enable -n builtin eval printf read",
+    "PROMPT_COMMAND='sleep 100'",
+    "readonly PATH IFS PROMPT_COMMAND",
+    "eval() { :; }; printf() { :; }; builtin() { :; }",
+    "unset -f $(compgen -A function); unset PROMPT_COMMAND",
+    "ulimit -n 4; ulimit -v 1000",
+    "PATH=/nowhere; IFS=x",
+    *("cat", "sleep 30", "sleep 1000 & sleep 1000 & setsid sleep 1000 &", "cat <<EOF\nno end"),
+    "(trap '' TERM INT HUP; sleep 1000) &",
+    *("rm -rf /testbed", "rm -rf /testbed/.git", "chmod -R 000 /testbed", "mv /testbed /testbed-elsewhere"),
+    "cd /testbed && touch .git/index.lock && mkdir sub && git init -q sub",
+    "cd /testbed && rm .git/index && mkfifo .git/index",
+    "head -c 300000 /dev/urandom",
+    "yes | head -c 3000000",
+    "printf '\\033[2J\\033]0;title\\007\\0\\x1e{\\x1e'",
+    *("echo 'unbalanced", 'echo "$(', "if true; then", "} ; fi ; done )"),
+    *(f"echo {MARKER}", f"echo {MARKER}; head -c 5000 /dev/urandom", f"echo {MARKER}; git diff", "submit"),
+    *("x" * 3_000_000, "a\0b", "", '{"command": ["ls"]}', "[" * 5000, "\ud800 lone", "\x1b[31m\u202e\x07\x7f"),
+)
+"""For a backend that isolates nothing: what reaches only its own shell and the repository, whatever part of it runs."""
+
+
 def drawn(rng: random.Random, tools: str) -> str:
     """An action: one of the above, two of them in a line, a part of one, or noise."""
     kind = rng.random()
@@ -129,10 +158,30 @@ def drawn(rng: random.Random, tools: str) -> str:
         return f"{first}\n{rng.choice(PLAIN)}"
     if kind < 0.93:
         return first[: rng.randrange(1, 80)]
+    return noise(rng)
+
+
+def sparing(rng: random.Random, tools: str) -> str:
+    """As `drawn`, where what is run is not isolated: no bomb, and no part of anything that names a path."""
+    kind = rng.random()
+    if kind < 0.4:
+        return rng.choice(SPARING_PLAIN)
+    first = rng.choice(SPARING_HARM)
+    if kind < 0.8:
+        return first
+    if kind < 0.9:
+        return f"{first}\n{rng.choice(SPARING_PLAIN)}"
+    if kind < 0.95:
+        return first if "/" in first or "rm" in first else first[: rng.randrange(1, 80)]
+    return "".join(character for character in noise(rng) if not character.isascii() or character in "\0\x1b'\"({)}[]`$")
+
+
+def noise(rng: random.Random) -> str:
+    """Bytes at random."""
     return bytes(rng.randrange(256) for _ in range(rng.randrange(1, 60))).decode("latin-1")
 
 
-def play(env: Any, *, seed: int, steps: int, tools: str) -> dict[str, int]:
+def play(env: Any, *, seed: int, steps: int, tools: str, policy: Policy) -> dict[str, int]:
     """Verdicts of so many steps; each of the environment's promises is looked at on the way."""
     rng = random.Random(seed)
     verdicts: dict[str, int] = {}
@@ -141,7 +190,7 @@ def play(env: Any, *, seed: int, steps: int, tools: str) -> dict[str, int]:
     try:
         env.reset(seed=seed, options={"task": TASK})
         for _ in range(steps):
-            action = drawn(rng, tools)
+            action = policy(rng, tools)
             played.append(action)
             observation, reward, terminated, truncated, info = env.step(action)
             assert isinstance(observation, str) and env.observation_space.contains(observation)
@@ -180,31 +229,43 @@ def play(env: Any, *, seed: int, steps: int, tools: str) -> dict[str, int]:
     [
         ("overlay", 900, "bash"),
         ("overlay", 800, "swe-agent"),
-        ("overlay-rootless", 250, "bash"),
-        ("docker", 25, "bash"),
+        ("overlay-rootless", 300, "bash"),
+        ("docker", 40, "bash"),
+        ("copy", 60, "bash"),
     ],
 )
 def test_a_hostile_policy_never_makes_a_step_raise(
     backend: str, steps: int, tools: str, backend_of: Callable[[str], dict[str, Any]], make_env: Maker
 ) -> None:
+    """2,100 steps in all."""
     limits = {**LIMITS, "seconds": 1.0} if backend == "docker" else LIMITS
     env = make_env(
         **backend_of(backend), limits=limits, tools=tools, max_episode_steps=8, grade_at=0, grade_timeout=5.0
     )
-    verdicts = play(env, seed=20, steps=steps, tools=tools)
+    policy = sparing if backend == "copy" else drawn
+    verdicts = play(env, seed=20, steps=steps, tools=tools, policy=policy)
     assert verdicts and "resolved" not in verdicts
-    backend_object = env.unwrapped._box.sandbox.backend
-    if backend == "docker":
-        container = backend_object._container
+    check_nothing_is_left(env)
+
+
+def check_nothing_is_left(env: Any) -> None:
+    """Close it: no container, process or mount of its sandbox stays."""
+    backend = env.unwrapped._box.sandbox.backend
+    name = backend.capabilities.name
+    if name == "docker":
+        container = backend._container
         env.close()
         with pytest.raises(Exception, match="No such container"):
             container.api.inspect_container(container.id)
-        return
-    box = backend_object.box
-    env.close()
-    assert box.ended and not offspring(box.pid)
-    store = str(backend_object.runtime.directory)
-    assert not [line for line in Path("/proc/self/mounts").read_text().splitlines() if store in line]
+    elif name == "copy":
+        root = backend.root
+        env.close()
+        assert not root.exists() and not processes_of(root.parent.name, [])
+    else:
+        box, store = backend.box, str(backend.runtime.directory)
+        env.close()
+        assert box.ended and not offspring(box.pid)
+        assert not [line for line in Path("/proc/self/mounts").read_text().splitlines() if store in line]
 
 
 @pytest.mark.slow

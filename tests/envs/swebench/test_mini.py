@@ -85,10 +85,10 @@ def check_verdicts(task: Task, arguments: dict[str, Any]) -> None:
     start = pristine(task, settings)
 
     def verdict(patch: str) -> grading.Verdict:
-        return grading.grade(start.snapshot, start, task, settings, patch=patch, timeout=120)
+        return grading.grade(start.snapshot, start, task, settings, patch=patch, timeout=120, counterchecked=True)
 
     gold = verdict(task.patch)
-    assert gold.resolved, gold.log
+    assert gold.resolved and gold.suspicious == (), (gold.suspicious, gold.log)
     assert gold.tests_status is not None
     assert not gold.tests_status["FAIL_TO_PASS"]["failure"] and not gold.tests_status["PASS_TO_PASS"]["failure"]
     assert grading.grade(start.snapshot, start, task, settings).reason == "no patch"

@@ -1,0 +1,284 @@
+"""Fork look-ahead: the luck of later decisions, estimated by trying every listed action one step ahead in a fork.
+
+A return is as noisy as the decisions after the one it is credited to. What a decision was lucky by can be estimated
+without sampling anything: the environment tries the state's other actions too, the policy's own probabilities of them
+are exact, and V̂ of what earlier batches have taught says what they lead to:
+
+    Q̂(s, a) = r(s, a) + γ V̂(s')                       V̂ of an end is 0
+    V̄(s)    = Q̂₀ + Σ_a π(a|s) (Q̂(s, a) - Q̂₀)          Q̂₀: of whatever is not listed, as if nothing had happened
+    δ(s, a) = Q̂(s, a) - V̄(s)                          E[δ | s] = 0, whatever V̂ is
+
+`Edge.control` is δ; `train.back_up` takes the δ of all decisions after an action off its return (never its own, which
+is what the gradient is about). Trajectory-wise control variates (Pankov, 2018; Cheng et al., 2020, "Trajectory-wise
+control variates for variance reduction in policy gradient methods") and doubly robust policy gradients (Huang & Jiang,
+2020) need a model of what actions lead to: here the forked environment is that model, and exact.
+
+What this module promises:
+
+1. No estimate is biased, whatever V̂ knows, as long as it has not seen the batch: `LookAhead` keeps a copy of V̂ made
+   before the batch is rolled out.
+2. Actions that would change nothing that V̂ knows of (Q̂ = Q̂₀) need no probability, and are not scored.
+3. An answer is a listed action if its token ids are those that the action is written in; any other writing of it
+   counts as not listed, on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import gymnasium as gym
+import torch
+from torch import Tensor
+
+from bpo_ref.baselines import StateKey, ValueTable, plain_key
+from bpo_ref.batch import by_length
+from bpo_ref.config import ConfigError
+from bpo_ref.packing import by_prefix
+from sandboxgym.prompts import Prompt
+from sandboxgym.tree import Edge, Node, RolloutTree
+from sandboxgym.wrappers import successors
+
+if TYPE_CHECKING:
+    from bpo_ref.args import Args
+
+Ids: TypeAlias = tuple[int, ...]
+Score: TypeAlias = Callable[[Sequence[tuple[Ids, Ids]]], Sequence[float]]
+"""log π(answer | context) of pairs (context, answer) of token ids, in nats, under the policy that has sampled."""
+Logps: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Log-probabilities [B, T-1] of the tokens that are asked for: of ids [B, T], lengths [B] and where [B, T-1]."""
+
+
+class Writer(Protocol):
+    """From answers to token ids (`ChatFormat`)."""
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a turn begins inside a block of reasoning."""
+
+    def answer_ids(self, text: str) -> list[int]:
+        """The ids of an answer, without a stop token."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A listed action that changes what V̂ may know of a state, or is rewarded."""
+
+    answer: str
+    """How the policy would write it."""
+    reward: float
+    key: StateKey
+    """The plain progress key of what it leads to; None where the episode is over then."""
+    ended: bool
+
+
+class LookAhead:
+    """The look-ahead of one batch: a `sandboxgym.tree.Look` while it is rolled out, `set_controls` afterwards.
+
+    Args:
+        args: ``gamma``, ``max_turns``, ``max_new_tokens`` and ``context`` are used.
+        prompt: how actions are written.
+        writer: in which tokens.
+        values: V̂ of earlier batches; copied, so that nothing of this batch can come to be known to it.
+
+    Raises:
+        ConfigError: thoughts come before actions, and nothing says where they end.
+    """
+
+    def __init__(self, args: Args, prompt: Prompt, writer: Writer, values: ValueTable) -> None:
+        if writer.thinks and not prompt.decision:
+            raise ConfigError(
+                "lookahead: the chat template opens a block of reasoning, behind which prompt=react alone says where "
+                "the action begins; set prompt to react"
+            )
+        self._args, self._prompt, self._writer = args, prompt, writer
+        self._values = values.copy()
+        self._lock = threading.Lock()
+        self.steps = 0
+        """Actions tried in forks."""
+        self.scored_tokens = 0
+        """Tokens of the answers whose probabilities were asked for."""
+        self.seconds = 0.0
+        """Of both."""
+
+    def __call__(self, env: gym.Env[Any, Any], info: dict[str, Any]) -> tuple[Candidate, ...]:
+        """Try the listed actions of the environment's state, and keep those that may matter."""
+        began = time.perf_counter()
+        commands = list(dict.fromkeys(info.get("admissible_commands") or ()))
+        here = plain_key(info.get("progress_key"))
+        found = []
+        for command, after in zip(commands, successors(env, commands), strict=True):
+            ended = after.terminated or after.truncated
+            key = None if after.terminated or after.truncated else plain_key(after.info.get("progress_key"))
+            if after.reward or after.terminated or (not ended and key != here):
+                found.append(Candidate(self._prompt.write(command, info), float(after.reward), key, ended))
+        with self._lock:
+            self.steps += len(commands)
+            self.seconds += time.perf_counter() - began
+        return tuple(found)
+
+    def counts(self) -> dict[str, float]:
+        """What it took, for the log of this process."""
+        return {
+            "lookahead/steps": float(self.steps),
+            "lookahead/scored_tokens": float(self.scored_tokens),
+            "time/lookahead": self.seconds,
+        }
+
+    def set_controls(self, trees: Sequence[RolloutTree], score: Score) -> None:
+        """Set `Edge.control` = δ(s, a) of every action taken.
+
+        Args:
+            trees: rolled out with this object as ``look``.
+            score: under the weights and at the temperature that have sampled.
+        """
+        began = time.perf_counter()
+        self._set(
+            score, [state for tree in trees for node in _acted_in(tree) for state in self._states(node, tree.kind)]
+        )
+        self.seconds += time.perf_counter() - began
+
+    def _set(self, score: Score, states: Sequence[_State]) -> None:
+        asked = [(state.context, ids) for state in states for ids, _ in state.listed]
+        self.scored_tokens += sum(len(ids) for _, ids in asked)
+        told = iter(score(asked))
+        for state in states:
+            gains = dict(state.listed)
+            mean = math.fsum(math.exp(next(told)) * gain for _, gain in state.listed)
+            for edge, rest in state.edges:
+                edge.control = gains.get(rest, 0.0) - mean
+
+    def _states(self, node: Node, kind: str) -> list[_State]:
+        """The decisions taken at a node: one, or one for each thought that came before the action."""
+        args = self._args
+        nothing = self._worth(0.0, plain_key(node.key), node.depth + 1 >= args.max_turns, node.depth + 1, kind)
+        gains = {
+            candidate.answer: self._worth(candidate.reward, candidate.key, candidate.ended, node.depth + 1, kind)
+            - nothing
+            for candidate in node.ahead or ()
+        }
+        gains = {answer: gain for answer, gain in gains.items() if gain}
+        states: dict[Ids, _State] = {}
+        for edge in node.children if gains else ():
+            ids = tuple(edge.action.data.ids)
+            thought = self._thought(ids)
+            if thought is None:
+                continue
+            if thought not in states:
+                said = tuple(edge.action.memory.ids())
+                context = said[: len(said) - len(ids)]
+                room = min(args.max_new_tokens, args.context - len(context))
+                listed = [
+                    (writing, gain)
+                    for answer, gain in gains.items()
+                    for writing in self._writings(answer, thought, room)
+                ]
+                states[thought] = _State(context + thought, listed, [])
+            states[thought].edges.append((edge, ids[len(thought) :]))
+        return list(states.values())
+
+    def _worth(self, reward: float, key: StateKey, ended: bool, depth: int, kind: str) -> float:
+        """Q̂ of an action that leads to a state of this key after ``depth`` turns."""
+        return reward + (0.0 if ended else self._args.gamma * self._values.value((key, depth // 2), kind))
+
+    def _thought(self, ids: Ids) -> Ids | None:
+        """What was sampled before the action was begun; None where none was.
+
+        It ends at the first token with which the tag that opens an action begins to be seen: a rule that looks at
+        nothing behind it, or δ would not be 0 in expectation.
+        """
+        opening = self._prompt.decision
+        if not opening:
+            return ()
+        low, high = 0, len(ids)
+        if opening not in self._writer.text(ids):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if opening in self._writer.text(ids[:middle]) else (middle + 1, high)
+        return ids[:low]
+
+    def _writings(self, answer: str, thought: Ids, room: int) -> Iterable[Ids]:
+        """The ids that end an answer with this thought, one for each token that can end a turn."""
+        rest = self._rest(answer, thought)
+        if rest is None or len(thought) + len(rest) > room:
+            return ()
+        if len(thought) + len(rest) == room:  # it is cut before its end
+            return (rest,)
+        return tuple((*rest, stop) for stop in self._writer.stop_ids)
+
+    def _rest(self, answer: str, thought: Ids) -> Ids | None:
+        """The ids of an answer behind a thought; None where the thought has begun another action."""
+        if not thought:
+            return tuple(self._writer.answer_ids(answer))
+        said, opening = self._writer.text(thought), self._prompt.decision
+        before, begun = said[: said.index(opening)], said[said.index(opening) :]
+        if not answer.startswith(begun):
+            return None
+        whole = tuple(self._writer.answer_ids(before + answer))
+        if whole[: len(thought)] == thought:
+            return whole[len(thought) :]
+        return tuple(self._writer.answer_ids(answer[len(begun) :]))
+
+
+@dataclass(slots=True)
+class _State:
+    """Where a decision is made: at a node, behind a thought."""
+
+    context: Ids
+    listed: list[tuple[Ids, float]]
+    """(ids of the answer, Q̂ - Q̂₀) of the candidates that matter."""
+    edges: list[tuple[Edge, Ids]]
+    """What was decided there, and in which ids."""
+
+
+def _acted_in(tree: RolloutTree) -> list[Node]:
+    """The nodes from which something was tried, each once."""
+    return list({id(edge.parent): edge.parent for edge in tree.edges()}.values())
+
+
+def scored(logps: Logps, args: Args, device: torch.device) -> Score:
+    """A `Score`: log π of answers, in batches of at most ``micro_tokens``; shared contexts are read once (``pack``).
+
+    Args:
+        logps: of the policy that has sampled, at its temperature.
+        args: ``pack`` and ``micro_tokens`` are used.
+        device: of the tensors that it is given.
+    """
+
+    def score(asked: Sequence[tuple[Ids, Ids]]) -> list[float]:
+        rows = range(len(asked))
+
+        def whole(i: int) -> Ids:
+            return asked[i][0] + asked[i][1]
+
+        if args.pack == "tree":
+            batches = by_prefix(rows, whole, args.micro_tokens)
+        else:
+            batches = by_length(rows, lambda i: len(whole(i)), args.micro_tokens)
+        told = [0.0] * len(asked)
+        for batch in batches:
+            lengths = torch.tensor([len(whole(i)) for i in batch], device=device)
+            ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.long)
+            where = torch.zeros(len(batch), ids.shape[1] - 1, dtype=torch.bool)
+            for row, i in enumerate(batch):
+                ids[row, : len(whole(i))] = torch.tensor(whole(i))
+                where[row, len(asked[i][0]) - 1 : len(whole(i)) - 1] = True
+            with torch.no_grad():
+                sums = logps(ids.to(device), lengths, where.to(device)).double().sum(dim=1).tolist()
+            for i, value in zip(batch, sums, strict=True):
+                told[i] = value
+        return told
+
+    return score

@@ -1,0 +1,110 @@
+"""What a process has one of, changed by a call on one environment: every sibling in the process has it then.
+
+Corridors and dice, each with one method changed.
+"""
+
+from __future__ import annotations
+
+import decimal
+import logging
+import os
+import random
+import resource
+import sys
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+
+from zoo.corridor import Corridor
+from zoo.dice import Dice
+from zoo.mutant import mutant
+
+Output = tuple[Any, dict[str, Any]]
+
+
+@mutant("a restore leaves another umask", "isolation.environment")
+class RestoreUmask(Corridor):
+    """Files of a sandbox are private, and so are those of the whole process from then on."""
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        os.umask(0o077)
+        return super().restore(snap, seed=seed)
+
+
+@mutant("a snapshot leaves another decimal context", "isolation.environment")
+class SnapshotDecimal(Corridor):
+    """Sums are taken with eight digits."""
+
+    def snapshot(self) -> Any:
+        decimal.getcontext().prec = 8
+        return super().snapshot()
+
+
+@mutant("a fork leaves NumPy's error handling changed", "isolation.environment")
+class ForkErrstate(Corridor):
+    """Divisions by zero are silent after a fork."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        np.seterr(divide="ignore", invalid="ignore")
+        return super().fork(k, seed=seed)
+
+
+@mutant("a restore adds a filter of warnings", "isolation.environment")
+class RestoreWarnings(Corridor):
+    """Warnings of this module are hidden, once more with every restore."""
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        warnings.filterwarnings("ignore", module=f"corridor{len(warnings.filters)}")
+        return super().restore(snap, seed=seed)
+
+
+@mutant("closing disables logging", "isolation.environment")
+class CloseLogging(Corridor):
+    """Nothing may be said while an environment is closed, and nobody lifts that."""
+
+    def close(self) -> None:
+        logging.disable(logging.CRITICAL)
+
+
+@mutant("a step of a fork changes the limit of recursion", "isolation.environment")
+class StepRecursion(Corridor):
+    """Deep searches need more, by one with every step."""
+
+    def step(self, action: int) -> Any:
+        sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+        return super().step(action)
+
+
+@mutant("a restore lowers a limit of the process", "isolation.environment")
+class RestoreLimit(Corridor):
+    """The soft limit of core files is what a sandbox asks for."""
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        result = super().restore(snap, seed=seed)
+        _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (4 << 20, hard))
+        return result
+
+
+@mutant("a seeded restore seeds the streams of the whole process", "isolation.environment")
+class RestoreSeedsAll(Dice):
+    """As libraries do with ``seed_everything``."""
+
+    def _reseed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+@mutant("a reset of a fork changes how exceptions of threads are told", "isolation.environment")
+class ResetHook(Corridor):
+    """A hook of its own for every episode."""
+
+    episodes = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.episodes += 1
+        if self.episodes + (seed or 0) > 2:
+            threading.excepthook = lambda *_: None
+        return super().reset(seed=seed, options=options)

@@ -1,0 +1,670 @@
+"""How strong a certificate is: faults put into the user's own environment, and whether its checks would have seen them.
+
+1. The faults are generic: a restore leaves out one field of the captured state, makes it coarser, shares it with the
+   environment instead of copying it, or leaves a random stream or a wrapper as it was; a snapshot is one step old.
+2. The fields are those of the value that ``_capture`` returns; of an environment that is not a `SnapshotEnv`, the
+   attributes that change while it is played. Only its behaviour decides: a fault is caught when a check that the
+   certificate passed fails with it.
+3. A field that was the same in all snapshots is not exercised, whatever the checks do: that is told without a trial.
+   A fault that changed nothing when it was tried is no fault, and is not counted.
+4. It ends in a given time of the processor; what was not tried by then is listed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from sandboxgym import randomness, wrappers
+from sandboxgym.conformance.check import REGISTRY, Budget, Result, Verdict
+from sandboxgym.conformance.recording import opened, quiet, release
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, branch, declaration, put, take
+from sandboxgym.conformance.values import canonical
+from sandboxgym.core import SnapshotEnv
+
+Path = tuple[Any, ...]
+"""Keys, indices and names of attributes that lead to a field."""
+
+CHECKS = (
+    "restore.trace_equality",
+    "snapshot.immutable",
+    "restore.random_streams",
+    "freshness.observation",
+    "freshness.last_info",
+    "fork.isolation",
+    "restore.other_env",
+    "restore.after_reset",
+    "restore.after_done",
+    "restore.diverge",
+    "freshness.render",
+)
+"""The checks that a fault meets, in this order."""
+FIRST = {"shared": "snapshot.immutable", "stream": "restore.random_streams"}
+"""The check that is most likely to see a kind of fault."""
+SHARE = 0.25
+"""Of the time that the checks took: what this may take in addition."""
+LEAST_SECONDS = 2.0
+DEPTH, WIDTH, FIELDS = 4, 32, 64
+"""How deep fields are looked for, how many a value may have to be looked into, how many there may be."""
+
+_STREAMS = {"np_random", "_np_random", "_np_random_seed"}
+_SPACES = {"action_space", "observation_space", "_action_space", "_observation_space"}
+_INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", *_STREAMS, *_SPACES}
+"""Attributes of an environment that are no state, or streams, which have trials of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A fault and what became of it."""
+
+    field: str
+    """Of the state; or the name of a stream or a wrapper; ``the whole`` of what is one step old."""
+    fault: str
+    """``left out``, ``coarser``, ``shared``, ``stale``, ``stream`` or ``wrapper``."""
+    outcome: str
+    """``caught``, ``unseen``, ``never varied``, ``explained`` (unseen, and the environment's metadata say
+    why: ``unobservable``), ``without effect`` or ``not tried``."""
+    note: str
+    """The check that saw it, or why none did."""
+
+
+@dataclass(frozen=True)
+class Strength:
+    """What a certificate would have seen."""
+
+    trials: tuple[Trial, ...] = ()
+    reason: str = ""
+    """Why there are no trials."""
+    seconds: float = 0.0
+
+    @property
+    def fields(self) -> tuple[Trial, ...]:
+        """The trials that say whether a field was exercised."""
+        return tuple(trial for trial in self.trials if trial.fault == "left out")
+
+    @property
+    def unexercised(self) -> tuple[Trial, ...]:
+        """The fields that can be left out of a restore unseen, and nobody says why."""
+        return tuple(trial for trial in self.fields if trial.outcome not in ("caught", "explained"))
+
+    @property
+    def exercised(self) -> int:
+        """How many fields cannot be left out unseen."""
+        return sum(trial.outcome == "caught" for trial in self.fields)
+
+    @property
+    def unseen(self) -> tuple[Trial, ...]:
+        """Other faults that changed something and that no check saw."""
+        return tuple(trial for trial in self.trials if trial.fault != "left out" and trial.outcome == "unseen")
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not measured: {self.reason}"
+        tried = [trial for trial in self.trials if trial.outcome in ("caught", "unseen")]
+        caught = sum(trial.outcome == "caught" for trial in tried)
+        explained = sum(trial.outcome == "explained" for trial in self.fields)
+        text = f"{self.exercised} of {len(self.fields)} fields of the state exercised"
+        text += f" ({explained} explained)" if explained else ""
+        text += f", {caught} of {len(tried)} faults caught"
+        missed = [trial.field for trial in self.unexercised] + [f"{t.field} ({t.fault})" for t in self.unseen]
+        return f"{text}; never exercised: {', '.join(missed)}" if missed else text
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "summary": str(self),
+            "fields": len(self.fields),
+            "exercised": self.exercised,
+            "trials": [asdict(trial) for trial in self.trials],
+            "reason": self.reason,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, seed: int, seconds: float) -> Strength:
+    """Put faults into the environment and run the checks that it passed.
+
+    Args:
+        subject: what was certified.
+        budget: that of the certificate.
+        results: those of the certificate, by id.
+        seed: that of the certificate.
+        seconds: of the processor, or, of a slow environment, half of those on the wall; what would begin later is
+            left out.
+    """
+    passed = [id for id in CHECKS if id in REGISTRY and id in results and results[id].verdict is Verdict.PASS]
+    if not any(id.startswith("restore.") for id in passed):
+        return Strength(reason="no check passed that compares what follows a restore")
+    clock = _Clock(seconds, waits=budget.waits)
+    try:
+        with quiet():
+            seen = _Seen.of(subject, budget, clock)
+            faults = list(_faults(subject, seen))
+    except Exception as error:
+        return Strength(reason=f"its state cannot be looked at: {type(error).__qualname__}: {error}")
+    trials = [
+        Trial(name(path), "left out", "never varied", f"the same in {seen.count} snapshots of {seen.episodes} episodes")
+        for path in seen.constant
+    ]
+    if not faults and not trials:
+        return Strength(reason="its state is out of reach: it is no SnapshotEnv, and no attribute of it changes")
+    quick = replace(budget, traces=min(budget.traces, 2), seconds=budget.seconds / 4)
+    undecided: list[_Fault] = []
+    for fault in faults:  # first all of them quickly, then those that nobody saw with all that the certificate had
+        trial = _trial(seen.first(fault, subject), fault, passed, quick, seed, clock)
+        if trial is None:
+            undecided.append(fault)
+        else:
+            trials.append(trial)
+    for fault in undecided:
+        trial = None if clock.over else _trial(seen.first(fault, subject), fault, passed, budget, seed, clock)
+        trials.append(trial or _missed(fault, clock, passed))
+    reasons = _explanations(subject)
+    trials = [
+        replace(trial, outcome="explained", note=reasons[trial.field])
+        if trial.fault == "left out" and trial.outcome in ("unseen", "never varied") and trial.field in reasons
+        else trial
+        for trial in trials
+    ]
+    order = [fault.name for fault in faults]
+    trials.sort(key=lambda t: order.index((t.field, t.fault)) if (t.field, t.fault) in order else -1)
+    return Strength(tuple(trials), seconds=clock.spent)
+
+
+def _explanations(subject: Subject) -> Mapping[str, str]:
+    """Why fields of its state show nowhere, as the environment says."""
+    with opened(subject) as env:
+        return dict(env.unwrapped.metadata.get("unobservable", {}))
+
+
+class _Clock:
+    def __init__(self, limit: float, *, waits: bool) -> None:
+        self.limit, self.waits = limit, waits
+        self.busy, self.start = time.process_time(), time.perf_counter()
+
+    @property
+    def spent(self) -> float:
+        waited = (time.perf_counter() - self.start) / 2 if self.waits else 0.0
+        return max(time.process_time() - self.busy, waited)
+
+    @property
+    def over(self) -> bool:
+        return self.spent > self.limit
+
+
+def _trial(
+    subject: Subject, fault: _Fault, passed: Sequence[str], budget: Budget, seed: int, clock: _Clock
+) -> Trial | None:
+    """The trial of a fault; None where no check saw it, or the time was up."""
+    from sandboxgym.conformance.runner import run_check  # which offers this module's result
+
+    first = FIRST.get(fault.kind)
+    fault.tried = 0
+    mutant = fault.subject(subject)
+    for id in sorted(passed, key=lambda id: id != first):
+        if clock.over:
+            return None
+        result = run_check(REGISTRY[id], mutant, budget, seed)
+        if result.verdict is Verdict.FAIL:
+            return Trial(*fault.name, "caught", id)
+        fault.tried += 1
+    return None
+
+
+def _missed(fault: _Fault, clock: _Clock, passed: Sequence[str]) -> Trial:
+    if fault.tried < len(passed):
+        return Trial(*fault.name, "not tried", f"the time was up after {clock.spent:.0f} s")
+    if fault.effects:
+        note = f"{fault.effects} restores were wrong, and nothing that followed showed it"
+        return Trial(*fault.name, "unseen", note)
+    note = "no restore found another value where it came"
+    return Trial(*fault.name, "never varied" if fault.kind == "left out" else "without effect", note)
+
+
+# The state and its fields.
+
+
+def name(path: Path) -> str:
+    """A path for people: ``inventory.keys``, ``[2].name``."""
+    text = "".join(f".{part}" if isinstance(part, str) else f"[{part}]" for part in path).lstrip(".")
+    return text or "the state"
+
+
+def field_of(value: Any, path: Path) -> Any:
+    """What a path leads to.
+
+    Raises:
+        LookupError, AttributeError: there is no such field.
+    """
+    for part in path:
+        value = value[part] if isinstance(value, (dict, list, tuple)) and not _named(value) else getattr(value, part)
+    return value
+
+
+def with_field(value: Any, path: Path, new: Any) -> Any:
+    """The same value with another field; what lies on the path is copied, nothing is changed.
+
+    Raises:
+        LookupError, AttributeError: there is no such field.
+    """
+    if not path:
+        return new
+    part, *rest = path
+    inner = with_field(field_of(value, (part,)), tuple(rest), new)
+    if _named(value):
+        return value._replace(**{part: inner})
+    if isinstance(value, dict):
+        return type(value)({**value, part: inner}) if type(value) is dict else _set(copy.copy(value), part, inner)
+    if isinstance(value, (list, tuple)):
+        return type(value)([*value[:part], inner, *value[part + 1 :]])
+    other = copy.copy(value)
+    object.__setattr__(other, part, inner)
+    return other
+
+
+def _set(value: Any, part: Any, inner: Any) -> Any:
+    value[part] = inner
+    return value
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def paths(values: Sequence[Any], *, depth: int = DEPTH, root: bool = True) -> list[Path]:
+    """The fields that all of some values have: leaves of nested dicts, dataclasses, named tuples; items of the root."""
+    first = values[0]
+    parts: list[Any] = []
+    if depth and all(type(value) is type(first) for value in values):
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            parts = [each.name for each in dataclasses.fields(first)]
+        elif _named(first):
+            parts = list(first._fields)
+        elif isinstance(first, dict) and all(isinstance(key, str) for key in first):
+            parts = list(first) if all(value.keys() == first.keys() for value in values) else []
+        elif root and isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
+            parts = list(range(len(first)))
+    if not 0 < len(parts) <= WIDTH:
+        return [()]
+    inside = [paths([field_of(value, (part,)) for value in values], depth=depth - 1, root=False) for part in parts]
+    return [(part, *path) for part, found in zip(parts, inside) for path in found]
+
+
+def trace(value: Any) -> Any:
+    """What two equal fields have in common; of an object that is not plain data, that it is the same."""
+    if isinstance(value, (np.ndarray, np.generic, dict, list, tuple, set, frozenset, str, bytes, int, float)):
+        return canonical(value)
+    if value is None or dataclasses.is_dataclass(value):
+        return canonical(value)
+    return ("object", id(value))
+
+
+@dataclass
+class _Seen:
+    """Fields of the states that the control runs go through."""
+
+    varied: list[Path]
+    constant: list[Path]
+    values: dict[Path, list[Any]]
+    count: int
+    runs: list[Control]
+    rich: dict[Path, list[int]]
+    """The control runs, by number, from that in which a field has most values to that in which it has fewest."""
+    steps: int
+    layered: bool
+    """The fields are attributes: there is no ``_capture`` to ask."""
+
+    @property
+    def episodes(self) -> int:
+        """How many episodes were looked at."""
+        return len(self.runs)
+
+    @classmethod
+    def of(cls, subject: Subject, budget: Budget, clock: _Clock) -> _Seen:
+        """Those of the control runs that a certificate has recorded, as far as a third of the time goes."""
+        states: list[Any] = []
+        held: list[Any] = []
+        numbers: list[int] = []
+        layered = True
+        runs: list[Control] = []
+        recorded = [control for control in subject.controls if len(control.ops) > 1]
+        try:
+            for control in recorded or [subject.control(index, budget.steps) for index in range(budget.traces)]:
+                if len(runs) >= 2 and clock.spent > clock.limit / 3:
+                    break
+                with opened(subject) as env:
+                    layered = not isinstance(env.unwrapped, SnapshotEnv)
+                    for state in _along(subject, env, control):
+                        held.append(state)
+                        states.append(state if _immutable(env) or _holds(state) else copy.deepcopy(state))
+                        numbers.append(len(runs))
+                runs.append(control)
+            found = paths(states, depth=10 if layered else DEPTH)[:FIELDS]
+            values = {path: [field_of(state, path) for state in states] for path in found}
+            traces = {path: [repr(trace(value)) for value in values[path]] for path in found}
+        finally:
+            for state in held:
+                release(state)
+        varied = [path for path in found if len(set(traces[path])) > 1]
+        rich = {path: _richest(traces[path], numbers) for path in found}
+        constant = [] if layered else [path for path in found if path not in varied]
+        return cls(varied, constant, values, len(states), runs, rich, budget.steps, layered)
+
+    def first(self, fault: _Fault, subject: Subject) -> Subject:
+        """The subject, its control runs in the order in which they are likely to show a fault."""
+        order = self.rich.get(fault.path, range(len(self.runs))) if fault.path is not None else range(len(self.runs))
+        runs = {(index, self.steps): self.runs[number] for index, number in enumerate(order)}
+        return replace(subject, declared=subject.capabilities, _controls={**subject._controls, **runs})
+
+
+def _richest(values: Sequence[str], numbers: Sequence[int]) -> list[int]:
+    """Numbers of runs, those with most different values first."""
+    found: dict[int, set[str]] = {number: set() for number in numbers}
+    for value, number in zip(values, numbers):
+        found[number].add(value)
+    return sorted(found, key=lambda number: -len(found[number]))
+
+
+def _along(subject: Subject, env: AnyEnv, control: Control) -> Iterator[Any]:
+    """The state at some moments of a control run, the start of the next episode included."""
+    every = max(1, len(control.ops) // 8)
+    for index, op in enumerate(control.ops):
+        subject.call(env, op)
+        if index % every == 0 or index == len(control.ops) - 1:
+            yield _state(env)
+
+
+def _state(env: AnyEnv) -> Any:
+    base = env.unwrapped
+    return base._capture() if isinstance(base, SnapshotEnv) else _attributes(base)
+
+
+def _attributes(env: AnyEnv, depth: int = 8) -> dict[str, Any]:
+    """The attributes of an environment that can be copied, and those of environments inside it."""
+    found: dict[str, Any] = {}
+    for key, value in vars(env).items():
+        if key in _INERT or isinstance(value, (gym.Space, type)) or callable(value):
+            continue
+        if isinstance(value, gym.Env):
+            if depth:
+                found[key] = _attributes(value, depth - 1)
+            continue
+        try:
+            found[key] = copy.deepcopy(value)
+        except Exception:  # a process, a lock: what cannot be copied cannot be left out either
+            continue
+    return found
+
+
+def _owner(env: Any, path: Path) -> tuple[Any, Path]:
+    """The innermost environment on a path of attributes, and the rest of the path."""
+    while len(path) > 1 and isinstance(getattr(env, path[0]), gym.Env):
+        env, path = getattr(env, path[0]), path[1:]
+    return env, path
+
+
+def _immutable(env: AnyEnv) -> bool:
+    return bool(getattr(env.unwrapped, "immutable_state", False))
+
+
+def _holds(state: Any) -> bool:
+    """Whether a state holds something that must be given back, which a copy would give back twice."""
+    return callable(getattr(state, "release", None))
+
+
+# The faults.
+
+
+@dataclass(eq=False)
+class _Fault:
+    """A way of being wrong, and how often it was."""
+
+    label: str
+    kind: str
+    path: Path | None = None
+    subclass: Callable[[type[Any], _Fault], dict[str, Any]] | None = None
+    """From the class of a `SnapshotEnv` to the members of a faulty one."""
+    around: Callable[[AnyEnv, _Fault], Callable[[], None]] | None = None
+    """Called before a restore; what it returns is called after it."""
+    effects: int = 0
+    tried: int = 0
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.label, self.kind
+
+    def subject(self, subject: Subject) -> Subject:
+        """The same environment with this fault, and the control runs of the one without."""
+        mutant = replace(subject, make_env=lambda: self.put_into(subject.make_env()), declared=subject.capabilities)
+        mutant.__dict__["noise"] = subject.noise
+        return mutant
+
+    def put_into(self, env: AnyEnv) -> AnyEnv:
+        if self.subclass is None:
+            return _Around(env, self)
+        base: Any = env.unwrapped
+        kind = type(base)
+        members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **self.subclass(kind, self)}
+        base.__class__ = type(kind.__name__, (kind,), members)
+        return env
+
+
+class _Around(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment whose restores, or snapshots, are wrong."""
+
+    def __init__(self, env: AnyEnv, fault: _Fault) -> None:
+        super().__init__(env)
+        self.fault = fault
+        self.before: Any = None
+
+    @property
+    def snapshot_spec(self) -> Any:
+        return declaration(self.env)
+
+    def step(self, action: Any) -> Any:
+        if self.fault.kind == "stale":
+            self._forget()
+            self.before = take(self.env)
+        return super().step(action)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._forget()
+        return super().reset(seed=seed, options=options)
+
+    def snapshot(self) -> Any:
+        if self.before is None:
+            return take(self.env)
+        stale, self.before = self.before, None
+        self.fault.effects += 1
+        return stale
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Any:
+        self._forget()
+        after = self.fault.around(self.env, self.fault) if self.fault.around else lambda: None
+        result = put(self.env, snap, seed)
+        after()
+        return result
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[_Around]:
+        return [_Around(child, self.fault) for child in branch(self.env, k, seed)]
+
+    def close(self) -> None:
+        self._forget()
+        super().close()
+
+    def _forget(self) -> None:
+        if self.before is not None:
+            release(self.before)
+            self.before = None
+
+
+def _faults(subject: Subject, seen: _Seen) -> Iterator[_Fault]:
+    """All faults that can be put into an environment and may change something."""
+    with opened(subject) as env:
+        env.reset(seed=subject.seed, options=copy.deepcopy(subject.options(0)))
+        shared = not seen.layered and not _immutable(env)
+        coded = [] if env is env.unwrapped else _coded(env)
+        streams = [each for each in ("np_random", "action_space", "observation_space") if subject.capabilities.rng]
+        named = [type(wrapper).__name__ for wrapper in coded]
+    for path in seen.varied:
+        yield _leaving_out(path, seen.layered)
+    for path in seen.varied + seen.constant:
+        if any(trace(coarser(value)) != trace(value) for value in seen.values[path]):
+            yield _coarsening(path, seen.layered)
+    for path in seen.varied + seen.constant if shared else ():
+        if isinstance(seen.values[path][-1], (dict, list, set, bytearray, np.ndarray)):
+            yield _sharing(path)
+    yield _Fault("the whole", "stale")
+    for stream in streams:
+        yield _Fault(stream, "stream", around=_stream(stream))
+    for index, label in enumerate(named):
+        yield _Fault(label, "wrapper", around=_wrapper(index))
+
+
+def _leaving_out(path: Path, layered: bool) -> _Fault:
+    def members(kind: type[Any], fault: _Fault) -> dict[str, Any]:
+        def apply(self: Any, state: Any) -> None:
+            if not self._was_reset:  # there is nothing that could stay
+                return kind._apply(self, state)  # type: ignore[no-any-return]
+            held = self._capture()
+            try:
+                mine = field_of(held, path)
+                fault.effects += trace(mine) != trace(field_of(state, path))
+                state = with_field(state, path, mine if self.immutable_state else copy.deepcopy(mine))
+                kind._apply(self, state)
+            finally:
+                release(held)
+            return None
+
+        return {"_apply": apply}
+
+    def around(env: AnyEnv, fault: _Fault) -> Callable[[], None]:
+        mine = copy.deepcopy(field_of(*_owner(env.unwrapped, path)))
+
+        def after() -> None:
+            owner, rest = _owner(env.unwrapped, path)
+            fault.effects += trace(field_of(owner, rest)) != trace(mine)
+            _write(owner, rest, mine)
+
+        return after
+
+    return _Fault(name(path), "left out", path, None if layered else members, around if layered else None)
+
+
+def _write(owner: Any, path: Path, value: Any) -> None:
+    setattr(owner, path[0], with_field(getattr(owner, path[0]), path[1:], value))
+
+
+def _coarsening(path: Path, layered: bool) -> _Fault:
+    def members(kind: type[Any], fault: _Fault) -> dict[str, Any]:
+        def apply(self: Any, state: Any) -> None:
+            value = field_of(state, path)
+            fault.effects += trace(coarser(value)) != trace(value)
+            kind._apply(self, with_field(state, path, coarser(value)))
+
+        return {"_apply": apply}
+
+    def around(env: AnyEnv, fault: _Fault) -> Callable[[], None]:
+        def after() -> None:
+            owner, rest = _owner(env.unwrapped, path)
+            value = field_of(owner, rest)
+            fault.effects += trace(coarser(value)) != trace(value)
+            _write(owner, rest, coarser(value))
+
+        return after
+
+    return _Fault(name(path), "coarser", path, None if layered else members, around if layered else None)
+
+
+def coarser(value: Any) -> Any:
+    """A number, text or array as a narrower type would have kept it, in the type that it has."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if type(value) is float:
+        return float(np.float32(value))
+    if type(value) is int:
+        return (value + 2**31) % 2**32 - 2**31
+    if type(value) is str:
+        return value.encode("ascii", "replace").decode()
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype in (np.float64, np.int64):
+        narrow = np.float32 if value.dtype == np.float64 else np.int32
+        return value.astype(narrow).astype(value.dtype)
+    if type(value) in (list, tuple):
+        return type(value)(coarser(item) for item in value)
+    if type(value) is dict:
+        return {key: coarser(item) for key, item in value.items()}
+    return value
+
+
+def _sharing(path: Path) -> _Fault:
+    taken: dict[int, tuple[Any, Any]] = {}
+
+    def members(kind: type[Any], fault: _Fault) -> dict[str, Any]:
+        def capture(self: Any) -> Any:
+            state = kind._capture(self)
+            value = field_of(state, path)
+            taken[id(value)] = value, trace(value)
+            return with_field(copy.deepcopy(state), path, value)
+
+        def apply(self: Any, state: Any) -> None:
+            value = field_of(state, path)
+            fault.effects += id(value) in taken and taken[id(value)][1] != trace(value)
+            kind._apply(self, with_field(copy.deepcopy(state), path, value))
+
+        return {"_capture": capture, "_apply": apply, "immutable_state": True}
+
+    return _Fault(name(path), "shared", path, members)
+
+
+def _stream(stream: str) -> Callable[[AnyEnv, _Fault], Callable[[], None]]:
+    def around(env: AnyEnv, fault: _Fault) -> Callable[[], None]:
+        if stream == "np_random":
+            mine = randomness.capture(env.unwrapped.np_random)
+
+            def after() -> None:
+                base = env.unwrapped
+                fault.effects += randomness.capture(base.np_random) != mine
+                found = randomness.restored(mine, vars(base).get("_np_random"))
+                if found is not None and found is not base.np_random:
+                    base.np_random = found
+        else:
+            randomness.materialise(getattr(env, stream))
+            kept = randomness.capture_spaces(getattr(env, stream))
+
+            def after() -> None:
+                space = getattr(env, stream)
+                fault.effects += randomness.capture_spaces(space) != kept
+                randomness.restore_spaces(kept, space)
+
+        return after
+
+    return around
+
+
+def _wrapper(index: int) -> Callable[[AnyEnv, _Fault], Callable[[], None]]:
+    def around(env: AnyEnv, fault: _Fault) -> Callable[[], None]:
+        wrapper, codec = [each for each in wrappers._stack(env)[0] if each[1].state][index]
+        held = wrappers._held(wrapper, codec)
+
+        def after() -> None:
+            fault.effects += any(trace(getattr(wrapper, key)) != trace(value) for key, value in held[0].items())
+            wrappers._put_back(wrapper, held)
+
+        return after
+
+    return around
+
+
+def _coded(env: AnyEnv) -> list[Any]:
+    """The wrappers of a stack that have a state."""
+    try:
+        return [wrapper for wrapper, codec in wrappers._stack(env)[0] if codec.state]
+    except Exception:  # an unknown wrapper: wrappers.* says so
+        return []

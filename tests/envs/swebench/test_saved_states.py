@@ -1,0 +1,60 @@
+"""States that are hard to save: bytes that are no text come back exactly, and what cannot be saved is said shortly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import sandboxgym
+
+MAKE_BYTES = (
+    "cd /testbed; export V=$'\\xff\\xfe'; W=$'a\\xc3'; f() { echo $'\\xfd'; }; printf '\\xfa' > $'n\\xf9'; "
+    "mkdir $'d\\xf0'; cd $'d\\xf0'; printf '\\xfa\\xfb'"
+)
+SHOW_BYTES = """
+shown() { python3 -c 'import sys; print(ascii(sys.stdin.buffer.read()))'; }
+printf %s "$V$W" | shown; f | shown; cat ../n* | shown; printf %s "$PWD" | tail -c 2 | shown"""
+SHOWN = "b'\\xff\\xfea\\xc3'\nb'\\xfd\\n'\nb'\\xfa'\nb'd\\xf0'"
+
+
+@pytest.mark.parametrize("backend", ["overlay", "copy", pytest.param("docker", marks=pytest.mark.slow)])
+def test_bytes_that_are_no_text_are_saved_exactly(
+    backend: str, backend_of: Callable[[str], dict[str, Any]], make_env: Callable[..., Any]
+) -> None:
+    env = make_env(**backend_of(backend), max_episode_steps=-1)
+    env.reset(options={"task": 0})
+    env.step(MAKE_BYTES)
+    shown, *_, info = env.step(SHOW_BYTES)
+    assert SHOWN in shown
+    with sandboxgym.snapshot(env) as taken:
+        saved = taken.to_bytes()
+    env.reset(options={"task": 1})
+    with sandboxgym.Snapshot.from_bytes(saved) as loaded:
+        sandboxgym.restore(env, loaded)
+    again, *_, after = env.step(SHOW_BYTES)
+    assert again == shown and after["state_hash"] == info["state_hash"]
+    info = env.step("submit")[4]
+    assert info["verdict"] == "tests fail" and info["extraction"] == "" and "n\\371" in info["patch"]
+    with sandboxgym.snapshot(env) as taken:
+        saved = taken.to_bytes()
+    with sandboxgym.Snapshot.from_bytes(saved) as loaded:
+        assert sandboxgym.restore(env, loaded)[1]["patch"] == info["patch"]
+
+
+@pytest.mark.parametrize("backend", ["overlay", "copy"])
+def test_trees_deeper_than_a_path_are_refused_in_a_short_sentence(
+    backend: str, backend_of: Callable[[str], dict[str, Any]], make_env: Callable[..., Any]
+) -> None:
+    env = make_env(**backend_of(backend), max_episode_steps=-1)
+    env.reset(options={"task": 0})
+    nest = 'import os\\nfor i in range(1500):\\n os.mkdir("deep")\\n os.chdir("deep")'
+    assert env.step(f"python3 -c $'{nest}'")[4]["returncode"] == 0
+    with sandboxgym.snapshot(env) as taken:
+        with pytest.raises(sandboxgym.SnapshotNotSupported, match="File name too long") as caught:
+            taken.to_bytes()
+        assert len(str(caught.value)) < 200
+        env.reset(options={"task": 0})
+        sandboxgym.restore(env, taken)
+        assert env.step("cd deep/deep/deep/deep && pwd")[4]["returncode"] == 0
