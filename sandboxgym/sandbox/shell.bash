@@ -58,16 +58,15 @@ __sg_look() {
 }
 
 __sg_repair() {
-  local name names
+  __sg_names=$(\enable -n || \builtin compgen -A disabled || \builtin printf '?') || ((1))
   \enable builtin || ((1))
-  names=$(\builtin enable -n || \builtin compgen -A disabled || \builtin printf '?') || ((1))
-  __sg_off+=$'\n'${names//enable -n /}
+  __sg_off+=$'\n'${__sg_names//enable -n /}
   \builtin enable eval || ((1))
   if \builtin eval "\\builtin enable ${__sg_off//$'\n'/ }"; then return; fi
   # `enable` itself is disabled, which nothing undoes: what else is, stays so.
-  for name in '?' . alias declare dirs eval exec export history mapfile printf pwd read return set shopt trap ulimit \
-    umask unset; do
-    if [[ $__sg_off$'\n' == *$'\n'"$name"$'\n'* ]]; then __sg_broken=1; fi
+  for __sg_name in '?' . alias declare dirs eval exec export history mapfile printf pwd read return set shopt trap \
+    ulimit umask unset; do
+    if [[ $__sg_off$'\n' == *$'\n'"$__sg_name"$'\n'* ]]; then __sg_broken=1; fi
   done
 }
 
@@ -76,9 +75,8 @@ __sg_leave() {
   if [[ $__sg_posix ]]; then POSIXLY_CORRECT=${__sg_posix#x}; else \unset -v POSIXLY_CORRECT; fi
   if [[ $__sg_known != "x$__sg_opts" ]]; then
     __sg_known=x$__sg_opts __sg_on=() __sg_none=()
-    local name
-    for name in expand_aliases inherit_errexit interactive_comments sourcepath; do
-      if [[ :$__sg_opts: != *:"$name":* ]]; then __sg_none+=("$name"); fi
+    for __sg_name in expand_aliases inherit_errexit interactive_comments sourcepath; do
+      if [[ :$__sg_opts: != *:"$__sg_name":* ]]; then __sg_none+=("$__sg_name"); fi
     done
     if [[ :$__sg_opts: == *:shift_verbose:* ]]; then __sg_on=(shift_verbose); fi
   fi
@@ -102,20 +100,20 @@ __sg_foot=$'\n((1)) >"$__sg_null" 2>"${__sg_null/%" ${__sg_was:=$?} ${__sg_were:
 # Set __sg_code to what is evaluated for __sg_text.
 __sg_prepare() {
   __sg_nonce=$1 __sg_noted= __sg_said= __sg_trapped=
-  local head='{ \__sg_leave; '
+  __sg_head='{ \__sg_leave; '
   # A trap for DEBUG or RETURN lives during commands only, so that it never sees what is typed.
-  if [[ $__sg_traps == *' DEBUG'* || $__sg_traps == *' RETURN'* ]]; then head+='\builtin eval "$__sg_traps"; '; fi
-  head+='\__sg_begin "$__sg_last" && \__sg_pass "$__sg_last"; } >/dev/null 2>&1'$'\n'
+  if [[ $__sg_traps == *' DEBUG'* || $__sg_traps == *' RETURN'* ]]; then __sg_head+='\builtin eval "$__sg_traps"; '; fi
+  __sg_head+='\__sg_begin "$__sg_last" && \__sg_pass "$__sg_last"; } >/dev/null 2>&1'$'\n'
   __sg_leave # what follows is to be parsed as the text will be
   if { __sg_parses '{ \builtin :' '}' || [[ $? == 77 ]]; } && { __sg_parses 'if \builtin :; then \builtin :' 'fi' || [[ $? == 77 ]]; }; then
-    __sg_code=$head$__sg_text$__sg_foot
+    __sg_code=$__sg_head$__sg_text$__sg_foot
   # Some text is valid by itself only: an unfinished here-document, patterns that it switches on itself, and whatever
   # follows an alias for one of these words.
   elif builtin eval '((1))' && ( builtin exec -c -a bash "$__sg_bash" --norc -p -O extglob -n <<<"$__sg_text" ) 2>|@DIR@/syntax; then
-    __sg_code=$head$__sg_text
+    __sg_code=$__sg_head$__sg_text
   else
     builtin printf '%s syntax 2\n' "$__sg_nonce" >@DIR@/status
-    __sg_code=$head'\__sg_refuse'
+    __sg_code=$__sg_head'\__sg_refuse'
   fi
   __sg_inside=1 POSIXLY_CORRECT=y
 }
@@ -131,11 +129,11 @@ __sg_begin() {
   if [[ $__sg_flags == *x* ]]; then builtin set -x; fi
   if [[ ! $__sg_off && ! $__sg_hidden ]]; then builtin return "$__sg_status"; fi
   # What was put away returns, in a group that is parsed without aliases. After it, no builtin is certain.
-  local again=
-  if builtin shopt -q expand_aliases; then again='\builtin shopt -s expand_aliases; '; fi
-  if [[ $__sg_off ]]; then again+="\\builtin enable -n ${__sg_off//$'\n'/ }"; fi
+  __sg_again=
+  if builtin shopt -q expand_aliases; then __sg_again='\builtin shopt -s expand_aliases; '; fi
+  if [[ $__sg_off ]]; then __sg_again+="\\builtin enable -n ${__sg_off//$'\n'/ }"; fi
   builtin shopt -u expand_aliases
-  builtin eval "{ __sg_off= __sg_hidden=; $again"$'\n'"$__sg_hidden"$'\n }' # no line of it begins with a brace: see shell_state.py
+  builtin eval "{ __sg_off= __sg_hidden=; $__sg_again"$'\n'"$__sg_hidden"$'\n }' # no line of it begins with a brace: see shell_state.py
   case $__sg_status in
     0) ((1)) ;;
     1) ((0)) ;;
