@@ -57,7 +57,8 @@ _SET = re.compile(rb"^set ([-+]o \S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
 _OWN_FUNCTION = re.compile(rb"^__sg_\w++ \(\) *+\n\{", re.MULTILINE)
-_FUNCTION_END = re.compile(rb"^\}[^\n]*+\n", re.MULTILINE)
+_FUNCTION_END = re.compile(rb"^\}[^\n]*+\n(?:declare -f\w++ \S++\n)?", re.MULTILINE)
+_ATTRIBUTES_AFTER = re.compile(rb"^(\}[^\n]*+\n)declare -f\w++ \S++\n", re.MULTILINE)
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
 """What ``history`` prints before each line of it, with the time format of shell.bash."""
 MOST_VARIABLES = 10_000
@@ -266,12 +267,13 @@ def _check_number(variables: int) -> None:
 
 
 def _without_own(functions: bytes) -> bytes:
-    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}".
+    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}". If it has
+    # attributes, a line of them follows; `function_attributes` has them too, and calls no function named `declare`.
     kept, at = [], 0
     while (begin := _OWN_FUNCTION.search(functions, at)) and (end := _FUNCTION_END.search(functions, begin.end())):
         kept.append(functions[at : begin.start()])
         at = end.end()
-    return b"".join((*kept, functions[at:]))
+    return _ATTRIBUTES_AFTER.sub(rb"\1", b"".join((*kept, functions[at:])))
 
 
 def _last_entries(history: bytes) -> bytes:
