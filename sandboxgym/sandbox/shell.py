@@ -23,7 +23,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sandboxgym.errors import SnapshotCorrupt
@@ -61,6 +61,8 @@ _ECHOED = re.compile(rb'^\(\(1\)\) >"\$__sg_.*\n', re.MULTILINE)  # with set -v,
 _BETWEEN = 0.005  # seconds between two looks at which processes there are
 _EXITING, _FORKED = 0x4, 0x40  # PF_EXITING and PF_FORKNOEXEC, of the kernel's flags of a process
 _ATTEMPTS = 5  # shells that are started one after the other before a command is given up
+_FIRST_LOOK, _RAREST_LOOK = 0.05, 1.0  # seconds between two looks at whether a bash that says nothing still can
+_SEEN_IDLE = 3  # looks after which nothing more is expected of a bash that is at its prompt
 _GAP = 64  # chunks between two commands that are read and dropped
 
 
@@ -86,6 +88,19 @@ class _Command:
     """Children of the shell that it found, and when they started."""
     exit_code: int | None = None
     syntax_error: bool = False
+    replaced: bool = False
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Over a bash that is waited for."""
+
+    at: float = field(default_factory=lambda: time.monotonic() + _FIRST_LOOK)
+    """When to look next."""
+    pause: float = _FIRST_LOOK
+    asked: bool = False
+    idle: int = 0
+    """How often it was at its prompt since it was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +146,7 @@ class Shell:
         self._settled = False  # that dump is of the present
         self._startled = False  # signals were sent to it that it may not have noticed yet
         self._question = ""
+        self._replaced = False  # since the last command; the next one tells
 
     @classmethod
     def restored(
@@ -331,9 +347,11 @@ class Shell:
         """Wait until the bash is idle and its state complete, or replace it."""
         bash = self._bash or self._spawn()
         deadline = time.monotonic() + (STARTING if self._slot is None else SETTLING)
-        output = b""
+        output, watch = b"", _Watch()
         while not self._settled and not bash.gone and time.monotonic() < deadline:
-            output = (output + self._take(bash.step(deadline)))[-1000:]
+            output = (output + self._take(bash.step(min(deadline, watch.at))))[-1000:]
+            if self._looks_lost(watch):
+                break
         if self._settled:
             return
         if self._slot is None and self._number == 1:
@@ -357,6 +375,7 @@ class Shell:
             self._backend.processes()  # raises what the backend knows of its end
             raise SandboxClosed("the processes of the sandbox were ended from outside")
         self._spawn()
+        self._replaced = True
         return 128 + signal.SIGKILL if status is None else status
 
     def _last_state(self) -> ShellState | None:
@@ -417,22 +436,51 @@ class Shell:
             began=time.monotonic(),
             since=Moment.now(),
             older=births_of(_children(self.pid)),
+            replaced=self._replaced,
         )
+        self._replaced = False
 
     def _wait(self, deadline: float, *, until: re.Pattern[str] | None = None) -> bool:
         """Whether the command, or the shell, ended before the deadline or the pattern."""
         command, bash = self._running(), self._bash
         assert bash is not None
-        seen = b""
+        seen, watch = b"", _Watch()
         while not bash.gone and not (command.capture.complete and command.exit_code is not None):
-            chunk = self._take(bash.step(deadline))
+            chunk = self._take(bash.step(min(deadline, watch.at)))
             if until:
                 seen = (seen + chunk)[-_PATTERN_WINDOW:]
                 if until.search(plain_text(seen)):
                     return False
             if time.monotonic() >= deadline:
                 return False
+            if self._looks_lost(watch):
+                if command.exit_code is None:
+                    bash.process.kill()
+                    bash.gone = True
+                break
         return True
+
+    def _looks_lost(self, watch: _Watch) -> bool:
+        """Whether the bash is at its prompt and will not say what it owes: what says it was overwritten by its user.
+
+        One that is stopped is woken. Seen at its prompt, it is asked, once; then it is waited for until it is there
+        again, for some time, since what it wrote on the terminal takes its way.
+        """
+        bash = self._bash
+        assert bash is not None
+        if time.monotonic() < watch.at:
+            return False
+        watch.pause = min(watch.pause * 2, _RAREST_LOOK)
+        bash.wake()
+        if bash.at_prompt():
+            watch.pause = _FIRST_LOOK
+            if watch.asked:
+                watch.idle += 1
+            else:
+                watch.asked = True
+                bash.resume()
+        watch.at = time.monotonic() + watch.pause
+        return watch.idle >= _SEEN_IDLE
 
     def _take(self, heard: Heard | None) -> bytes:
         if heard is None:
@@ -466,6 +514,7 @@ class Shell:
         ended = bash.gone
         if ended:
             status = self._replace()
+            self._replaced = False  # `ended` tells it
             code = status if code is None else code
         assert code is not None
         return Interaction(
@@ -476,6 +525,7 @@ class Shell:
             elided=elided,
             syntax_error=command.syntax_error,
             ended=ended,
+            replaced=command.replaced,
             raw=_ECHOED.sub(b"", bytes(command.capture.beginning)),
         )
 
