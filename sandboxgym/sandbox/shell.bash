@@ -21,6 +21,7 @@ builtin set +o monitor
 
 __sg_nonce= __sg_status=0 __sg_last= __sg_flags=$- __sg_traps= __sg_slot=0 __sg_bash=$BASH __sg_kept= __sg_broken=
 __sg_noted=1 __sg_said=1 __sg_trapped= # of the command: its flags and its status are known, its traps are
+__sg_prompts= # whether prompts are expanded during commands
 __sg_inside= __sg_opts= __sg_posix= __sg_known= # of the mode that these lines run in
 __sg_hidden= __sg_off= # functions called `builtin` or `enable`; builtins that are disabled
 __sg_then=(__sg_pass)
@@ -125,6 +126,10 @@ __sg_begin() {
   builtin printf '\036%s{\036' "$__sg_nonce" >/dev/tty
   builtin unset -v __sg_text __sg_code
   __sg_was= __sg_were=
+  if [[ $__sg_prompts ]]; then
+    __sg_prompts=
+    builtin shopt -s promptvars
+  fi
   if [[ $__sg_flags == *v* ]]; then builtin set -v; fi
   if [[ $__sg_flags == *x* ]]; then builtin set -x; fi
   if [[ ! $__sg_off && ! $__sg_hidden ]]; then builtin return "$__sg_status"; fi
@@ -153,6 +158,7 @@ __sg_end() {
 # Files are written over (<>) and not emptied first (>|), which can take a file system a millisecond and more: what comes
 # after the end is of earlier times.
 __sg_dump() {
+  if [[ $__sg_prompts ]]; then builtin shopt -s promptvars; fi
   {
     builtin pwd; builtin printf '\0'
     builtin declare -p; builtin printf '\0'
@@ -169,6 +175,11 @@ __sg_dump() {
     builtin dirs -l -p; builtin printf '\0'
     builtin printf '%s\0' "$__sg_off" "$__sg_hidden" end
   } 1<>@DIR@/state.$((1 - __sg_slot))
+  # Prompts are drawn between commands, where nobody waits for what they would execute.
+  if [[ :$BASHOPTS: == *:promptvars:* ]]; then
+    __sg_prompts=1
+    builtin shopt -u promptvars
+  fi
   __sg_slot=$((1 - __sg_slot))
   builtin printf '%s state %s\n' "$__sg_nonce" "$__sg_slot" >@DIR@/status
   __sg_nonce=

@@ -62,6 +62,7 @@ _BETWEEN = 0.005  # seconds between two looks at which processes there are
 _EXITING, _FORKED = 0x4, 0x40  # PF_EXITING and PF_FORKNOEXEC, of the kernel's flags of a process
 _ATTEMPTS = 5  # shells that are started one after the other before a command is given up
 _FIRST_LOOK, _RAREST_LOOK = 0.05, 1.0  # seconds between two looks at whether a bash that says nothing still can
+_PROMPT = 1000  # bytes of a prompt that are known again
 _SEEN_IDLE = 3  # looks after which nothing more is expected of a bash that is at its prompt
 _GAP = 64  # chunks between two commands that are read and dropped
 
@@ -78,6 +79,8 @@ class Interaction(Result):
 class _Command:
     """The command that runs."""
 
+    text: str
+    raw: int
     nonce: str
     capture: Capture
     began: float
@@ -89,6 +92,8 @@ class _Command:
     exit_code: int | None = None
     syntax_error: bool = False
     replaced: bool = False
+    prompt: bytes = b""
+    """What a lost bash printed when it was asked: it did so before it was asked, too."""
 
 
 @dataclass(slots=True)
@@ -147,6 +152,7 @@ class Shell:
         self._startled = False  # signals were sent to it that it may not have noticed yet
         self._question = ""
         self._replaced = False  # since the last command; the next one tells
+        self._failures = 0  # shells since that command which ended, itself included if it ended one
 
     @classmethod
     def restored(
@@ -360,6 +366,7 @@ class Shell:
             raise SandboxUnavailable(
                 f"no bash answered in the sandbox (exit status {status}): {plain_text(output).strip()!r}"
             )
+        bash.process.kill()
         self._replace()
 
     def _replace(self) -> int:
@@ -369,6 +376,9 @@ class Shell:
             self._state = self._last_state()
         except SandboxError as error:
             log.warning("a new shell starts with an older state: %s", error)
+        self._failures += 1
+        if self._failures > 1 and self._state is not None:  # what it carries may be what ends each shell
+            self._state = self._state.values_only()
         status = self._bash.process.wait(1.0)
         self.close()
         if not self._backend.live:
@@ -431,6 +441,8 @@ class Shell:
         mark = b"\x1e" + nonce.encode()
         self._settled = False
         self._command = _Command(
+            text=command,
+            raw=raw,
             nonce=nonce,
             capture=Capture(self._output, begin=mark + b"{\x1e", end=mark + b"}\x1e", raw=raw),
             began=time.monotonic(),
@@ -445,8 +457,19 @@ class Shell:
         command, bash = self._running(), self._bash
         assert bash is not None
         seen, watch = b"", _Watch()
-        while not bash.gone and not (command.capture.complete and command.exit_code is not None):
+        while not (command.capture.complete and command.exit_code is not None):
+            if bash.gone:
+                if command.capture.begun or command.exit_code is not None or self._failures >= _ATTEMPTS:
+                    break
+                # What an earlier command left ended the shell: this one did not begin, so it is given to a new shell.
+                self._command = None
+                self._replace()
+                self._begin(command.text, raw=command.raw)
+                command, bash, watch = self._running(), self._bash, _Watch()
+                continue
             chunk = self._take(bash.step(min(deadline, watch.at)))
+            if watch.asked:
+                command.prompt += chunk[:_PROMPT]
             if until:
                 seen = (seen + chunk)[-_PATTERN_WINDOW:]
                 if until.search(plain_text(seen)):
@@ -457,6 +480,7 @@ class Shell:
                 if command.exit_code is None:
                     bash.process.kill()
                     bash.gone = True
+                    continue
                 break
         return True
 
@@ -504,6 +528,8 @@ class Shell:
         command, bash = self._running(), self._bash
         assert bash is not None
         data, elided = command.capture.drain()
+        if not command.capture.complete and command.prompt:
+            data = data.removesuffix(command.prompt).removesuffix(command.prompt)
         output, code = plain_text(_ECHOED.sub(b"", data)), command.exit_code
         if command.syntax_error:
             with contextlib.suppress(OSError):
@@ -512,6 +538,8 @@ class Shell:
         self._command = None
         seconds = time.monotonic() - command.began
         ended = bash.gone
+        if command.capture.begun:
+            self._failures = 0
         if ended:
             status = self._replace()
             self._replaced = False  # `ended` tells it

@@ -45,6 +45,8 @@ _INTERNAL = frozenset(
 _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
 _INHERITED += b"SHELL SHLVL TERM USER"
 """Variables that a new bash has without being told; unset where the captured one had none."""
+_EVALUATED = frozenset(b"BASH_ENV ENV PROMPT_COMMAND PS0 PS1 PS2 PS4 TMOUT".split())
+"""Variables whose values bash acts on at a prompt."""
 
 # What repeats gives nothing back (*+, ++), or each byte of a value would be remembered as a place to try again from.
 _STRING = rb"""(?:"(?:[^"\\]++|\\.)*+"|\$'(?:[^'\\]++|\\.)*+')"""
@@ -183,10 +185,27 @@ class ShellState:
                 b"__sg_status=%d" % self.status,
                 # Below, any word may be an alias too.
                 self.aliases,
-                b"\\builtin set " + b" ".join(_SET.findall(self.options)),
+                b"\\builtin set " + b" ".join(_SET.findall(self.options) or [b"+o history"]),
                 b'\\builtin eval "$__sg_traps"',
                 b"",
             ]
+        )
+
+    def values_only(self) -> ShellState:
+        """Without anything that a new bash might execute, or might end at: directory, variables, limits and history."""
+        kept = {name: variable for name, variable in self.variables.items() if name not in _EVALUATED}
+        return replace(
+            self,
+            variables=kept,
+            functions=b"",
+            function_attributes=b"",
+            aliases=b"",
+            shopts=b"",
+            options=b"",
+            flags=b"",
+            traps=b"",
+            disabled=b"",
+            hidden=b"",
         )
 
     def mapped(self, change: Callable[[bytes], bytes]) -> ShellState:

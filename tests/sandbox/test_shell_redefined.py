@@ -23,7 +23,11 @@ NAMES = ": builtin printf eval command read declare export trap set unset cd exe
         ),
         ("alias " + " ".join(f"{name}=false" for name in NAMES.split()), "type -t eval builtin", "alias\nalias\n"),
         ("alias {='echo brace' }='echo end' if='echo if' then=x fi=y '[[=echo test'", "type -t { if", "alias\nalias\n"),
-        ("enable -n builtin eval unset return", "enable -n", "".join(f"enable -n {name}\n" for name in ("builtin", "eval", "return", "unset"))),
+        (
+            "enable -n builtin eval unset return",
+            "enable -n",
+            "".join(f"enable -n {name}\n" for name in ("builtin", "eval", "return", "unset")),
+        ),
         ("enable -n . unset set trap mapfile", "type -t . unset set trap mapfile", ""),
         ("enable -n enable", "compgen -A disabled", "enable\n"),
     ],
