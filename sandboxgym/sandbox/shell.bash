@@ -21,6 +21,7 @@ builtin set +o monitor
 
 __sg_nonce= __sg_status=0 __sg_last= __sg_flags=$- __sg_traps= __sg_slot=0 __sg_bash=$BASH __sg_kept= __sg_broken=
 __sg_noted=1 __sg_said=1 __sg_trapped= # of the command: its flags and its status are known, its traps are
+__sg_less= __sg_omitted= # whether large variables are left out of the state, and which were
 __sg_prompts= # whether prompts are expanded during commands
 __sg_inside= __sg_opts= __sg_posix= __sg_known= # of the mode that these lines run in
 __sg_hidden= __sg_off= # functions called `builtin` or `enable`; builtins that are disabled
@@ -159,9 +160,19 @@ __sg_end() {
 # after the end is of earlier times.
 __sg_dump() {
   if [[ $__sg_prompts ]]; then builtin shopt -s promptvars; fi
+  __sg_dumped=$__sg_last
+  if [[ $__sg_less ]]; then
+    builtin : >|@DIR@/state.0 >|@DIR@/state.1 # the owner reads no file that is too long
+    __sg_value=$*
+    if ((${#__sg_value} > 250000)); then
+      __sg_omitted+=$'@\n'
+      builtin set -- # of this function
+    fi
+    if ((${#__sg_last} > 4096)); then __sg_dumped= __sg_omitted+=$'_\n'; fi
+  fi
   {
     builtin pwd; builtin printf '\0'
-    builtin declare -p; builtin printf '\0'
+    if [[ $__sg_less ]]; then __sg_declare_small; else builtin declare -p; fi; builtin printf '\0'
     builtin declare -f; builtin printf '\0'
     builtin declare -F; builtin printf '\0'
     builtin alias -p; builtin printf '\0'
@@ -169,11 +180,11 @@ __sg_dump() {
     builtin set +o; builtin printf '\0'
     builtin umask; builtin printf '\0'
     builtin ulimit -Sa; builtin printf '\0'
-    builtin printf '%s\0' "$__sg_traps" "$__sg_flags" "$__sg_status" "$__sg_last"
+    builtin printf '%s\0' "$__sg_traps" "$__sg_flags" "$__sg_status" "$__sg_dumped"
     if (($#)); then builtin printf '%q ' "$@"; fi; builtin printf '\0'
     HISTTIMEFORMAT=$'\036' builtin history; builtin printf '\0'
     builtin dirs -l -p; builtin printf '\0'
-    builtin printf '%s\0' "$__sg_off" "$__sg_hidden" end
+    builtin printf '%s\0' "$__sg_off" "$__sg_hidden" "$__sg_omitted" end
   } 1<>@DIR@/state.$((1 - __sg_slot))
   # Prompts are drawn between commands, where nobody waits for what they would execute.
   if [[ :$BASHOPTS: == *:promptvars:* ]]; then
@@ -182,7 +193,7 @@ __sg_dump() {
   fi
   __sg_slot=$((1 - __sg_slot))
   builtin printf '%s state %s\n' "$__sg_nonce" "$__sg_slot" >@DIR@/status
-  __sg_nonce=
+  __sg_nonce= __sg_less= __sg_omitted=
   # A prompt comes without the rest of the line after an interrupt.
   if [[ ${PROMPT_COMMAND-} != "$__sg_hook"* ]]; then PROMPT_COMMAND=$__sg_hook${PROMPT_COMMAND-}; fi
 }
@@ -196,6 +207,25 @@ __sg_resume() {
   if [[ $__sg_broken ]]; then return; fi
   \set +xv
   __sg_then=(eval "$__sg_late")
+}
+
+# `declare -p` of what is small, and of what is larger as long as all of that is not too much; the rest is named.
+__sg_declare_small() {
+  __sg_left=250000 __sg_names=()
+  builtin mapfile -t __sg_all < <(builtin compgen -v)
+  for __sg_name in "${__sg_all[@]}"; do
+    if [[ $__sg_name == __sg_* || $__sg_name == *RANDOM ]]; then builtin continue; fi
+    builtin eval "__sg_value=\${$__sg_name[*]-}\ \${!$__sg_name[*]}" || __sg_value=
+    if ((${#__sg_value} <= 4096)); then
+      __sg_names+=("$__sg_name")
+    elif ((${#__sg_value} <= __sg_left)); then
+      __sg_names+=("$__sg_name") __sg_left=$((__sg_left - ${#__sg_value}))
+    else
+      __sg_omitted+=$__sg_name$'\n'
+    fi
+  done
+  __sg_value=
+  builtin declare -p "${__sg_names[@]}"
 }
 
 # At a prompt: the same, if the command was left at once (`return`, an interrupt).
@@ -241,4 +271,4 @@ __sg_abort() {
 builtin trap -- __sg_abort RTMAX
 
 builtin readonly -f \
-  __sg_{pass,enter,guard,look,repair,leave,parses,prepare,refuse,begin,end,dump,resume,unfinished,abort}
+  __sg_{declare_small,pass,enter,guard,look,repair,leave,parses,prepare,refuse,begin,end,dump,resume,unfinished,abort}

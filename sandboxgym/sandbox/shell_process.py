@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox import process_table
+from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.reading import FLAGS, beginning, check_regular, regular_file, start_of
 from sandboxgym.sandbox.shell_state import ShellState, parse_limits
 from sandboxgym.sandbox.terminal import encode
@@ -198,6 +198,10 @@ class BashProcess:
     def resume(self) -> None:
         """Have a bash at its prompt report what it owes; nothing if it owes nothing."""
         self._type_line(_RESUME)
+
+    def dump_less(self, nonce: str) -> None:
+        """Have a bash at its prompt hand out its state again, without the variables that are too large."""
+        self._type_line(b"__sg_less=1 __sg_nonce=%s;%s" % (nonce.encode(), _RESUME))
 
     def at_prompt(self) -> bool:
         """Whether it is seen to wait for the next line. False where the kernel does not show that.

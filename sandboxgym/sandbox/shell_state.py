@@ -26,7 +26,7 @@ from sandboxgym.errors import SnapshotCorrupt
 
 SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
-    *("traps", "flags", "status", "last", "positional", "history", "directories", "disabled", "hidden"),
+    *("traps", "flags", "status", "last", "positional", "history", "directories", "disabled", "hidden", "omitted"),
 )
 """What shell.bash prints, in this order."""
 
@@ -119,6 +119,8 @@ class ShellState:
     """Builtins that ``enable -n`` disabled, one a line."""
     hidden: bytes = b""
     """The definitions of functions called ``builtin`` or ``enable``, which are in place during commands only."""
+    omitted: bytes = b""
+    """Names of variables that were left out because they are too large, one a line."""
 
     @classmethod
     def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:
@@ -160,6 +162,7 @@ class ShellState:
             directories=raw["directories"],
             disabled=b"\n".join(sorted(set(raw["disabled"].split()))),
             hidden=raw["hidden"],
+            omitted=raw["omitted"],
         )
 
     def script(self) -> bytes:
@@ -234,7 +237,7 @@ class ShellState:
             SnapshotCorrupt: it is not such data.
         """
         try:
-            values = {"history": b"", "directories": b"", "disabled": b"", "hidden": b"", **dict(plain)}
+            values = {"history": b"", "directories": b"", "disabled": b"", "hidden": b"", "omitted": b"", **dict(plain)}
             variables, limits = _typed(values["variables"], list), _typed(values["limits"], list)
             _check_number(len(variables))
             values["variables"] = {
@@ -286,8 +289,8 @@ def _check_number(variables: int) -> None:
 
 
 def _without_own(functions: bytes) -> bytes:
-    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}". If it has
-    # attributes, a line of them follows; `function_attributes` has them too, and calls no function named `declare`.
+    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}". If it
+    # has attributes, a line of them follows; `function_attributes` has them too, and calls no function `declare`.
     kept, at = [], 0
     while (begin := _OWN_FUNCTION.search(functions, at)) and (end := _FUNCTION_END.search(functions, begin.end())):
         kept.append(functions[at : begin.start()])

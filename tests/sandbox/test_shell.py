@@ -312,15 +312,11 @@ def test_a_timeout_ends_the_whole_tree_and_leaves_a_usable_shell(make: Maker, co
     assert box.execute("ls ~/after").exit_code != 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["kill -STOP $$", "exec sleep 1000"],
-)
-def test_a_shell_that_hangs_itself_is_replaced(make: Maker, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_that_hangs_itself_is_replaced(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandboxgym.sandbox.shell.PATIENCE", 0.3)
     box = make()
     box.execute("x=before; cd /tmp")
-    result = box.execute(f"echo start; x=during; {command}", timeout=0.8)
+    result = box.execute("echo start; x=during; exec sleep 1000", timeout=0.8)
     assert (result.timed_out, result.exit_code, result.ended) == (True, 124, True)
     assert result.output.startswith("start\n")
     assert box.execute("echo $x; pwd").output == "before\n/tmp\n"
