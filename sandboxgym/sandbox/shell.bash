@@ -34,7 +34,7 @@ __sg_pass() { ((1)); }
 __sg_enter() {
   if [[ ! $__sg_noted ]]; then __sg_flags=$- __sg_noted=1; fi
   if [[ ! $__sg_inside ]]; then
-    __sg_opts=$BASHOPTS __sg_posix=${POSIXLY_CORRECT+x$POSIXLY_CORRECT} __sg_inside=1
+    __sg_opts=${BASHOPTS/:promptvars/} __sg_posix=${POSIXLY_CORRECT+x$POSIXLY_CORRECT} __sg_inside=1
   fi
   POSIXLY_CORRECT=y
 }

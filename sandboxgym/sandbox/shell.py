@@ -9,8 +9,12 @@
    (``aftermath.py``). The shell stays, with what the command had changed by then, unless it hangs itself.
 4. The shell hands out its whole state after each command (`ShellState`), while nobody waits for it. A shell that ended
    (``exit``, ``exec``, ``set -e``, ``kill -9 $$``) is replaced by one with the state after the last command that was
-   completed.
-5. Nothing here waits for a fixed time.
+   completed, and so is one whose user broke what it reports with: it is seen to be back at its prompt, where the kernel
+   shows that, rather than waited for until the time limit. `Result.ended` and `Result.replaced` tell. A command that
+   had not begun by then runs in the new shell, once.
+5. What users redefine (builtins, reserved words, options, descriptors, prompts) is theirs, and captured with the state;
+   what is run to start and to end a command does not go by it (``shell.bash``).
+6. Nothing here waits for a fixed time.
 """
 
 from __future__ import annotations

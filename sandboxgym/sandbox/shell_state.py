@@ -2,14 +2,15 @@
 
 1. Captured: working directory and OLDPWD, every variable with its attributes (arrays, exported or not, readonly,
    integer, case, references to names), functions, aliases, ``shopt`` and ``set -o`` options, umask, traps, soft limits
-   that were changed, positional parameters, ``$?`` and ``$_``, the lines of the history (without times; at most as many
-   as a new bash keeps), the stack of ``pushd``.
+   that were changed, builtins that were disabled, positional parameters, ``$?`` and ``$_``, the lines of the history
+   (without times; at most as many as a new bash keeps), the stack of ``pushd``.
 2. Not captured: processes and jobs, coprocesses, ``$!``, open descriptors (those 0 to 2 were redirected to included),
    the seeds of RANDOM and SRANDOM, hard limits, the table of ``hash``, completions and key bindings, modes of the
    terminal. A working directory that is gone is replaced by ``/``.
 3. It is all text that bash printed, kept as bytes, so that values in any encoding survive.
 4. Those inside can write whatever they want where it is read from: parsing takes a time and a memory that grow with its
    length, and what does not fit is one error.
+5. Where all of it is too much, variables that are too large are left out and named (`ShellState.omitted`).
 """
 
 from __future__ import annotations
