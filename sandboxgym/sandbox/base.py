@@ -161,6 +161,9 @@ class Result:
     """The command does not parse; it was not run, ``output`` is bash's message."""
     ended: bool = False
     """The command ended the shell (``exit``, ``exec``, ``set -e``); a new one with the last known state replaced it."""
+    replaced: bool = False
+    """The shell had ended since the command before, or could not go on; this one ran in a new one with the last known
+    state."""
     raw: bytes = field(default=b"", repr=False)
     """The first bytes of the output as they were written, as many as were asked for; none by default."""
 

@@ -435,7 +435,11 @@ class Sandbox:
     def _readable_state(self) -> tuple[ShellState | None, tuple[str, ...]]:
         """The shell's state, or the last that could be read, and what that loses: no program may prevent a snapshot."""
         try:
-            return self.shell_state(), ()
+            state = self.shell_state()
+            if state is None or not state.omitted:
+                return state, ()
+            names = state.omitted.decode(errors="replace").split()
+            return state, (f"what changed in the shell: its variables {brief(names)} are too large",)
         except SandboxClosed:
             raise
         except SandboxError as error:

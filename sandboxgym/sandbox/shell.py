@@ -9,8 +9,12 @@
    (``aftermath.py``). The shell stays, with what the command had changed by then, unless it hangs itself.
 4. The shell hands out its whole state after each command (`ShellState`), while nobody waits for it. A shell that ended
    (``exit``, ``exec``, ``set -e``, ``kill -9 $$``) is replaced by one with the state after the last command that was
-   completed.
-5. Nothing here waits for a fixed time.
+   completed, and so is one whose user broke what it reports with: it is seen to be back at its prompt, where the kernel
+   shows that, rather than waited for until the time limit. `Result.ended` and `Result.replaced` tell. A command that
+   had not begun by then runs in the new shell, once.
+5. What users redefine (builtins, reserved words, options, descriptors, prompts) is theirs, and captured with the state;
+   what is run to start and to end a command does not go by it (``shell.bash``).
+6. Nothing here waits for a fixed time.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sandboxgym.errors import SnapshotCorrupt
@@ -57,10 +61,13 @@ SETTLING = 10.0
 """Seconds in which a shell must have handed out its state after a command, before it is replaced."""
 
 _PATTERN_WINDOW = 1 << 16  # bytes of output that a pattern is looked for in
-_ECHOED = re.compile(rb"^\{ __sg_now=.*\n", re.MULTILINE)  # with set -v, bash shows the line that ends a command
+_ECHOED = re.compile(rb'^\(\(1\)\) >"\$__sg_.*\n', re.MULTILINE)  # with set -v, bash shows the line that ends a command
 _BETWEEN = 0.005  # seconds between two looks at which processes there are
 _EXITING, _FORKED = 0x4, 0x40  # PF_EXITING and PF_FORKNOEXEC, of the kernel's flags of a process
 _ATTEMPTS = 5  # shells that are started one after the other before a command is given up
+_FIRST_LOOK, _RAREST_LOOK = 0.05, 1.0  # seconds between two looks at whether a bash that says nothing still can
+_PROMPT = 1000  # bytes of a prompt that are known again
+_SEEN_IDLE = 3  # looks after which nothing more is expected of a bash that is at its prompt
 _GAP = 64  # chunks between two commands that are read and dropped
 
 
@@ -76,6 +83,8 @@ class Interaction(Result):
 class _Command:
     """The command that runs."""
 
+    text: str
+    raw: int
     nonce: str
     capture: Capture
     began: float
@@ -86,6 +95,21 @@ class _Command:
     """Children of the shell that it found, and when they started."""
     exit_code: int | None = None
     syntax_error: bool = False
+    replaced: bool = False
+    prompt: bytes = b""
+    """What a lost bash printed when it was asked: it did so before it was asked, too."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Over a bash that is waited for."""
+
+    at: float = field(default_factory=lambda: time.monotonic() + _FIRST_LOOK)
+    """When to look next."""
+    pause: float = _FIRST_LOOK
+    asked: bool = False
+    idle: int = 0
+    """How often it was at its prompt since it was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +155,8 @@ class Shell:
         self._settled = False  # that dump is of the present
         self._startled = False  # signals were sent to it that it may not have noticed yet
         self._question = ""
+        self._replaced = False  # since the last command; the next one tells
+        self._failures = 0  # shells since that command which ended, itself included if it ended one
 
     @classmethod
     def restored(
@@ -275,6 +301,12 @@ class Shell:
         """
         if self._bash is not None and self._command is None:
             self._settle()
+            try:
+                return self._last_state()
+            except SandboxError:
+                self._idle().dump_less(os.urandom(8).hex())
+                self._settled = False
+                self._settle()
         return self._last_state()
 
     @property
@@ -331,9 +363,11 @@ class Shell:
         """Wait until the bash is idle and its state complete, or replace it."""
         bash = self._bash or self._spawn()
         deadline = time.monotonic() + (STARTING if self._slot is None else SETTLING)
-        output = b""
+        output, watch = b"", _Watch()
         while not self._settled and not bash.gone and time.monotonic() < deadline:
-            output = (output + self._take(bash.step(deadline)))[-1000:]
+            output = (output + self._take(bash.step(min(deadline, watch.at))))[-1000:]
+            if self._looks_lost(watch):
+                break
         if self._settled:
             return
         if self._slot is None and self._number == 1:
@@ -342,6 +376,7 @@ class Shell:
             raise SandboxUnavailable(
                 f"no bash answered in the sandbox (exit status {status}): {plain_text(output).strip()!r}"
             )
+        bash.process.kill()
         self._replace()
 
     def _replace(self) -> int:
@@ -351,12 +386,16 @@ class Shell:
             self._state = self._last_state()
         except SandboxError as error:
             log.warning("a new shell starts with an older state: %s", error)
+        self._failures += 1
+        if self._failures > 1 and self._state is not None:  # what it carries may be what ends each shell
+            self._state = self._state.values_only()
         status = self._bash.process.wait(1.0)
         self.close()
         if not self._backend.live:
             self._backend.processes()  # raises what the backend knows of its end
             raise SandboxClosed("the processes of the sandbox were ended from outside")
         self._spawn()
+        self._replaced = True
         return 128 + signal.SIGKILL if status is None else status
 
     def _last_state(self) -> ShellState | None:
@@ -412,27 +451,71 @@ class Shell:
         mark = b"\x1e" + nonce.encode()
         self._settled = False
         self._command = _Command(
+            text=command,
+            raw=raw,
             nonce=nonce,
             capture=Capture(self._output, begin=mark + b"{\x1e", end=mark + b"}\x1e", raw=raw),
             began=time.monotonic(),
             since=Moment.now(),
             older=births_of(_children(self.pid)),
+            replaced=self._replaced,
         )
+        self._replaced = False
 
     def _wait(self, deadline: float, *, until: re.Pattern[str] | None = None) -> bool:
         """Whether the command, or the shell, ended before the deadline or the pattern."""
         command, bash = self._running(), self._bash
         assert bash is not None
-        seen = b""
-        while not bash.gone and not (command.capture.complete and command.exit_code is not None):
-            chunk = self._take(bash.step(deadline))
+        seen, watch = b"", _Watch()
+        while not (command.capture.complete and command.exit_code is not None):
+            if bash.gone:
+                if command.capture.begun or command.exit_code is not None or self._failures >= _ATTEMPTS:
+                    break
+                # What an earlier command left ended the shell: this one did not begin, so it is given to a new shell.
+                self._command = None
+                self._replace()
+                self._begin(command.text, raw=command.raw)
+                command, bash, watch = self._running(), self._bash, _Watch()
+                assert bash is not None
+                continue
+            chunk = self._take(bash.step(min(deadline, watch.at)))
+            if watch.asked:
+                command.prompt += chunk[:_PROMPT]
             if until:
                 seen = (seen + chunk)[-_PATTERN_WINDOW:]
                 if until.search(plain_text(seen)):
                     return False
             if time.monotonic() >= deadline:
                 return False
+            if self._looks_lost(watch):
+                if command.exit_code is None:
+                    bash.process.kill()
+                    bash.gone = True
+                    continue
+                break
         return True
+
+    def _looks_lost(self, watch: _Watch) -> bool:
+        """Whether the bash is at its prompt and will not say what it owes: what says it was overwritten by its user.
+
+        One that is stopped is woken. Seen at its prompt, it is asked, once; then it is waited for until it is there
+        again, for some time, since what it wrote on the terminal takes its way.
+        """
+        bash = self._bash
+        assert bash is not None
+        if time.monotonic() < watch.at:
+            return False
+        watch.pause = min(watch.pause * 2, _RAREST_LOOK)
+        bash.wake()
+        if bash.at_prompt():
+            watch.pause = _FIRST_LOOK
+            if watch.asked:
+                watch.idle += 1
+            else:
+                watch.asked = True
+                bash.resume()
+        watch.at = time.monotonic() + watch.pause
+        return watch.idle >= _SEEN_IDLE
 
     def _take(self, heard: Heard | None) -> bytes:
         if heard is None:
@@ -456,6 +539,8 @@ class Shell:
         command, bash = self._running(), self._bash
         assert bash is not None
         data, elided = command.capture.drain()
+        if not command.capture.complete and command.prompt:
+            data = data.removesuffix(command.prompt).removesuffix(command.prompt)
         output, code = plain_text(_ECHOED.sub(b"", data)), command.exit_code
         if command.syntax_error:
             with contextlib.suppress(OSError):
@@ -464,8 +549,11 @@ class Shell:
         self._command = None
         seconds = time.monotonic() - command.began
         ended = bash.gone
+        if command.capture.begun:
+            self._failures = 0
         if ended:
             status = self._replace()
+            self._replaced = False  # `ended` tells it
             code = status if code is None else code
         assert code is not None
         return Interaction(
@@ -476,6 +564,7 @@ class Shell:
             elided=elided,
             syntax_error=command.syntax_error,
             ended=ended,
+            replaced=command.replaced,
             raw=_ECHOED.sub(b"", bytes(command.capture.beginning)),
         )
 

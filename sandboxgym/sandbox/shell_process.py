@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
-from sandboxgym.sandbox.reading import FLAGS, beginning, check_regular, regular_file
+from sandboxgym.sandbox.reading import FLAGS, beginning, check_regular, regular_file, start_of
 from sandboxgym.sandbox.shell_state import ShellState, parse_limits
 from sandboxgym.sandbox.terminal import encode
 
@@ -41,12 +42,23 @@ READY = "ready"
 MAX_STATE = 4 * 2**20
 """Bytes of a shell's whole state from which on it is not read: as a script, it may take twenty times as much."""
 
+# One group, sourced in POSIX mode: all of it is parsed before any of the command is. See shell.bash.
+_GO = b"""{
+{ \\__sg_look; __sg_text='%s'; \\__sg_prepare %s; } >/dev/null 2>&1 || ((1))
+\\eval "$__sg_code"
+{ \\__sg_resume "$?"; "${__sg_then[@]}"; } >/dev/null 2>&1
+}
+"""
+_RESUME = b'\\__sg_unfinished;"${__sg_then[@]}"\n'
+
 _TIOCSIG = 0x40045436 if os.uname().sysname == "Linux" else 0x2000745F
 _CHUNK = 1 << 16
 _MAX_LIMITS = 1 << 16  # bytes that ``ulimit -Sa`` prints
 _REPORT = re.compile(rb"([0-9a-f]{16}|%b) (end|syntax|state|answer) ([0-9]{1,3})\Z" % READY.encode())
 _LONGEST_REPORT = 64
 _LINE = 256  # typed at once: less than a terminal takes without anybody reading
+_READS_LINE = re.compile(rb"[0-9]+ 0x0 0x[0-9a-f]+ 0x400 ")  # bash reads lines in these pieces, `read` in others
+_LEARNING = 0.05  # seconds in which an idle bash must be seen to wait for a line
 _GLANCE = 0.1  # seconds between two looks at a process that nobody tells of
 
 
@@ -152,7 +164,7 @@ class BashProcess:
         inside = f"{backend.control_inside}/{self._name}"
         go = shlex.quote(f"{inside}/go")
         self._reports = shlex.quote(f"{inside}/status").encode()
-        self._line = f'. {go};{{ \\builtin eval "$__sg_tail";}} >/dev/null 2>&1\n'.encode()
+        self._line = f"\\__sg_enter||((1));\\. {go};".encode() + _RESUME
 
     def _attach(self, process: Process) -> None:
         self.process = process
@@ -163,13 +175,15 @@ class BashProcess:
         for descriptor in (process.terminal, self._status, self._pidfd):
             if descriptor is not None:
                 self._poll.register(descriptor, select.POLLIN)
+        self._prompt: bytes | None = None  # the system call in which it waits for a line, once that was seen
+        self._goal: int | None = None  # bytes that it has read in all once it has read what was typed
         self.gone = False
         """It has ended, and all that it said was heard."""
 
     def command(self, text: str, nonce: str) -> None:
         """Have an idle bash run a command."""
         quoted = encode(text).replace(b"'", rb"'\''")
-        content = b"__sg_text='%s'\n__sg_prepare %s\n\\builtin eval \"$__sg_code\"\n" % (quoted, nonce.encode())
+        content = _GO % (quoted, nonce.encode())
         try:
             self._write("go", content)
         except OSError:  # somebody inside took its place
@@ -178,7 +192,59 @@ class BashProcess:
         if self._modes is not None:  # a program may have left its own
             with contextlib.suppress(termios.error):  # the bash is gone, which reading will tell
                 termios.tcsetattr(self._terminal.child_fd, termios.TCSANOW, self._modes)
-        self._typed = self._line
+        self._learn_prompt()
+        self._type_line(self._line)
+
+    def resume(self) -> None:
+        """Have a bash at its prompt report what it owes; nothing if it owes nothing."""
+        self._type_line(_RESUME)
+
+    def dump_less(self, nonce: str) -> None:
+        """Have a bash at its prompt hand out its state again, without the variables that are too large."""
+        self._type_line(b"__sg_less=1 __sg_nonce=%s;%s" % (nonce.encode(), _RESUME))
+
+    def at_prompt(self) -> bool:
+        """Whether it is seen to wait for the next line. False where the kernel does not show that.
+
+        The buffer tells its prompt from the builtin ``read`` and from the programs that a command starts.
+        """
+        if self._prompt is None or self._goal is None or self._typed or self._system_call() != self._prompt:
+            return False
+        read = self._bytes_read()
+        return read is not None and read >= self._goal
+
+    def wake(self) -> None:
+        """Have it go on if a signal stopped it: it has no parent that would."""
+        if self.process.pid is not None and process_table.state(self.process.pid) == "T":
+            with contextlib.suppress(OSError):  # it is gone, or it is another user's
+                os.kill(self.process.pid, signal.SIGCONT)
+
+    def _type_line(self, line: bytes) -> None:
+        read = None if self._prompt is None else self._bytes_read()
+        self._goal = None if read is None else read + len(line)
+        self._typed = line
+
+    def _learn_prompt(self) -> None:
+        deadline = time.monotonic() + _LEARNING
+        while self._prompt is None and time.monotonic() < deadline and (call := self._system_call()) is not None:
+            if _READS_LINE.fullmatch(call):
+                self._prompt = call
+            os.sched_yield()
+
+    def _system_call(self) -> bytes | None:
+        """In which it is, and the first arguments; empty in none, None if that cannot be seen."""
+        try:
+            words = start_of(f"/proc/{self.process.pid}/syscall", 256).split()
+        except OSError:
+            return None
+        return b"%s %s %s %s " % tuple(words[:4]) if len(words) > 4 else b""
+
+    def _bytes_read(self) -> int | None:
+        pid = self.process.pid  # of the thread: what its children have read does not count
+        try:
+            return int(start_of(f"/proc/{pid}/task/{pid}/io", 256).split()[1])
+        except (OSError, IndexError, ValueError):
+            return None
 
     def ask(self, nonce: str) -> None:
         """Have a bash at its prompt report ``answer``, and change nothing."""
@@ -324,10 +390,9 @@ def _init(directory: str, state: ShellState | None) -> bytes:
         [
             _source().replace(b"@DIR@", place),
             b"ulimit -Sa >%s/limits" % place,
-            state.script() if state else b"__sg_now=0 __sg_arg=",
+            state.script() if state else b"",
             b"__sg_nonce=" + READY.encode(),
-            b'\\builtin eval "$__sg_late"',
-            b"",
+            _RESUME,
         ]
     )
 

@@ -2,14 +2,15 @@
 
 1. Captured: working directory and OLDPWD, every variable with its attributes (arrays, exported or not, readonly,
    integer, case, references to names), functions, aliases, ``shopt`` and ``set -o`` options, umask, traps, soft limits
-   that were changed, positional parameters, ``$?`` and ``$_``, the lines of the history (without times; at most as many
-   as a new bash keeps), the stack of ``pushd``.
+   that were changed, builtins that were disabled, positional parameters, ``$?`` and ``$_``, the lines of the history
+   (without times; at most as many as a new bash keeps), the stack of ``pushd``.
 2. Not captured: processes and jobs, coprocesses, ``$!``, open descriptors (those 0 to 2 were redirected to included),
    the seeds of RANDOM and SRANDOM, hard limits, the table of ``hash``, completions and key bindings, modes of the
    terminal. A working directory that is gone is replaced by ``/``.
 3. It is all text that bash printed, kept as bytes, so that values in any encoding survive.
 4. Those inside can write whatever they want where it is read from: parsing takes a time and a memory that grow with its
    length, and what does not fit is one error.
+5. Where all of it is too much, variables that are too large are left out and named (`ShellState.omitted`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from sandboxgym.errors import SnapshotCorrupt
 
 SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
-    *("traps", "flags", "status", "last", "positional", "history", "directories"),
+    *("traps", "flags", "status", "last", "positional", "history", "directories", "disabled", "hidden", "omitted"),
 )
 """What shell.bash prints, in this order."""
 
 OWN = b"__sg_"
 """Prefix of the names that shell.bash defines."""
-HOOK = (rb"\\builtin eval \"\$__sg_tail\";", rb'\\builtin eval "$__sg_tail";')
+HOOK = (rb"\\__sg_unfinished;\"\${__sg_then[@]}\";", rb'\\__sg_unfinished;"${__sg_then[@]}";')
 """What shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
 
 # Set by bash itself, so that assigning them fails, or means something else; and by backends, for each process.
@@ -45,6 +46,8 @@ _INTERNAL = frozenset(
 _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
 _INHERITED += b"SHELL SHLVL TERM USER"
 """Variables that a new bash has without being told; unset where the captured one had none."""
+_EVALUATED = frozenset(b"BASH_ENV ENV PROMPT_COMMAND PS0 PS1 PS2 PS4 TMOUT".split())
+"""Variables whose values bash acts on at a prompt."""
 
 # What repeats gives nothing back (*+, ++), or each byte of a value would be remembered as a place to try again from.
 _STRING = rb"""(?:"(?:[^"\\]++|\\.)*+"|\$'(?:[^'\\]++|\\.)*+')"""
@@ -57,7 +60,8 @@ _SET = re.compile(rb"^set ([-+]o \S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
 _OWN_FUNCTION = re.compile(rb"^__sg_\w++ \(\) *+\n\{", re.MULTILINE)
-_FUNCTION_END = re.compile(rb"^\}[^\n]*+\n", re.MULTILINE)
+_FUNCTION_END = re.compile(rb"^\}[^\n]*+\n(?:declare -f\w++ \S++\n)?", re.MULTILINE)
+_ATTRIBUTES_AFTER = re.compile(rb"^(\}[^\n]*+\n)declare -f\w++ \S++\n", re.MULTILINE)
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
 """What ``history`` prints before each line of it, with the time format of shell.bash."""
 MOST_VARIABLES = 10_000
@@ -71,6 +75,7 @@ _LETTERS = re.compile(r"[A-Za-z]*")
 _LETTER = re.compile(r"[A-Za-z]")
 _BOUND = re.compile(rb"[0-9]+|unlimited|hard|soft")
 _UMASK = re.compile(rb"[0-7]{1,5}|")
+_NAMES = re.compile(rb"(?:[\w.:\[-]++\n?+)*+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,12 @@ class ShellState:
     """As ``history`` prints it, see `_BEFORE_ENTRY`."""
     directories: bytes = b""
     """The stack of ``pushd``, one a line; the first is the working directory."""
+    disabled: bytes = b""
+    """Builtins that ``enable -n`` disabled, one a line."""
+    hidden: bytes = b""
+    """The definitions of functions called ``builtin`` or ``enable``, which are in place during commands only."""
+    omitted: bytes = b""
+    """Names of variables that were left out because they are too large, one a line."""
 
     @classmethod
     def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:
@@ -130,7 +141,9 @@ class ShellState:
             variables=_parse_variables(raw["variables"]),
             functions=_without_own(raw["functions"]),
             function_attributes=b"".join(
-                b"declare -f%s %s\n" % match for match in _FUNCTION_ATTRIBUTES.findall(raw["function_attributes"])
+                b"declare -f%s %s\n" % match
+                for match in _FUNCTION_ATTRIBUTES.findall(raw["function_attributes"])
+                if not match[1].startswith(OWN)
             ),
             aliases=raw["aliases"],
             shopts=_COMPATIBILITY.sub(b"", raw["shopts"]),
@@ -148,6 +161,9 @@ class ShellState:
             positional=raw["positional"],
             history=_last_entries(raw["history"].removesuffix(b"\n")),
             directories=raw["directories"],
+            disabled=b"\n".join(sorted(set(raw["disabled"].split()))),
+            hidden=raw["hidden"],
+            omitted=raw["omitted"],
         )
 
     def script(self) -> bytes:
@@ -169,15 +185,31 @@ class ShellState:
                 *(b"builtin ulimit -S -%s %s" % (letter.encode(), value) for letter, value in self.limits.items()),
                 b"builtin set -- " + self.positional,
                 b"__sg_traps=%s __sg_last=%s __sg_flags=%s" % tuple(map(_quoted, (self.traps, self.last, self.flags))),
-                b"__sg_now=%d __sg_arg=$__sg_last" % self.status,
+                b"__sg_off=%s __sg_hidden=%s" % tuple(map(_quoted, (self.disabled, self.hidden))),
+                b"__sg_status=%d" % self.status,
                 # Below, any word may be an alias too.
                 self.aliases,
-                b"\\builtin set " + b" ".join(_SET.findall(self.options)),
+                b"\\builtin set " + b" ".join(_SET.findall(self.options) or [b"+o history"]),
                 b'\\builtin eval "$__sg_traps"',
-                b"if [[ $__sg_flags == *v* ]]; then \\builtin set -v; fi",
-                b"if [[ $__sg_flags == *x* ]]; then \\builtin set -x; fi",
                 b"",
             ]
+        )
+
+    def values_only(self) -> ShellState:
+        """Without anything that a new bash might execute, or might end at: directory, variables, limits and history."""
+        kept = {name: variable for name, variable in self.variables.items() if name not in _EVALUATED}
+        return replace(
+            self,
+            variables=kept,
+            functions=b"",
+            function_attributes=b"",
+            aliases=b"",
+            shopts=b"",
+            options=b"",
+            flags=b"",
+            traps=b"",
+            disabled=b"",
+            hidden=b"",
         )
 
     def mapped(self, change: Callable[[bytes], bytes]) -> ShellState:
@@ -206,7 +238,7 @@ class ShellState:
             SnapshotCorrupt: it is not such data.
         """
         try:
-            values = {"history": b"", "directories": b"", **dict(plain)}
+            values = {"history": b"", "directories": b"", "disabled": b"", "hidden": b"", "omitted": b"", **dict(plain)}
             variables, limits = _typed(values["variables"], list), _typed(values["limits"], list)
             _check_number(len(variables))
             values["variables"] = {
@@ -220,6 +252,7 @@ class ShellState:
             if not 0 <= _typed(values["status"], int) <= 255:
                 raise ValueError(f"expected an exit status from 0 to 255, found {brief(values['status'])}")
             _matching(_UMASK, values["umask"])
+            _matching(_NAMES, values["disabled"])
             return cls(**values)
         except (TypeError, ValueError, KeyError) as error:
             raise SnapshotCorrupt(f"expected a shell's state, found {brief(plain)} ({brief(error)})") from error
@@ -257,12 +290,13 @@ def _check_number(variables: int) -> None:
 
 
 def _without_own(functions: bytes) -> bytes:
-    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}".
+    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}". If it
+    # has attributes, a line of them follows; `function_attributes` has them too, and calls no function `declare`.
     kept, at = [], 0
     while (begin := _OWN_FUNCTION.search(functions, at)) and (end := _FUNCTION_END.search(functions, begin.end())):
         kept.append(functions[at : begin.start()])
         at = end.end()
-    return b"".join((*kept, functions[at:]))
+    return _ATTRIBUTES_AFTER.sub(rb"\1", b"".join((*kept, functions[at:])))
 
 
 def _last_entries(history: bytes) -> bytes:

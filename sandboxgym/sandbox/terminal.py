@@ -27,7 +27,8 @@ class Capture:
         self._half = max(limit // 2, 1)
         self._raw = raw
         self._begin, self._end = begin, end
-        self._begun = not begin
+        self.begun = not begin
+        """Whether ``begin`` was seen."""
         self._carry = b""
         self._head, self._tail = bytearray(), bytearray()
         self.beginning = bytearray()
@@ -42,12 +43,12 @@ class Capture:
         if self.complete:
             return
         data = self._carry + chunk if self._carry else chunk
-        if not self._begun:
+        if not self.begun:
             at = data.find(self._begin)
             if at < 0:
                 self._carry = data[-(len(self._begin) - 1) :]
                 return
-            self._begun, data = True, data[at + len(self._begin) :]
+            self.begun, data = True, data[at + len(self._begin) :]
         if self._end:
             at = data.find(self._end)
             self.complete = at >= 0
@@ -59,7 +60,7 @@ class Capture:
 
     def drain(self) -> tuple[bytes, int]:
         """What was kept and not yet taken, with a line in place of what was dropped; and how many bytes were."""
-        if self._begun and not self.complete:
+        if self.begun and not self.complete:
             # An end mark may be on its way in pieces: what could be its beginning stays.
             for length in range(len(self._carry), 0, -1):
                 if self._end.startswith(self._carry[-length:]):

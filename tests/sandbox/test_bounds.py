@@ -278,10 +278,10 @@ def test_any_bytes_are_a_state_or_one_error(data: bytes) -> None:
 
 
 def test_a_state_that_is_too_large_is_an_error_and_the_shell_goes_on(any_box: Sandbox) -> None:
-    any_box.execute(f"x=$(head -c {MAX_STATE + MIB} /dev/zero | tr '\\0' a)")
+    any_box.execute(f"eval \"f() {{ echo $(head -c {MAX_STATE + MIB} /dev/zero | tr '\\0' a); }}\"")
     with pytest.raises(SandboxError, match=f"at most {MAX_STATE:,} bytes"):
         any_box.shell_state()
-    assert any_box.execute("echo ${#x}; unset x").output == f"{MAX_STATE + MIB}\n"
+    assert any_box.execute("f | wc -c; unset -f f").output == f"{MAX_STATE + MIB + 1}\n"
     assert any_box.shell_state() is not None
 
 

@@ -51,3 +51,15 @@ def test_snapshots_and_forks(box: Sandbox) -> None:
         assert child.execute("cat file; echo $x").output == "3\n3\n"
     box.restore(snap)
     assert box.execute("cat file; echo $x").output == "1\n1\n"
+
+
+def test_a_shell_that_was_stopped_or_broken_by_its_user_is_not_waited_for(box: Sandbox) -> None:
+    result = box.execute("x=1; kill -STOP $$; echo out; false", timeout=60)
+    assert (result.output, result.exit_code, result.timed_out, result.ended) == ("out\n", 1, False, False)
+    result = box.execute("set -r", timeout=60)
+    assert (result.ended, result.timed_out) == (True, False)
+    box.execute("readonly __sg_nonce", timeout=60)
+    result = box.execute('echo "$x"; false', timeout=60)
+    assert (result.output, result.exit_code, result.replaced) == ("1\n", 1, True)
+    box.execute("alias {=x if=y; enable -n builtin eval; enable() { false; }", timeout=60)
+    assert box.execute('echo "$x"; (exit 3)', timeout=60).exit_code == 3

@@ -206,7 +206,9 @@ def test_an_environment_that_changes_the_prompt(box: Sandbox) -> None:
 def test_marks_of_earlier_commands_are_plain_output(box: Sandbox) -> None:
     box.execute("true")
     directory = control(box)
-    nonce = box.execute(f"sed -n 's/^__sg_prepare //p' {directory}/go; : " + "x" * 100).output.strip()
+    nonce = box.execute(
+        f"sed -n 's/.*__sg_prepare \\([0-9a-f]*\\);.*/\\1/p' {directory}/go; : " + "x" * 100
+    ).output.strip()
     assert len(nonce) == 16
     result = box.execute(f"printf '\\036{nonce}}}\\036'; echo '$ '; printf '\\036{nonce}{{\\036'; echo; false")
     assert result.exit_code == 1
@@ -310,15 +312,11 @@ def test_a_timeout_ends_the_whole_tree_and_leaves_a_usable_shell(make: Maker, co
     assert box.execute("ls ~/after").exit_code != 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["kill -STOP $$", "exec sleep 1000"],
-)
-def test_a_shell_that_hangs_itself_is_replaced(make: Maker, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_that_hangs_itself_is_replaced(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandboxgym.sandbox.shell.PATIENCE", 0.3)
     box = make()
     box.execute("x=before; cd /tmp")
-    result = box.execute(f"echo start; x=during; {command}", timeout=0.8)
+    result = box.execute("echo start; x=during; exec sleep 1000", timeout=0.8)
     assert (result.timed_out, result.exit_code, result.ended) == (True, 124, True)
     assert result.output.startswith("start\n")
     assert box.execute("echo $x; pwd").output == "before\n/tmp\n"

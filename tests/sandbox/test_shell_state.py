@@ -108,7 +108,7 @@ def pair(any_box: Sandbox) -> Iterator[Pair]:
         ("bash -c 'exit 42'", "echo $?", "42\n"),
         ("true some 'last one'", 'echo "$_"', "last one\n"),
         ("IFS=:; PS1='(venv) '; PS4='> '", 'echo "$IFS$PS1$PS4"', ":(venv) > \n"),
-        ("PROMPT_COMMAND='echo mine'", 'echo "${PROMPT_COMMAND#*;}"', "echo mine\n"),
+        ("PROMPT_COMMAND='echo mine'", 'echo "${PROMPT_COMMAND##*;}"', "echo mine\n"),
         ("OPTIND=3; BASH_ENV=/x; SECONDS=1000", "echo $OPTIND $BASH_ENV $((SECONDS / 100))", "3 /x 10\n"),
         ("set -e", "echo $-; set +e", None),
         ("set -x", "{ echo ${-//[^x]/}; set +x; } 2>/dev/null", "x\n"),

@@ -25,7 +25,7 @@ from typing import Any, Self
 from sandboxgym.envs.swebench import hiding, prepared
 from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.envs.swebench.tasks import HOST, Task, TaskError
-from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxUnavailable
+from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
@@ -307,7 +307,8 @@ class Box:
         Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
         contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
         but for ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
-        where the files cannot be read: no process can be started for it, or they are not read within the time limit.
+        where the files cannot be read: no process can be started for it, or they are not read within the time limit;
+        and where the shell's state is too large to be read as a whole.
 
         Reading takes as long as git takes to look at the whole repository. On the overlay backends that is done only
         after something was written (`Sandbox.written`), else it costs a look at the files that were; elsewhere, and
@@ -324,7 +325,10 @@ class Box:
         repository, beside = files
         if not repository:
             return "", ""
-        whole = "\0".join((repository, beside, self.generalised(self._shell())))
+        shell = self._shell()
+        if shell is None:
+            return "", ""
+        whole = "\0".join((repository, beside, self.generalised(shell)))
         return hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest(), repository
 
     def snapshot(self, *, strict: bool, mode: SnapshotMode | None = None) -> SandboxSnapshot:
@@ -359,10 +363,18 @@ class Box:
             _learn(written.key, found)
         return found
 
-    def _shell(self) -> str:
-        state = self.sandbox.shell_state()
+    def _shell(self) -> str | None:
+        """The shell's state as text; None if it is not known as a whole, for it is too large, say."""
+        try:
+            state = self.sandbox.shell_state()
+        except SandboxClosed:
+            raise
+        except SandboxError:
+            return None
         if state is None:
             return ""
+        if state.omitted:
+            return None
         kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
         return replace(state, variables=kept, status=0, last=b"").script().decode("utf-8", "surrogateescape")
 

@@ -294,7 +294,9 @@ def _notes(result: Result, limit: float) -> list[str]:
         notes.append("The command has a syntax error and was not run.")
     if result.timed_out:
         notes.append(f"The command took more than {limit:g} seconds and was ended, with all that it started.")
-    if result.ended and not result.timed_out:
+    if result.replaced:
+        notes.append("Before the command, the shell had ended; a new one took its place.")
+    if result.ended:
         notes.append("The command ended the shell; a new one took its place.")
     if result.elided:
         notes.append(f"{result.elided} bytes in the middle of the output were dropped.")

@@ -188,3 +188,14 @@ def test_where_no_process_can_be_started_the_hash_is_empty(env: Any, monkeypatch
     monkeypatch.setattr(type(env.unwrapped._box.sandbox.backend), "spawn", crowded)
     *_, terminated, _, info = env.step("echo x > /tmp/x")
     assert not terminated and info["state_hash"] == "" and info["progress_key"].startswith("unknown")
+
+
+def test_a_shell_whose_state_is_too_large_has_no_hash_and_ends_nothing(env: Any) -> None:
+    env.reset(options={"task": TASK})
+    info = env.step("large=$(head -c 6000000 /dev/zero | tr '\\0' a)")[4]
+    assert info["state_hash"] == ""
+    with env.snapshot() as snap:
+        assert env.step("unset large")[4]["state_hash"]
+        env.restore(snap)
+        observation, *_, info = env.step('echo "${large-left out}"')
+    assert "left out" in observation and info["state_hash"]

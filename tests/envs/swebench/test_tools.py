@@ -201,6 +201,9 @@ def test_what_went_wrong_is_said(tools: Any) -> None:
     assert "partial" in show(result("partial\n", 124, timed_out=True), tools, limit=30)
     assert "syntax error and was not run" in show(result("bash: …\n", 2, syntax_error=True), tools, limit=30)
     assert "ended the shell" in show(result("", 0, ended=True), tools, limit=30)
+    both = show(result("", 124, timed_out=True, ended=True), tools, limit=30)
+    assert "more than 30 seconds" in both and "ended the shell" in both
+    assert "Before the command, the shell had ended" in show(result("", 0, replaced=True), tools, limit=30)
     assert "900 bytes in the middle" in show(result("a", 0, elided=900), tools, limit=30)
 
 
