@@ -234,6 +234,8 @@ STARTERS = {
     "sandboxgym/sandbox/plain.py": "the folder of the interpreter, for PATH",
     "sandboxgym/sandbox/rootfs.py": "the paths of the interpreter, for binds",
     "sandboxgym/attack/image.py": "the paths of the interpreter, for an image",
+    "sandboxgym/bench/small_image.py": "the paths of the interpreter, for an image",
+    "sandboxgym/bench/swebench.py": "times a bare start, isolated",
     "sandboxgym/attack/limits.py": "isolated, in place of any program of the machine",
     "sandboxgym/attack/stage.py": "isolated, in place of any program of the machine",
     "sandboxgym/attack/inside/load.py": "runs in a sandbox",

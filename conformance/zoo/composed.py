@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 import sqlite3
-import subprocess
 import tempfile
 from collections.abc import Generator
 from typing import Any, ClassVar, Self
@@ -235,49 +234,6 @@ class Accounts(Kept):
     def close(self) -> None:
         self.base.close()
         self.log.close()
-
-
-_COUNTER = 'while read -r what number; do case $what in add) n=$((n + number));; set) n=$number;; esac; echo "$n"; done'
-
-
-@good()
-class Counter(Kept):
-    """The state is a number in a child process, which ends when nobody can write to it any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = subprocess.Popen(
-            ["/bin/sh", "-c", _COUNTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-
-    def ask(self, what: str, number: int = 0) -> int:
-        """The number after a command."""
-        assert self.child.stdin is not None and self.child.stdout is not None
-        self.child.stdin.write(f"{what} {number}\n")
-        return int(self.child.stdout.readline())
-
-    def begin(self) -> None:
-        self.ask("set", 1)
-
-    def step(self, action: int) -> Step:
-        found = self.ask("add", int(action) + int(self.np_random.integers(3)))
-        return found, float(found % 2), found > 60, False, {}
-
-    def seen(self) -> Output:
-        return self.ask("get"), {}
-
-    def capture(self) -> Any:
-        return self.ask("get")
-
-    def apply(self, state: Any) -> None:
-        self.ask("set", state)
-
-    def close(self) -> None:
-        if self.child.stdin is not None and not self.child.stdin.closed:
-            self.child.stdin.close()
-            assert self.child.stdout is not None
-            self.child.stdout.close()
-            self.child.wait()
 
 
 @good()
@@ -532,7 +488,7 @@ class TwoStreams(Uncaptured):
 
 
 @mutant("the streams of the two spaces are swapped", "restore.random_streams", "restore.trace_equality")
-class SpacesSwapped(Weather):
+class ComposedSpacesSwapped(Weather):
     """What actions are sampled from is restored to the observations' space, and the other way round."""
 
     def restore(self, snap: Handle, *, seed: int | None = None) -> Output:

@@ -36,7 +36,10 @@ def test_what_missed_its_aim_is_said() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("official_code")
-def test_all_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_measured_and_nothing_is_left(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     before = os.environ.get("SANDBOXGYM_CACHE")
