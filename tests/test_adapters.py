@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import subprocess
@@ -210,13 +211,18 @@ def envs() -> Iterator[Envs]:
         yield made
 
 
-def policy(stub: ChatStub, **settings: Any) -> Any:
+@pytest.fixture
+def policy(openai) -> Iterator[Any]:
+    """Makes policies that ask a stub, and closes their connections."""
     from sandboxgym.adapters.openai import ChatEndpoint
 
-    return ChatEndpoint.connect(stub.url, "stub", **{"max_retries": 0, **settings})
+    with contextlib.ExitStack() as stack:
+        yield lambda stub, **settings: stack.enter_context(
+            ChatEndpoint.connect(stub.url, "stub", **{"max_retries": 0, **settings})
+        )
 
 
-def test_siblings_start_where_the_endpoint_was_least_certain(endpoint, envs):
+def test_siblings_start_where_the_endpoint_was_least_certain(endpoint, envs, policy):
     trees = rollout(envs, policy(endpoint), TopEntropy(1, width=3), tasks=[0, 1])
     for tree in trees:
         assert [node.depth for node in tree.branch_nodes] == [3]
@@ -231,7 +237,7 @@ def test_siblings_start_where_the_endpoint_was_least_certain(endpoint, envs):
     assert all(request["logprobs"] and request["top_logprobs"] == 20 for request in endpoint.requests)
 
 
-def test_a_fork_goes_on_with_the_conversation_of_its_node(endpoint, envs):
+def test_a_fork_goes_on_with_the_conversation_of_its_node(endpoint, envs, policy):
     (tree,) = rollout(envs, policy(endpoint, system="Play."), ForkAt([2], width=2), tasks=[0])
     backbone, sibling = tree.paths
     before = backbone.edges[1].action.memory
@@ -242,7 +248,7 @@ def test_a_fork_goes_on_with_the_conversation_of_its_node(endpoint, envs):
     assert told == [edge.action.text for edge in backbone.from_root()]
 
 
-def test_seeds_make_rollouts_repeat(endpoint, envs):
+def test_seeds_make_rollouts_repeat(endpoint, envs, policy):
     def played(seed: int) -> list[str]:
         trees = rollout(envs, policy(endpoint), ForkAt([1], width=2), tasks=[0, 1], seed=(seed,))
         return [edge.action.text for tree in trees for edge in tree.edges()]
@@ -250,7 +256,20 @@ def test_seeds_make_rollouts_repeat(endpoint, envs):
     assert played(0) == played(0) != played(1)
 
 
-def test_live_paths_are_asked_at_the_same_time(openai, envs):
+def test_connections_of_its_own_are_closed_and_those_of_a_given_client_are_not(openai, endpoint, envs):
+    from sandboxgym.adapters.openai import ChatEndpoint
+
+    with ChatEndpoint.connect(endpoint.url, "stub") as own:
+        rollout(envs, own, ForkAt([], width=1), tasks=[0])
+        assert not own.client.is_closed()
+    assert own.client.is_closed()
+    with openai.OpenAI(base_url=endpoint.url, api_key="none") as client:
+        with ChatEndpoint(client, "stub") as given:
+            rollout(envs, given, ForkAt([], width=1), tasks=[0])
+        assert not client.is_closed()
+
+
+def test_live_paths_are_asked_at_the_same_time(openai, envs, policy):
     everyone = threading.Barrier(4)  # each answer waits for all four requests: one at a time would never end
 
     def together(request: dict[str, Any]) -> Any:
@@ -266,7 +285,7 @@ def test_live_paths_are_asked_at_the_same_time(openai, envs):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sandboxgym-chat")]
 
 
-def test_a_request_that_fails_is_tried_again(openai, envs):
+def test_a_request_that_fails_is_tried_again(openai, envs, policy):
     failing = iter([True, False, True])
 
     def flaky(request: dict[str, Any]) -> Any:
@@ -277,7 +296,7 @@ def test_a_request_that_fails_is_tried_again(openai, envs):
         assert (tree.env_steps, len(stub.requests)) == (6, 8)
 
 
-def test_what_the_client_gives_up_on_is_raised(openai, envs):
+def test_what_the_client_gives_up_on_is_raised(openai, envs, policy):
     with chat_stub(lambda request: (500, {"error": {"message": "down"}})) as stub:
         with pytest.raises(openai.InternalServerError, match="down"):
             rollout(envs, policy(stub), ForkAt([], width=1, roots=3), tasks=[0])
@@ -285,7 +304,7 @@ def test_what_the_client_gives_up_on_is_raised(openai, envs):
             rollout(envs, policy(ChatStub(fair, url="http://127.0.0.1:9/v1")), ForkAt([], width=1), tasks=[0])
 
 
-def test_a_silent_endpoint_times_out(openai, envs):
+def test_a_silent_endpoint_times_out(openai, envs, policy):
     release = threading.Event()
 
     def silent(request: dict[str, Any]) -> Any:
@@ -308,7 +327,7 @@ def test_a_silent_endpoint_times_out(openai, envs):
     ],
     ids=["OpenAI", "vLLM"],
 )
-def test_a_full_context_ends_the_path(openai, envs, error):
+def test_a_full_context_ends_the_path(openai, envs, policy, error):
     def small(request: dict[str, Any]) -> Any:
         return (400, {"error": error}) if len(request["messages"]) > 6 else fair(request)
 
@@ -317,7 +336,7 @@ def test_a_full_context_ends_the_path(openai, envs, error):
         assert [edge.truncated for edge in tree.paths[0].edges] == [False, False, True]
 
 
-def test_an_endpoint_without_log_probabilities_is_refused_unless_asked_for(openai, envs):
+def test_an_endpoint_without_log_probabilities_is_refused_unless_asked_for(openai, envs, policy):
     def bare(request: dict[str, Any]) -> Any:
         assert ("logprobs" in request) == ("top_logprobs" in request)
         return "look", [], []
@@ -331,7 +350,7 @@ def test_an_endpoint_without_log_probabilities_is_refused_unless_asked_for(opena
         assert "logprobs" not in stub.requests[-1]
 
 
-def test_how_it_shows_and_reads_is_the_users(endpoint, envs):
+def test_how_it_shows_and_reads_is_the_users(endpoint, envs, policy):
     def shown(context: Context) -> str:
         return f"turn {context.depth}\nYou can:\nlook"
 

@@ -185,8 +185,7 @@ def test_an_endpoint_is_told_and_read_as_the_prompt_says(envs, history: int) -> 
     def answer(request: dict[str, Any]) -> Any:
         return next(answers), [-1.0, -1.0], [-0.1]
 
-    with chat_stub(answer) as stub:
-        endpoint = ChatEndpoint.connect(stub.url, "stub", prompt=prompt)
+    with chat_stub(answer) as stub, ChatEndpoint.connect(stub.url, "stub", prompt=prompt) as endpoint:
         (tree,) = rollout(envs, endpoint, ForkAt([], width=1), tasks=[0])
         requests = list(stub.requests)
     edges = tree.paths[0].edges

@@ -28,8 +28,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    policy = ChatEndpoint.connect(args.base_url, args.model, api_key=args.api_key, temperature=args.temperature)
-    with Envs(lambda: gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=args.steps)) as envs:
+    endpoint = ChatEndpoint.connect(args.base_url, args.model, api_key=args.api_key, temperature=args.temperature)
+    with endpoint as policy, Envs(lambda: gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=args.steps)) as envs:
         schedule = TopEntropy(args.points, width=args.width)
         trees = rollout(envs, policy, schedule, tasks=range(args.games), seed=(args.seed,))
     for tree in trees:

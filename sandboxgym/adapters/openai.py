@@ -1,8 +1,8 @@
 """A chat endpoint of the OpenAI kind (OpenAI, vLLM, SGLang, llama.cpp, …) as the policy of `sandboxgym.tree.rollout`.
 
     envs = Envs(lambda: gym.make("sandboxgym/ALFWorld-v0"))
-    policy = ChatEndpoint.connect("http://localhost:8000/v1", "my-model")
-    trees = rollout(envs, policy, TopEntropy(2, width=3), tasks=range(8))
+    with ChatEndpoint.connect("http://localhost:8000/v1", "my-model") as policy:
+        trees = rollout(envs, policy, TopEntropy(2, width=3), tasks=range(8))
 
 What this module promises:
 
@@ -13,6 +13,7 @@ What this module promises:
    reports, which need not be the one at the request's temperature.
 4. `Action.entropy` is that of the first token, from its ``top_logprobs``, with all other tokens counted as one: a lower
    bound of the entropy that falls short by what is uncertain among the others.
+5. Connections of a client that `ChatEndpoint.connect` made are closed by `ChatEndpoint.close` or at the end of ``with``.
 
 Needs ``pip install "sandboxgym[openai]"``.
 """
@@ -63,6 +64,7 @@ class ChatEndpoint:
         options: sent with every request, such as ``temperature`` or ``stop``.
 
     Every request carries a ``seed`` from the path's own stream: where the endpoint honours it, rollouts repeat.
+    A ``client`` that was given stays the caller's to close.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ChatEndpoint:
         if concurrency < 1:
             raise ValueError(f"expected at least one request at a time, found concurrency={concurrency}")
         self.client, self.model, self.concurrency = client, model, concurrency
+        self._owns_client = False
         self._start = ({"role": "system", "content": system},) if system else ()
         self._show, self._read, self._prompt, self._top_logprobs = show, read, prompt, top_logprobs
         self._options = options if max_tokens is None else {"max_tokens": max_tokens, **options}
@@ -109,7 +112,25 @@ class ChatEndpoint:
         except ImportError as error:
             raise ImportError('a chat endpoint needs the package openai: pip install "sandboxgym[openai]"') from error
         key = api_key or os.environ.get("OPENAI_API_KEY") or "none"
-        return cls(OpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=max_retries), model, **more)
+        client = OpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=max_retries)
+        try:
+            made = cls(client, model, **more)
+        except BaseException:
+            client.close()
+            raise
+        made._owns_client = True
+        return made
+
+    def close(self) -> None:
+        """Close the connections of a client that `connect` made. Idempotent."""
+        if self._owns_client:
+            self.client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
         """One action a context; None where the conversation has outgrown the model's context.
