@@ -13,7 +13,7 @@ What this module promises:
    reports, which need not be the one at the request's temperature.
 4. `Action.entropy` is that of the first token, from its ``top_logprobs``, with all other tokens counted as one: a lower
    bound of the entropy that falls short by what is uncertain among the others.
-5. Connections of a client that `ChatEndpoint.connect` made are closed by `ChatEndpoint.close` or at the end of ``with``.
+5. Connections of a client that `ChatEndpoint.connect` made are closed by `ChatEndpoint.close` or after ``with``.
 
 Needs ``pip install "sandboxgym[openai]"``.
 """

@@ -5,13 +5,15 @@ as a separate process, ``criu swrk``, and asked over a socket in its protocol (`
 which is encoded here by hand.
 
 1. Looked at are ``$SANDBOXGYM_CRIU``, and if that is not set ``PATH`` and then `private_directory`.
-2. A version says little about whether it works with this kernel: `find` takes the first that passes a real round trip.
+2. A version says little about whether it works with this kernel: `find` takes the first that passes a real round trip,
+   of two tries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import socket
@@ -23,6 +25,8 @@ from pathlib import Path
 
 from sandboxgym import data
 from sandboxgym.sandbox.base import SandboxError
+
+logger = logging.getLogger("sandboxgym")
 
 VARIABLE = "SANDBOXGYM_CRIU"
 DUMP, RESTORE, NOTIFY = 1, 2, 6
@@ -119,12 +123,17 @@ def _tried(programs: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
         return None, ("capturing processes needs root",)
     reasons: list[str] = []
     for program in programs:
-        try:
-            round_trip(program)
-        except SandboxError as error:
-            reasons.append(f"{program} ({version(program) or 'of unknown version'}) does not work here: {error}")
-        else:
-            return program, tuple(reasons)
+        # The answer is kept for good, and a process that is killed for want of memory is no property of the kernel.
+        for last in (False, True):
+            try:
+                round_trip(program)
+            except SandboxError as error:
+                if last:
+                    reasons.append(f"{program} ({version(program) or 'of unknown version'}) does not work here: {error}")
+                else:
+                    logger.info("%s failed to capture a sandbox, and is tried once more: %s", program, error)
+            else:
+                return program, tuple(reasons)
     return None, tuple(reasons)
 
 
