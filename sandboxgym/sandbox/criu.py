@@ -128,10 +128,10 @@ def _tried(programs: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
             try:
                 round_trip(program)
             except SandboxError as error:
-                if last:
-                    reasons.append(f"{program} ({version(program) or 'of unknown version'}) does not work here: {error}")
-                else:
+                if not last:
                     logger.info("%s failed to capture a sandbox, and is tried once more: %s", program, error)
+                    continue
+                reasons.append(f"{program} ({version(program) or 'of unknown version'}) does not work here: {error}")
             else:
                 return program, tuple(reasons)
     return None, tuple(reasons)
