@@ -196,7 +196,7 @@ def test_a_sandbox_that_leaks_is_found_out(overlay: str, monkeypatch: pytest.Mon
             self._requests = os.dup(self._process.stdin.fileno())
             self._process.stdin.close()
             self._answers = self._process.stdout.fileno()
-            assert self._answer(10).verdict == "ready"
+            assert self._answer(300).verdict == "ready"
 
         def close(self) -> None:
             os.close(self._requests)
