@@ -289,6 +289,13 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    def losses(self) -> tuple[str, ...]:
+        """What a tree taken now would lack, a description each, beyond what the capabilities say of every tree.
+
+        Raises:
+            SandboxClosed: nothing is live.
+        """
+
     def paused(self) -> AbstractContextManager[None]:
         """Within it nothing inside runs, as far as the capabilities' notes do not say otherwise.
 

@@ -124,6 +124,19 @@ class Container:
                         raise
             time.sleep(0.01)
 
+    def beyond_paths(self) -> bool:
+        """Whether something was written deeper than a path can be long, as the daemon finds out."""
+        import docker.errors
+
+        with live_errors():
+            try:
+                self.api.diff(self.id)
+            except docker.errors.APIError as error:
+                if "name too long" not in str(error.explanation):
+                    raise
+                return True
+        return False
+
     def kill_tree(self, leader: int) -> None:
         """Kill a process, its session and its descendants."""
 

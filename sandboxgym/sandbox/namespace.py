@@ -246,6 +246,10 @@ class OverlayBackend:
         box, below = self._live_box(), self.below
         return None if below is None else look(box.layer.files, below.id)
 
+    def losses(self) -> tuple[str, ...]:
+        """Nothing; see `base.Backend.losses`."""
+        return ()
+
     def spawn(
         self,
         argv: Sequence[str],

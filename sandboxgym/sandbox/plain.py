@@ -385,6 +385,10 @@ class CopyBackend:
         self._check_live()
         return look(self.root, self._mark)
 
+    def losses(self) -> tuple[str, ...]:
+        """Nothing; see `base.Backend.losses`."""
+        return ()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What was started here and can be found is stopped meanwhile; see `base.Backend.paused`."""
