@@ -33,6 +33,7 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
+    Tree,
     check_inside,
     new_shell_directory,
 )
@@ -246,6 +247,19 @@ class DockerBackend:
         """
         layer = self._live().layer
         return None if layer is None else look(layer, self._live().id)
+
+    def layers_above(self, tree: Tree) -> list[Path] | None:
+        """The container's layer and those of its image that a tree's image has not; see `base.Backend.layers_above`."""
+        container = self._live()
+        if container.layer is None or not isinstance(tree, DockerTree):
+            return None
+        assert self._running is not None
+        here, lower = self._running.layers(), tree.image.layers()
+        if here[: len(lower)] != lower:
+            return None
+        between = container.below[: len(here) - len(lower)]
+        visible = len(between) == len(here) - len(lower) and all(os.access(path, os.R_OK | os.X_OK) for path in between)
+        return [container.layer, *between] if visible else None
 
     def losses(self) -> tuple[str, ...]:
         """What lies deeper than a path can be long: the daemon leaves it out, and says nothing."""
