@@ -206,8 +206,10 @@ cd "$HOME" && pwd -P
 """
 # In the directory of git: what git status is told of from elsewhere, or that counts for nothing.
 _HARMLESS = frozenset(
-    "index HEAD ORIG_HEAD FETCH_HEAD MERGE_HEAD CHERRY_PICK_HEAD REVERT_HEAD REBASE_HEAD AUTO_MERGE MERGE_MSG MERGE_MODE "
-    "COMMIT_EDITMSG packed-refs logs refs objects rebase-merge rebase-apply".split()
+    (
+        *("index", "HEAD", "ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "REBASE_HEAD"),
+        *("AUTO_MERGE", "MERGE_MSG", "MERGE_MODE", "COMMIT_EDITMSG", "packed-refs", "logs", "refs", "objects"),
+    )
 )
 _RULES = frozenset((".git", ".gitignore", ".gitattributes", ".gitmodules"))
 _READERS = frozenset(("bash", "sh", "find", "sort", "head", "xargs", "grep"))
