@@ -221,7 +221,12 @@ def test_git_looks_only_at_what_was_written(
     env.step("echo 1 > /tmp/x")
     box = env.unwrapped._box
     assert "known_repository=" in told()
-    for command in ("echo x > .gitignore", "echo > .git/info/exclude", "echo > ~/.gitconfig", "rm -rf /testbed"):
+    for command in (
+        "echo x > .gitignore",
+        "mkdir -p .git/info; echo > .git/info/exclude",
+        "echo > ~/.gitconfig",
+        "rm -rf /testbed",
+    ):
         env.step(command)
         assert told() == "", command
         env.reset(options={"task": TASK})
