@@ -289,6 +289,23 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    def layers_above(self, tree: Tree) -> list[Path] | None:
+        """The directories that hold what was written since a tree was the present state, the last one first.
+
+        They are as overlayfs writes them. None where they cannot be seen, or it is not known that this came of the
+        tree.
+
+        Raises:
+            SandboxClosed: nothing is live.
+        """
+
+    def losses(self) -> tuple[str, ...]:
+        """What a tree taken now would lack, a description each, beyond what the capabilities say of every tree.
+
+        Raises:
+            SandboxClosed: nothing is live.
+        """
+
     def paused(self) -> AbstractContextManager[None]:
         """Within it nothing inside runs, as far as the capabilities' notes do not say otherwise.
 

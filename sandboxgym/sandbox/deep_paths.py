@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +17,36 @@ _LONGEST = 512
 """Bytes of a path below what names it from which on a descriptor of it is taken."""
 _OPEN = 16
 """Descriptors at a time; more than the trees that one call names."""
+
+
+PATH_MAX = 4096
+"""Bytes of a path with its end, of Linux."""
+_ROOM = 16
+"""Bytes by which another's path to the same tree may be longer than ours."""
+
+
+def beyond_paths(top: Path, *, most: int = 10) -> list[str]:
+    """What in a tree no path leads to, as the paths below its top that go furthest there: ``/a/b/c``.
+
+    Args:
+        top: of the tree.
+        most: of these that are looked for.
+
+    Raises:
+        OSError: a directory cannot be read, or is gone.
+    """
+    found: list[str] = []
+    pending = [os.fspath(top)]
+    while pending and len(found) < most:
+        place = pending.pop()
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if len(os.fsencode(entry.path)) >= PATH_MAX - _ROOM:
+                    found.append(place.removeprefix(os.fspath(top)) or "/")
+                    break
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+    return found
 
 
 class Place:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sandboxgym import leftovers
+from sandboxgym.brief import brief
 from sandboxgym.sandbox import docker_files, names
 from sandboxgym.sandbox.base import (
     CONTROL,
@@ -32,9 +33,11 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
+    Tree,
     check_inside,
     new_shell_directory,
 )
+from sandboxgym.sandbox.deep_paths import beyond_paths
 from sandboxgym.sandbox.disk import remove_directories
 from sandboxgym.sandbox.docker_archive import pack
 from sandboxgym.sandbox.docker_client import daemon_errors, image_attributes
@@ -51,6 +54,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_S
 _MAX_LAYERS = 100
 """Layers of an image after which its tree is squashed; the daemon refuses 128."""
 
+_DEEP = "nested deeper than a path can be long"
 _RESOLVER = "resolv.conf"
 _NOTES = (
     "Extended attributes of users, holes, /dev/shm and other mounted file systems are not in a tree.",
@@ -65,7 +69,7 @@ _NOTES = (
     "the machine (terminals, asynchronous I/O) is shared with the daemon's root.",
     "Statistics of the kernel in /proc and the control directory's path on the host can be read inside; the control "
     "directory lies on the machine's disk, fresh for each start, and is not limited.",
-    "Directories nested deeper than a path can be long may be missing from a tree.",
+    "What is nested deeper than a path can be long is missing from a tree, which a snapshot names as lost.",
     "The daemon hands out whole images: packing a tree takes the time and the disk of the base image too.",
 )
 
@@ -243,6 +247,27 @@ class DockerBackend:
         """
         layer = self._live().layer
         return None if layer is None else look(layer, self._live().id)
+
+    def layers_above(self, tree: Tree) -> list[Path] | None:
+        """The container's layer and those of its image that a tree's image has not; see `base.Backend.layers_above`."""
+        container = self._live()
+        if container.layer is None or not isinstance(tree, DockerTree):
+            return None
+        assert self._running is not None
+        here, lower = self._running.layers(), tree.image.layers()
+        if here[: len(lower)] != lower:
+            return None
+        between = container.below[: len(here) - len(lower)]
+        visible = len(between) == len(here) - len(lower) and all(os.access(path, os.R_OK | os.X_OK) for path in between)
+        return [container.layer, *between] if visible else None
+
+    def losses(self) -> tuple[str, ...]:
+        """What lies deeper than a path can be long: the daemon leaves it out, and says nothing."""
+        container = self._live()
+        with contextlib.suppress(OSError):  # something ended it meanwhile: the daemon is asked
+            if container.layer is not None:
+                return tuple(f"{_DEEP}: {brief(path, 200)}" for path in beyond_paths(container.layer))
+        return (_DEEP,) if container.beyond_paths() else ()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -60,6 +60,8 @@ class Container:
             known = api.inspect_container(identity)
         self.init: int = known["State"]["Pid"]
         self.layer = _layer(known)
+        self.below = [] if self.layer is None else _below(known)
+        """The directories of its image's layers, the topmost first."""
         started = [row for row in self._rows() if row.pid == self.init]
         if not started:
             raise SandboxUnavailable(
@@ -123,6 +125,19 @@ class Container:
                     if done not in str(error) or time.monotonic() > deadline:
                         raise
             time.sleep(0.01)
+
+    def beyond_paths(self) -> bool:
+        """Whether something was written deeper than a path can be long, as the daemon finds out."""
+        import docker.errors
+
+        with live_errors():
+            try:
+                self.api.diff(self.id)
+            except docker.errors.APIError as error:
+                if "name too long" not in str(error.explanation):
+                    raise
+                return True
+        return False
 
     def kill_tree(self, leader: int) -> None:
         """Kill a process, its session and its descendants."""
@@ -189,6 +204,11 @@ def _layer(known: Mapping[str, Any]) -> Path | None:
     upper = (driver.get("Data") or {}).get("UpperDir") if driver.get("Name") == "overlay2" else None
     volumes = any(mount["Type"] != "bind" for mount in known.get("Mounts", ()))
     return None if upper is None or volumes or not os.access(upper, os.R_OK | os.X_OK) else Path(upper)
+
+
+def _below(known: Mapping[str, Any]) -> list[Path]:
+    # The first is the daemon's own, with the mount points that a container needs.
+    return [Path(path) for path in known["GraphDriver"]["Data"].get("LowerDir", "").split(":")[1:]]
 
 
 IDLE = "sleep 2147483647"

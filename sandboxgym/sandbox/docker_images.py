@@ -99,6 +99,7 @@ class Image:
         self._tag = tag
         self._parent = parent.retain() if parent is not None else None
         self._holds = 0
+        self._layers: list[str] | None = None
 
     def retain(self) -> Image:
         """One more hold."""
@@ -117,6 +118,12 @@ class Image:
     def names(self) -> dict[str, bytes]:
         """The files that names are resolved by, where they were changed."""
         return recorded_names(self.attributes()["Config"].get("Labels") or {})
+
+    def layers(self) -> list[str]:
+        """The digests of its layers, the lowest first."""
+        if self._layers is None:
+            self._layers = list(self.attributes()["RootFS"]["Layers"])
+        return self._layers
 
     def attributes(self) -> dict[str, Any]:
         """What the daemon knows of it."""

@@ -39,6 +39,7 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
+    Tree,
     check_inside,
     clean_environment,
 )
@@ -245,6 +246,25 @@ class OverlayBackend:
         """
         box, below = self._live_box(), self.below
         return None if below is None else look(box.layer.files, below.id)
+
+    def layers_above(self, tree: Tree) -> list[Path] | None:
+        """The live box's layer and those between; see `base.Backend.layers_above`.
+
+        Raises:
+            SandboxClosed, SandboxFull: there is no live box.
+        """
+        box, below = self._live_box(), self.below
+        if below is None or not isinstance(tree, OverlayTree):
+            return None
+        lower, here = tree.layers, below.layers
+        between = len(here) - len(lower)
+        if between < 0 or any(a is not b for a, b in zip(here[between:], lower, strict=True)):
+            return None
+        return [box.layer.files, *(layer.files for layer in here[:between])]
+
+    def losses(self) -> tuple[str, ...]:
+        """Nothing; see `base.Backend.losses`."""
+        return ()
 
     def spawn(
         self,

@@ -42,6 +42,7 @@ from sandboxgym.sandbox.base import (
     SandboxClosed,
     SandboxError,
     SandboxUnavailable,
+    Tree,
     check_inside,
     new_shell_directory,
 )
@@ -384,6 +385,14 @@ class CopyBackend:
         """What the whole root holds, for nothing below it is shared; see `written.look`."""
         self._check_live()
         return look(self.root, self._mark)
+
+    def layers_above(self, tree: Tree) -> list[Path] | None:
+        """There are none; see `base.Backend.layers_above`."""
+        return None
+
+    def losses(self) -> tuple[str, ...]:
+        """Nothing; see `base.Backend.losses`."""
+        return ()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

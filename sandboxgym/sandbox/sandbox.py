@@ -410,7 +410,7 @@ class Sandbox:
             )
         self._live()
         state, lost = self._readable_state()
-        lost += self._beside_files()
+        lost += (*self._beside_files(), *self.backend.losses())
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._program is not None and mode != "filesystem" and whole_wanted:

@@ -12,7 +12,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,3 +89,45 @@ def look(files: Path, base: str) -> Written | None:
     if denied:
         return None
     return Written(untouched(base) + (seen.hexdigest() if number else ""), changed)
+
+
+def changes(layers: Sequence[Path], *, most: int = MOST) -> list[str] | None:
+    """Paths that lead to all that layers change, absolute and inside: of a file, or of a directory with all in it.
+
+    More may lie below these than was changed, never less. None if not all can be seen, or it is a great deal.
+
+    Args:
+        layers: directories that overlayfs wrote to; nothing writes there meanwhile.
+        most: entries that are looked at.
+    """
+    found = set[str]()
+    number = 0
+    for layer in layers:
+        pending = [("", os.fspath(layer))]
+        while pending:
+            inside, place = pending.pop()
+            try:
+                with os.scandir(place) as entries:
+                    for entry in entries:
+                        number += 1
+                        if number > most:
+                            return None
+                        path = f"{inside}/{entry.name}"
+                        if not entry.is_dir(follow_symlinks=False) or _stands_alone(entry):
+                            found.add(path)
+                        else:
+                            pending.append((path, entry.path))
+            except OSError:
+                return None
+    return sorted(found)
+
+
+def _stands_alone(directory: os.DirEntry[str]) -> bool:
+    """Whether a directory in a layer is not just the way to what was changed below.
+
+    It is new, or hides or replaces what lies below; or it is closed to an ordinary user now, and what is in it gone.
+    """
+    if directory.stat(follow_symlinks=False).st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        return True
+    marks = os.listxattr(directory.path, follow_symlinks=False)
+    return any(mark.rpartition(".")[2] in ("opaque", "redirect") and ".overlay." in mark for mark in marks)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from sandbox.docker_image import docker_image  # noqa: F401 - fixture
+from sandbox.test_deep_trees import BOTTOM, dig, look
 
+from sandboxgym.sandbox.base import SnapshotLossy
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 # the fixture of another module is an argument of the one below
@@ -63,3 +65,35 @@ def test_a_shell_that_was_stopped_or_broken_by_its_user_is_not_waited_for(box: S
     assert (result.output, result.exit_code, result.replaced) == ("1\n", 1, True)
     box.execute("alias {=x if=y; enable -n builtin eval; enable() { false; }", timeout=60)
     assert box.execute('echo "$x"; (exit 3)', timeout=60).exit_code == 3
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["layer seen", "layer not seen"])
+def test_what_the_daemon_leaves_out_is_said_to_be_lost(
+    box: Sandbox, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves out what no path leads to, without a word."""
+    deepest = 800
+    dig(box, depth=700)
+    box.execute("echo beside > /tmp/beside")
+    container = box.backend._live()  # type: ignore[attr-defined]
+    monkeypatch.setattr(container, "layer", container.layer if seen else None)
+    snap = box.snapshot(strict=True)
+    assert snap.lossy == ()
+    dig(box, folder="/tmp/deep", depth=deepest, name="more")
+    lost = "nested deeper than a path can be long"
+    with pytest.raises(SnapshotLossy, match=lost):
+        box.snapshot(strict=True)
+    partly = box.snapshot()
+    assert [text.partition(":")[0] for text in partly.lossy] == [lost]
+    assert partly.lossy[0].startswith(f"{lost}: '/tmp/deep/") or not seen
+    (child,) = box.fork(1)
+    with child:
+        assert child.lost == partly.lossy
+        assert child.execute("cat /tmp/beside").output == "beside\n"
+    assert look(box, "/tmp/deep", depth=deepest, name="more") == BOTTOM
+    again = box.unpack(partly.pack())
+    assert again.lossy == partly.lossy
+    box.restore(again)
+    assert look(box, depth=700) == BOTTOM and box.execute("cat /tmp/beside").output == "beside\n"
+    box.restore(snap)
+    assert look(box, depth=700) == BOTTOM

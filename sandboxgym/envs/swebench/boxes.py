@@ -19,17 +19,19 @@ import os
 import shlex
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from sandboxgym.envs.swebench import hiding, prepared
 from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.envs.swebench.tasks import HOST, Task, TaskError
+from sandboxgym.errors import SnapshotReleased
 from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
-from sandboxgym.sandbox.written import look, untouched
+from sandboxgym.sandbox.written import Written, changes, look, untouched
 
 KEPT = 64
 """Prepared tasks kept in a process; of the others the one that was not used for longest is loaded again."""
@@ -124,27 +126,56 @@ NO_PIPES = """no_pipes() {
   if [ "$found" ]; then printf 'no file: %s\\n' "$found"; exit 3; fi
 }"""
 # Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
-# to its end: a process that could not be started leaves a part out.
+# to its end: a process that could not be started leaves a part out. Where variables were set before it (`Box._told`),
+# git looks only at what can differ from the start, which gives the same text: at `paths`, and, with `base`, where the
+# index differs from that commit, the start's, or from the present one. What is `known` is not read at all.
 _HASHED = "hashed"
+_NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
+_MOST_PATHS, _LONGEST = 256, 50_000
+"""Of what is told to the script: paths, and bytes."""
 _HASH = f"""export LC_ALL=C
 set -o pipefail
 {NO_PIPES}
-if cd {WORKDIR} 2>/dev/null; then
-  no_pipes .git
+if [ "$known_repository" ]; then
+  echo "$known_repository"
+elif cd {WORKDIR} 2>/dev/null; then
+  [ ${{#paths[@]}} -gt 0 -a -z "$base" ] || no_pipes .git
   options=(--no-optional-locks -c core.fileMode=true -c core.quotePath=true)
-  status=$(git "${{options[@]}}" status --porcelain=v2 --branch --no-renames --untracked-files=all 2>&1)
+  if [ "$base" ]; then
+    differs() {{
+      GIT_NO_REPLACE_OBJECTS=1 git "${{options[@]}}" diff-index --cached --ita-visible-in-index --no-renames \\
+        -z --name-only "$@" -- 2>/dev/null
+    }}
+    mapfile -d '' -t more < <(differs "$base" && differs HEAD && printf 'whole\\0')
+    if [ "${{#more[@]}}" -gt 0 ] && [ "${{#more[@]}}" -le {_MOST_PATHS} ] && [ "${{more[-1]}}" = whole ]; then
+      unset 'more[-1]'
+      paths+=("${{more[@]}}")
+    else
+      paths=()
+    fi
+  fi
+  [ ${{#paths[@]}} -eq 0 ] || export GIT_LITERAL_PATHSPECS=1
+  about=(--porcelain=v2 --branch --no-renames --untracked-files=all)
+  status=$(git "${{options[@]}}" status "${{about[@]}}" -- "${{paths[@]}}" 2>&1)
   {{
     printf '%s\\n' "$status"
     case $status in
-      *$'\\n'[12u]' '*) git "${{options[@]}}" diff --binary --no-color --no-ext-diff --no-textconv HEAD ;;
+      *$'\\n'[12u]' '*)
+        git "${{options[@]}}" diff --binary --no-color --no-ext-diff --no-textconv HEAD -- "${{paths[@]}}" ;;
     esac
     case $status in
-      *$'\\n? '*) git ls-files -z --others --exclude-standard | sort -z | xargs -0 -r git hash-object --no-filters -- ;;
+      *$'\\n? '*)
+        git ls-files -z --others --exclude-standard -- "${{paths[@]}}" |
+          sort -z | xargs -0 -r git hash-object --no-filters -- ;;
     esac
     true
   }} 2>/dev/null | git hash-object --stdin || exit
 else
   echo none
+fi
+if [ "$known_beside" ]; then
+  printf '%s\\n%s\\n' "$known_beside" {_HASHED}
+  exit
 fi
 for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
   cd "$place" 2>/dev/null || continue
@@ -159,8 +190,31 @@ for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
 done 2>/dev/null | git hash-object --stdin || exit
 echo {_HASHED}
 """
+# Where the start is simple enough that only what was written since can differ from it: its commit, and the directories
+# beside the repository that count. Fails elsewhere.
+_WHEREABOUTS = f"""set -e
+cd {WORKDIR}
+[ "$PWD" = "$(pwd -P)" ] && [ -d .git ] && [ ! -L .git ]
+status=$(git --no-optional-locks -c core.fileMode=true status --porcelain=v2 --no-renames --untracked-files=all 2>&1)
+[ -z "$status" ]
+if git ls-files -s | grep -q '^160000'; then exit 1; fi
+told='^(include|filter\\.|core\\.(worktree|excludesfile|attributesfile|fsmonitor|untrackedcache|sparse|splitindex))'
+if git config --get-regexp "$told" > /dev/null; then exit 1; fi
+git rev-parse --verify HEAD
+cd "${{TMPDIR:-/tmp}}" && pwd -P
+cd "$HOME" && pwd -P
+"""
+# In the directory of git: what git status is told of from elsewhere, or that counts for nothing.
+_HARMLESS = frozenset(
+    (
+        *("index", "HEAD", "ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "REBASE_HEAD"),
+        *("AUTO_MERGE", "MERGE_MSG", "MERGE_MODE", "COMMIT_EDITMSG", "packed-refs", "logs", "refs", "objects"),
+    )
+)
+_RULES = frozenset((".git", ".gitignore", ".gitattributes", ".gitmodules"))
+_READERS = frozenset(("bash", "sh", "find", "sort", "head", "xargs", "grep"))
 _PREPARATION = hashlib.sha256(
-    "\0".join((_MAKE_REPOSITORY, _FORGET, _WRITE_TREE, _ACTIVATE, _HASH, *hiding.SCRIPTS)).encode()
+    "\0".join((_MAKE_REPOSITORY, _FORGET, _WRITE_TREE, _ACTIVATE, _HASH, _WHEREABOUTS, *hiding.SCRIPTS)).encode()
 ).hexdigest()
 """Changes with what is done to prepare a task, and with what is remembered of it."""
 # What the script said of files that `Sandbox.written` told of: runs once for equal ones, whatever box they are in.
@@ -228,6 +282,10 @@ class Pristine:
     """The git tree that the work is compared with."""
     digest: tuple[str, str]
     """`Box.digest` of it."""
+    files: tuple[str, str] = ("", "")
+    """`Box.files` of it."""
+    whereabouts: tuple[str, ...] = ()
+    """The commit, and the directories beside the repository that count (`_WHEREABOUTS`); empty if not simple."""
 
 
 class Box:
@@ -236,6 +294,8 @@ class Box:
     def __init__(self, sandbox: Sandbox, *, network: bool) -> None:
         self.sandbox = sandbox
         self.network = network
+        self.start: Pristine | None = None
+        """What its files came of, if that is known: what was not written since need not be read."""
 
     @property
     def shares_root(self) -> bool:
@@ -310,9 +370,10 @@ class Box:
         where the files cannot be read: no process can be started for it, or they are not read within the time limit;
         and where the shell's state is too large to be read as a whole.
 
-        Reading takes as long as git takes to look at the whole repository. On the overlay backends that is done only
-        after something was written (`Sandbox.written`), else it costs a look at the files that were; elsewhere, and
-        while more than the idle shell runs, always.
+        Reading is done only after something was written (`Sandbox.written`), else it costs a look at the files that
+        were; while more than the idle shell runs, always. git looks at the whole repository then only where it is not
+        seen what was written since the task's start (`Backend.layers_above`), or where that has a say in what git
+        finds; else at what was written.
 
         Args:
             alone: it is known that nothing but the idle shell runs.
@@ -350,18 +411,46 @@ class Box:
         known = None if written is None else _recall(written.key)
         if known is not None:
             return known
-        settled = written is not None and written.settle()
         try:
-            done = self.run(_HASH, timeout=timeout)
+            done = self.run(f"{_NOTHING_KNOWN}\n{self._told(written)}{_HASH}", timeout=timeout)
         except OSError:  # there is no room for one more process, or no bash any more
             return "", ""
         repository, _, beside = done.output.partition("\n")
         if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
             return "", ""
         found = repository, beside
-        if settled and written is not None and self.sandbox.written(alone=alone) == written:
+        # Nothing but the idle shell runs: nobody wrote while the files were read, in the tick of the last change or
+        # after it, and after this look nobody can without a trace.
+        if written is not None and written.settle() and self.sandbox.written(alone=alone) == written:
             _learn(written.key, found)
         return found
+
+    def _told(self, written: Written | None) -> str:
+        """Variables for `_HASH`, by what was written since the start; none if all is to be read."""
+        start = self.start
+        if written is None or start is None or not start.whereabouts or not start.files[0]:
+            return ""
+        try:
+            layers = self.sandbox.backend.layers_above(start.snapshot.tree)
+        except (SnapshotReleased, SandboxClosed):
+            return ""
+        changed = None if layers is None else changes(layers)
+        if changed is None:
+            return ""
+        base, *beside = start.whereabouts
+        paths = _paths_of(changed, beside)
+        if paths is None:
+            return ""
+        told = [f"paths=(.git {' '.join(map(shlex.quote, paths))})"]
+        if any(_meet(path, f"{WORKDIR}/.git") for path in changed):
+            told.append(f"base={shlex.quote(base)}")
+        if not any(_meet(path, WORKDIR) for path in changed):
+            told.append(f"known_repository={shlex.quote(start.files[0])}")
+        if not any(_meet(path, place) for path in changed for place in beside):
+            known = start.files[1].removesuffix(f"{_HASHED}\n").rstrip("\n")
+            told.append(f"known_beside={shlex.quote(known)}")
+        text = "".join(f"{line}\n" for line in told)
+        return text if len(text.encode()) <= _LONGEST else ""
 
     def _shell(self) -> str | None:
         """The shell's state as text; None if it is not known as a whole, for it is too large, say."""
@@ -377,6 +466,44 @@ class Box:
             return None
         kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
         return replace(state, variables=kept, status=0, last=b"").script().decode("utf-8", "surrogateescape")
+
+
+def _meet(path: str, place: str) -> bool:
+    """Whether one of two paths leads to the other."""
+    one, other = f"{path.rstrip('/')}/", f"{place.rstrip('/')}/"
+    return one.startswith(other) or other.startswith(one)
+
+
+def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None:
+    """Where git has to look, in the repository; None if everywhere.
+
+    Args:
+        changed: what was written since a simple start.
+        beside: directories beside the repository that count.
+    """
+    paths = dict[str, None]()
+    for path in changed:
+        names = path.split("/")[1:]
+        if not path.isprintable() or names[-1] in _READERS or names[0] == WORKDIR.lstrip("/") == path[1:]:
+            return None
+        if names[0] != WORKDIR.lstrip("/"):
+            # git's own programs and settings; and what the programs that read stand on.
+            kept = names[0] in ("run", "var", "dev") or {"__pycache__", "site-packages", "dist-packages"} & set(names)
+            if any("git" in name for name in names) or not (kept or any(_meet(path, place) for place in beside)):
+                return None
+            continue
+        inside = names[1:]
+        if inside[0] == ".git":
+            told = inside[1:] and inside[1] in _HARMLESS
+            if not told or inside[1:3] in (["objects", "info"], ["refs", "replace"]):
+                return None
+            continue
+        if _RULES & set(inside):
+            return None
+        if "__pycache__" in inside:
+            inside = inside[: inside.index("__pycache__") + 1]
+        paths["/".join(inside)] = None
+    return list(paths) if len(paths) <= _MOST_PATHS else None
 
 
 def _recall(key: str) -> tuple[str, str] | None:
@@ -433,7 +560,9 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
         if isinstance(stored.snapshot.tree, OverlayTree):  # of files that nobody has written to yet
             of_repository, beside = stored.notes["files"]
             _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
-        found = Pristine(stored.snapshot, stored.notes["reference"], (whole, repository))
+        notes = stored.notes
+        files, whereabouts = tuple(notes["files"]), tuple(notes["whereabouts"])
+        found = Pristine(stored.snapshot, notes["reference"], (whole, repository), files, whereabouts)
         _prepared[key] = found
         while len(_prepared) > KEPT:
             _prepared.popitem(last=False)[1].snapshot.release()
@@ -494,10 +623,15 @@ def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
     if settings.image_of(task) != HOST:
         box.execute(_ACTIVATE, timeout=60.0)
     files = box.files(timeout=600.0)
+    simple = box.run(_WHEREABOUTS)
+    whereabouts = [] if simple.exit_code else simple.output.splitlines()
+    if len(whereabouts) != 3 or any(name.startswith("GIT_") for name, _ in settings.env):
+        whereabouts = []
     digest = box.digest_of(files)
     if not digest[0]:
         raise SandboxUnavailable(f"{task.instance_id}: the repository cannot be read within 600 seconds")
     return prepared.Stored(
         box.snapshot(strict=False, mode="filesystem"),
-        {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)},
+        {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)}
+        | {"whereabouts": whereabouts},
     )

@@ -568,6 +568,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             if self._current.whole is not None:  # its processes go on from here
                 self._current.release()
                 self._current = None
+            box.start = self._start
             if self._seed is not None:
                 box.sandbox.reseed(self._seed)
                 self._seed = None

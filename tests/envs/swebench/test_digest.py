@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +46,29 @@ OPERATIONS = (
     'python3 -c \'import mmap; f = open("{f}", "r+b"); m = mmap.mmap(f.fileno(), 0); m[0:1] = b"{digit}"\'',
     "exec 7>>{f}; echo {n} >&7; exec 7>&-",
     "(sleep 0.05; echo {n} > {f}) &",
+    "git reset -q --soft HEAD~1",
+    "git rm -q --cached {f}",
+    "git add -N -f {f}",
+    "git update-index --assume-unchanged {f}; echo {n} > {f}",
+    "echo '{f}' >> .gitignore",
+    "rm -f .gitignore",
+    "echo '*.txt' > .git/info/exclude",
+    "rm .git/info/exclude",
+    "rm -f .git/index",
+    "git config core.fileMode false",
+    "git checkout -q -b b{n}{m}; git status",
+    "mkdir -p build/sub; echo {n} > build/sub/x.pyc; echo {m} > build/sub/y",
+    "mv slugline kept{m}; ln -s kept{m} slugline",
+    "chmod 000 tests",
+    "chmod 755 tests",
+    "python3 -c 'import slugline'",
+    "mkdir -p sub; git init -q sub; echo {n} > sub/z",
+    "echo '[core] excludesFile = /tmp/none' > ~/.gitconfig",
+    "echo '[' > .git/config",
+    "rm -rf ~; ln -s /tmp ~",
+    "mv .git .gone; mv .gone .git",
+    "touch 'a b' $'c\td' '*'; git add '*'",
+    "echo {n} > /opt/x",
     "( for i in 1 2 3 4 5 6; do echo $i > {f}; sleep 0.02; done ) & sleep 0.03",
 )
 FILES = ("README.md", "slugline/core.py", "new.txt", "setup.cfg", "/tmp/x", "/root/y")
@@ -60,15 +85,20 @@ def from_scratch(box: boxes.Box, monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
         return box.digest()
 
 
-def test_it_is_as_if_all_were_read_at_every_step(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(7)
+@pytest.mark.parametrize("seed", [7, 8, 9])
+def test_it_is_as_if_all_were_read_at_every_step(env: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
     env.reset(options={"task": TASK})
+    assert env.unwrapped._start.whereabouts
     kept: list[tuple[Any, str]] = []
     for number in range(70):
         if kept and rng.random() < 0.1:
             snap, expected = rng.choice(kept)
             assert env.restore(snap)[1]["state_hash"] == expected
             assert env.unwrapped._live().digest()[0] == from_scratch(env.unwrapped._box, monkeypatch)[0] == expected
+            continue
+        if rng.random() < 0.05:  # much of it leaves a repository in which everything is read
+            env.reset(options={"task": TASK})
             continue
         command = rng.choice(OPERATIONS).format(
             n=rng.randrange(1, 99), m=rng.randrange(9), digit=rng.randrange(9), mode=rng.choice(("600", "755")),
@@ -159,6 +189,52 @@ def test_containers_and_copies_are_looked_at_too(
     assert env.unwrapped._box.sandbox.written() is None
 
 
+@pytest.mark.parametrize("backend", ["overlay", "overlay-rootless", "docker"])
+def test_git_looks_only_at_what_was_written(
+    backend: str, backend_of: Any, make_env: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make_env(**backend_of(backend), max_episode_steps=10_000)
+    env.reset(options={"task": TASK})
+    env.step("true")
+    box = env.unwrapped._box
+
+    def told() -> str:
+        return box._told(box.sandbox.written())
+
+    env.step("echo more >> README.md")
+    assert "paths=(.git README.md)" in told() and "known_beside=" in told() and "base=" not in told()
+    snap = sandboxgym.snapshot(env)
+    env.step("mkdir -p new/inner; echo > new/inner/file; rm slugline/slug.py; echo 1 > /tmp/x")
+    new = re.search(r"paths=\(\.git README\.md (new\S*) slugline/slug\.py\)", told())
+    assert new is not None and new[1] in ("new", "new/inner", "new/inner/file") and "known" not in told()
+    env.step("git add -A; git commit -qm x")
+    assert "base=" in told()
+    env.restore(snap)
+    env.step("echo 1 > /tmp/x")
+    assert "paths=(.git README.md)" in told() and "known" not in told()
+    (child,) = env.fork(1)
+    with contextlib.closing(child):
+        child.step("rm -rf tests")
+        box = child.unwrapped._box
+        assert "paths=(.git README.md tests)" in told()
+    env.reset(options={"task": TASK})
+    env.step("echo 1 > /tmp/x")
+    box = env.unwrapped._box
+    assert "known_repository=" in told()
+    for command in (
+        "echo x > .gitignore",
+        "mkdir -p .git/info; echo > .git/info/exclude",
+        "echo > ~/.gitconfig",
+        "rm -rf /testbed",
+    ):
+        env.step(command)
+        assert told() == "", command
+        env.reset(options={"task": TASK})
+        env.step("true")
+        box = env.unwrapped._box
+    snap.release()
+
+
 def test_a_running_process_is_never_trusted(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may write to a file that it has mapped, of which the times tell late."""
     env.reset(options={"task": TASK})
@@ -181,7 +257,7 @@ def test_where_no_process_can_be_started_the_hash_is_empty(env: Any, monkeypatch
     spawn = type(env.unwrapped._live().sandbox.backend).spawn
 
     def crowded(self: Any, argv: Any, **more: Any) -> Any:
-        if argv[-1] == boxes._HASH:
+        if argv[-1].endswith(boxes._HASH):
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return spawn(self, argv, **more)
 
