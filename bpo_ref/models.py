@@ -99,7 +99,7 @@ def build_tiny(
 
 
 def load_policy(
-    folder: str | Path, *, dtype: str = "float32", device: torch.device | None = None
+    folder: str | Path, *, dtype: str = "float32", device: torch.device | None = None, setting: str = "model"
 ) -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """A transformers causal model and its tokenizer, from a folder or the hub.
 
@@ -113,6 +113,7 @@ def load_policy(
         folder: or a name on the hub.
         dtype: that the weights take.
         device: where they go to. Default: the CPU.
+        setting: that names the folder.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -128,7 +129,7 @@ def load_policy(
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **there)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model: cannot load {folder} as a transformers causal model: {error}") from error
+        raise ConfigError(f"{setting}: cannot load {folder} as a transformers causal model: {error}") from error
     if adapter.exists():
         from peft import PeftModel
 

@@ -289,7 +289,7 @@ class Run:
         """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
         args, checkpoint = self.args, self.out / "checkpoint"
         if args.lora_r:
-            base, tokenizer = load_policy(self._start(), dtype=args.dtype, device=self.accelerator.device)
+            base, tokenizer = self._initial(args.dtype)
             model = self._adapted(base)
             if resuming:
                 load_adapter(model, checkpoint)
@@ -308,7 +308,8 @@ class Run:
             texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
             size = args.model.removeprefix("tiny:")
             return build_tiny(size, texts, vocabulary=args.tiny_vocabulary, context=args.context, seed=args.seed)
-        return load_policy(self._start(), dtype=dtype, device=self.accelerator.device)
+        setting = "init_from" if args.init_from else "model"
+        return load_policy(self._start(), dtype=dtype, device=self.accelerator.device, setting=setting)
 
     def _start(self) -> str:
         """Folder or name of the weights that this stage starts from."""
