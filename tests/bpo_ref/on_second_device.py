@@ -138,8 +138,8 @@ class OnHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.device.type == "cpu" and made.dtype == torch.float32 and not made._is_view():
-            self.made += made.numel()
+        if isinstance(made, Tensor) and (made.device.type, made.dtype) == ("cpu", torch.float32):
+            self.made += 0 if made._is_view() else made.numel()
         return made
 
 
