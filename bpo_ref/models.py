@@ -98,26 +98,38 @@ def build_tiny(
     return tiny_model(tokenizer, **TINY_SIZES[size], max_position_embeddings=context, seed=seed), tokenizer
 
 
-def load_policy(folder: str | Path, *, dtype: str = "float32") -> tuple[CausalLM, PreTrainedTokenizerBase]:
+def load_policy(
+    folder: str | Path, *, dtype: str = "float32", device: torch.device | None = None, setting: str = "model"
+) -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """A transformers causal model and its tokenizer, from a folder or the hub.
+
+    Files are mapped. On the CPU weights of the file's own type stay so; those of another type are copied. For another
+    device they are taken there one by one, so that of no type the CPU's memory ever holds all of them.
 
     A folder with adapters alone is the model that they were trained beside (its name is in there; a folder that was
     moved is looked for beside this one) with them merged into it, in fp32 before the weights take ``dtype``.
+
+    Args:
+        folder: or a name on the hub.
+        dtype: that the weights take.
+        device: where they go to. Default: the CPU.
+        setting: that names the folder.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
     adapter, wanted = Path(folder, "adapter_config.json"), getattr(torch, dtype)
+    there = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if adapter.exists():
             base = json.loads(adapter.read_text())["base_model_name_or_path"]
             beside = Path(folder).parent / Path(base).name
-            model, _ = load_policy(base if Path(base).exists() or not beside.exists() else beside)
+            model, _ = load_policy(base if Path(base).exists() or not beside.exists() else beside, device=device)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **there)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model: cannot load {folder} as a transformers causal model: {error}") from error
+        raise ConfigError(f"{setting}: cannot load {folder} as a transformers causal model: {error}") from error
     if adapter.exists():
         from peft import PeftModel
 

@@ -267,10 +267,16 @@ def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:
     A system message is left out: give it as the run's own. What follows the last answer is left out, too.
 
     Raises:
-        ConfigError: naming the line that is none.
+        ConfigError: naming the line that is none, or a file that cannot be read or holds no line.
     """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"sft_data: cannot read {path}: {error}") from error
+    if not lines:
+        raise ConfigError(f"sft_data: expected a chat on every line of {path}, found no line")
     episodes = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             messages = [m for m in json.loads(line)["messages"] if m["role"] != "system"]
             roles, texts = [m["role"] for m in messages], [m["content"] for m in messages]

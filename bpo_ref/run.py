@@ -289,12 +289,15 @@ class Run:
         """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
         args, checkpoint = self.args, self.out / "checkpoint"
         if args.lora_r:
-            base, tokenizer = load_policy(self._start(), dtype=args.dtype)
+            base, tokenizer = self._initial(args.dtype)
             model = self._adapted(base)
             if resuming:
                 load_adapter(model, checkpoint)
             return model, tokenizer
-        model, tokenizer = load_policy(checkpoint) if resuming else self._initial("float32")
+        if resuming:
+            model, tokenizer = load_policy(checkpoint, device=self.accelerator.device)
+        else:
+            model, tokenizer = self._initial("float32")
         self._configure(model)
         return model, tokenizer
 
@@ -305,7 +308,8 @@ class Run:
             texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
             size = args.model.removeprefix("tiny:")
             return build_tiny(size, texts, vocabulary=args.tiny_vocabulary, context=args.context, seed=args.seed)
-        return load_policy(self._start(), dtype=dtype)
+        setting = "init_from" if args.init_from else "model"
+        return load_policy(self._start(), dtype=dtype, device=self.accelerator.device, setting=setting)
 
     def _start(self) -> str:
         """Folder or name of the weights that this stage starts from."""
@@ -313,6 +317,12 @@ class Run:
         if args.init_from:
             return args.init_from
         return str(self.out / "sft") if args.sft_steps and self.stage == "rl" else args.model
+
+    def _merged(self) -> CausalLM:
+        """The supervised policy without adapters, from the folder of its adapters, which is removed."""
+        merged, _ = load_policy(self.out / "adapter", dtype=self.args.dtype)
+        shutil.rmtree(self.out / "adapter")
+        return merged
 
     def _adapted(self, base: CausalLM) -> CausalLM:
         args = self.args
@@ -376,11 +386,9 @@ class Run:
                 self.policy.save_pretrained(self.out / "adapter", state_dict=weights)
                 self.tokenizer.save_pretrained(self.out / "adapter")
             self.accelerator.wait_for_everyone()
-            merged, _ = load_policy(self.out / "adapter", dtype=self.args.dtype)
-            self._save(self.out / "sft", policy=merged)
-            if self.accelerator.is_main_process:
-                shutil.rmtree(self.out / "adapter")
-            policy = self._adapted(merged)
+            main = self.accelerator.is_main_process  # merges on the CPU, in fp32; the others read what it has written
+            self._save(self.out / "sft", policy=self._merged() if main else self.policy)
+            policy = self._adapted(self._initial(self.args.dtype)[0])
             self.accelerator.free_memory()  # it keeps what it has prepared
             if self.args.critic:
                 whole.policy = policy

@@ -15,9 +15,11 @@ import wordgame
 from accelerate import Accelerator
 from checkpoints import small_checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bpo_ref import generate, packing, train
+from bpo_ref import generate, packing, run, train
 from bpo_ref.annotate import annotate
 from bpo_ref.continuous import ContinuousSession
 from bpo_ref.generate import Generator, forward
@@ -122,6 +124,64 @@ def learnt(trainer: Trainer) -> list[tuple[str, Tensor]]:
     """What is trained, but for the adapters' first halves: their start is not 0."""
     every = trainer.policy.named_parameters()
     return [(name, weight) for name, weight in every if weight.requires_grad and "lora_A" not in name]
+
+
+# Weights at the start.
+
+
+class OnHost(TorchDispatchMode):
+    """Counts fp32 numbers that are made in the CPU's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and (made.device.type, made.dtype) == ("cpu", torch.float32):
+            self.made += 0 if made._is_view() else made.numel()
+        return made
+
+
+@pytest.fixture
+def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint in bf16 as the hub has them, none of whose weights is large beside all of them."""
+    folder = small_checkpoint("qwen2", tmp_path / "deep")
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.layer_types = 24, ["full_attention"] * 24
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what is counted is of one thread
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kl": 0.1}, {"kl": 0.1, "dtype": "bfloat16"}, {"algo": "ppo"}, {"lora_r": 2, "lora_alpha": 4}],
+    ids=["weights", "reference", "bf16", "value head", "adapters"],
+)  # fmt: skip
+def test_the_cpu_never_holds_the_weights_of_a_trainer_in_fp32(
+    deep: Path, tmp_path: Path, on_device: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Eight processes of a machine would hold eight times as much: each takes its weights to its device one by one."""
+    loaded: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with OnHost() as host:
+            found = load_policy(*args, **kwargs)
+        loaded.append(host.made)
+        assert {weight.device for weight in found[0].parameters()} == {DEVICE}
+        return found
+
+    on_device.setattr(run, "load_policy", counted)
+    trainer = trainer_of(tmp_path / "run", deep, **options)
+    numbers = sum(weight.numel() for weight in trainer.policy.parameters())
+    assert loaded and max(loaded) < numbers / 4
+    trainer.close()
+
+
+def test_a_model_that_passes_through_the_cpu_is_found(deep: Path) -> None:
+    with OnHost() as host:
+        policy = load_policy(deep)[0].to(DEVICE)
+    assert host.made >= sum(weight.numel() for weight in policy.parameters())
 
 
 # Waiting for the device.

@@ -54,6 +54,8 @@ def test_recipes_are_what_their_rows_say() -> None:
     gigpo = settled(FLAGS["GiGPO"])
     assert (gigpo.credit, gigpo.omega, gigpo.omega_gamma, gigpo.roots) == ("gigpo", 1.0, 0.95, 8)
     ppo = settled(FLAGS["PPO (verl)"])
-    assert (ppo.gae_steps, ppo.gae_lam, ppo.epochs, ppo.minibatches) == ("token", 1.0, 1, 4)
+    assert (ppo.gae_steps, ppo.gae_lam, ppo.epochs, ppo.minibatches, ppo.dual_clip) == ("token", 1.0, 1, 4, 3.0)
+    vine = settled(FLAGS["VinePPO"])
+    assert (vine.mc_rollouts, vine.mc_turns, vine.epochs, vine.minibatches, vine.kl) == (9, 0, 2, 8, 1e-4)
     assert settled(FLAGS["VinePPO, cheaper"]).mc_turns == 2
     assert settled(FLAGS["RLOO (TRL)"]).kl_estimator == "k1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ import pytest
 import wordgame
 
 from bpo_ref import train
+from bpo_ref.checkpoint import CheckpointError
 from bpo_ref.config import ConfigError
 from bpo_ref.train import Args, Trainer, resolved
 
@@ -37,25 +39,68 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "subsample_returns": (0, 0, 1, 3), "advantage_norm": (None, "none", "batch"), "group_std": (True, False),
     "fork_baseline": (None, "siblings", "shrunk", "parent"), "step_weight_power": (None, 0.0, 0.75, 1.0),
     "baseline": (None, None, "none", "turn", "key", "value", "pooled", "critic"), "roulette": (None, None, 0.5, 1.0),
-    "credit": (None, None, None, "paper", "sibling", "tree", "group", "gae", "mc"),
+    "credit": (None, None, None, "paper", "sibling", "tree", "group", "gigpo", "gae", "mc"),
     "schedule": (None, None, "none", "entropy", "entropy-online", "random", "spaced", "lowest", "root",
                  "value-oracle", "explained", "split", "mc"),
     "value_decay": (0.9, 0.0, 1.0), "mc_rollouts": (1, 2), "mc_turns": (0, 1, 9), "lam": (0.95, 0.0, 1.0),
     "gamma": (1.0, 0.5), "invalid_penalty": (0.0, 0.1), "gae_steps": ("turn", "token"), "gae_lam": (None, 0.0, 1.0),
     "value_clip": (0.2, 0.0), "ratio": ("token", "step", "sequence"), "clip_high": (0.2, 0.28), "dual_clip": (0.0, 3.0),
     "kl": (0.0, 0.0, 0.1), "kl_estimator": (None, None, "k1", "k2", "k3"), "kl_in": ("loss", "reward"),
-    "aggregation": ("token", "path", "constant"),
+    "aggregation": ("token", "path", "constant"), "omega": (1.0, 0.0, 0.5), "omega_gamma": (0.95, 0.0, 1.0),
+    "dynamic_sampling": (0.0, 0.0, 0.5, 1.5, 3.0), "tis": (0.0, 0.0, 0.5, 2.0), "mask_truncated": (False, True),
+    "refusals": (False, True), "lookahead": (False, False, True), "roulette_below": (0.02, 0.0, 0.5),
+    "clip_low": (0.2, 0.0, 1.5), "value_lr": (1e-3, 0.1), "value_weight": (0.5, 0.0), "lr": (1e-2, 1e-4),
+    "betas": ((0.9, 0.95), (0.0, 0.0), (0.9, 1.0)), "adam_eps": (1e-8, 0.0, 1e-3), "max_grad_norm": (1.0, 1e-3, 0.0),
+    "updates": (1, 1, 2), "lora_alpha": (32, 1), "threads": (1, 2), "process_timeout": (24.0, 0.5, 0.0),
+    "backend": ("hf", "hf", "hf", "transformers-continuous"), "model": ("tiny:0.2M", "tiny:0.2M", "tiny:none"),
+    "init_from": (None, None, "./no-such-folder"), "resume": (False, False, True), "trackers": ((), ("none-such",)),
+    "env_id": (wordgame.ENV_ID, wordgame.ENV_ID, wordgame.ENV_ID, "no-such/Env-v0"),
+    "env_kwargs": ((), (), ("no_such=1",), ("no equals sign",)), "eval_kwargs": ((), (), ("no_such=1",)),
+    "expert_kwargs": ((), (), ("no equals sign",)), "sft_data": (None, None, "./no-such-file.jsonl"),
+    "sft_episodes": (2, 5), "sft_lr": (3e-3, 0.0), "sft_observation_weight": (0.2, 0.0, 1.0),
+    "eval_episodes": (1, 3), "eval_untrained": (False, True), "eval_every": (1, 10), "save_every": (1, 10),
+    "eval_temperature": (1.0, 0.5, 0.0),
 }  # fmt: skip
-"""Values that look valid, by field; the algorithm is drawn as well."""
+"""Values that look valid, and some that are not, by field."""
+APART = {"algo": "drawn every time", "out": "a folder of the test"}
+"""Fields that are not among them, and why."""
 
 
-def drawn(seed: int, *, changed: int) -> dict[str, Any]:
-    """An algorithm, and so many settings in which it is to differ from the small run."""
+def test_every_setting_is_drawn() -> None:
+    """With two values at least, one of them a change from the small run: a setting that is added is tried as well."""
+    fields = {field.name: BASE.get(field.name, field.default) for field in dataclasses.fields(Args)}
+    assert fields.keys() == DRAWN.keys() | APART.keys()
+    assert not DRAWN.keys() & APART.keys()
+    same = [name for name, values in DRAWN.items() if all(value == fields[name] for value in values)]
+    assert not same
+    hints = get_type_hints(Args)
+    names = {name: set(get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal}
+    missing = {name: values - set(DRAWN[name]) for name, values in names.items() if name in DRAWN}
+    assert not any(missing.values()), missing
+
+
+def drawn(seed: int, *, changed: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """An algorithm, and so many settings, or these, in which it is to differ from the small run."""
     rng = np.random.default_rng([44, seed])
-    names = rng.choice(list(DRAWN), changed, replace=False)
+    names = [str(name) for name in rng.choice(list(DRAWN), changed, replace=False)] if names is None else names
     algos = get_args(get_type_hints(Args)["algo"])
-    options = {str(name): DRAWN[str(name)][rng.integers(len(DRAWN[str(name)]))] for name in names}
+    options = {name: DRAWN[name][rng.integers(len(DRAWN[name]))] for name in names}
     return {**BASE, "algo": algos[rng.integers(len(algos))], **options}
+
+
+def every_setting(seed: int, *, changed: int) -> list[dict[str, Any]]:
+    """Draws in which every setting takes, once, a value that is not the small run's."""
+    rng = np.random.default_rng([45, seed])
+    fields = {field.name: BASE.get(field.name, field.default) for field in dataclasses.fields(Args)}
+    names = [str(name) for name in rng.permutation(list(DRAWN))]
+    draws = []
+    for i in range(0, len(names), changed):
+        options = drawn(seed + i, changed=changed, names=names[i : i + changed])
+        for name in names[i : i + changed]:
+            others = [value for value in DRAWN[name] if value != fields[name]]
+            options[name] = others[rng.integers(len(others))]
+        draws.append(options)
+    return draws
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +118,9 @@ def outcome(options: dict[str, Any], out: Path) -> str:
     try:
         trainer = Trainer(Args(**{**options, "out": str(out)}))
         trainer._enter_rl() if trainer.stage == "sft" else None
+    except CheckpointError as error:
+        assert options.get("resume") and "expected the state of a run to resume" in str(error)
+        return "refused: resume"
     except ConfigError as error:
         named = str(error).partition(":")[0]
         assert named in fields, f"the message begins with no field: {error}"
@@ -95,27 +143,28 @@ def outcome(options: dict[str, Any], out: Path) -> str:
     return "updated"
 
 
-def found(first: int, count: int, tmp_path: Path, *, changed: int) -> list[str]:
+def found(draws: Sequence[dict[str, Any]], tmp_path: Path) -> list[str]:
     outcomes = []
-    for seed in range(first, first + count):
-        options = drawn(seed, changed=changed)
+    for number, options in enumerate(draws):
         told = {name: value for name, value in options.items() if BASE.get(name, ...) != value}
         try:
-            outcomes.append(outcome(options, tmp_path / str(seed)))
+            outcomes.append(outcome(options, tmp_path / str(number)))
         except Exception as error:
-            raise AssertionError(f"draw {seed}: {told}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"draw {number}: {told}: {type(error).__name__}: {error}") from error
     return outcomes
 
 
 def test_random_settings_train_or_are_refused_by_name(tmp_path: Path) -> None:
-    outcomes = found(0, 40, tmp_path, changed=4)
-    assert outcomes.count("updated") >= 15, outcomes
+    draws = every_setting(0, changed=3)
+    assert len(draws) < 40
+    outcomes = found(draws, tmp_path)
+    assert outcomes.count("updated") >= 10, outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [3, 6, 10, 20])
 def test_many_random_settings_train_or_are_refused_by_name(tmp_path: Path, changed: int) -> None:
-    assert "updated" in found(1000 * changed, 100, tmp_path, changed=changed)
+    assert "updated" in found([drawn(1000 * changed + i, changed=changed) for i in range(100)], tmp_path)
 
 
 # Numbers that mean nothing.

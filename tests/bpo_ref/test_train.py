@@ -298,6 +298,10 @@ def test_chats_from_a_file_take_the_experts_place(tmp_path: Path) -> None:
     path.write_text('{"messages": [{"role": "assistant", "content": "word"}]}\n')
     with pytest.raises(ConfigError, match=rf"sft_data: {path}:1: expected user and assistant in turn"):
         Trainer(Args(**{**TINY, "out": str(tmp_path / "run"), "sft_data": str(path)}))
+    for content in (b"", b"\xff", None):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"^sft_data: "):
+            Trainer(Args(**{**TINY, "out": str(tmp_path / "run"), "sft_data": str(path)}))
 
 
 # Interrupted runs.
