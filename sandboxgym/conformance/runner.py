@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import importlib
 import os
 import platform
@@ -17,9 +19,10 @@ import random
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,6 +222,8 @@ def run(
     listener: Listener | None = None,
     strength: bool = False,
     shrink: bool = True,
+    known: Mapping[str, Result] | None = None,
+    on_start: Callable[[Report], None] | None = None,
 ) -> Report:
     """Run the checks of some levels, or those in ``only``.
 
@@ -231,6 +236,8 @@ def run(
         listener: is told of each check.
         strength: put faults into the environment afterwards, and say which of them this run would have seen.
         shrink: shorten the scripts of failures.
+        known: results of checks that are not run again, by id.
+        on_start: is given the report without results before the first check.
 
     Raises:
         ValueError: no check has such an id; no such budget.
@@ -243,8 +250,33 @@ def run(
     budget = budget.paced(call)
     load = _load()
     started, start, watch = datetime.datetime.now(datetime.UTC), time.perf_counter(), Stopwatch()
+    spec = subject.make_spec
+    try:
+        capabilities = asdict(subject.capabilities)
+    except Exception:
+        capabilities = {}
+    report = Report(
+        name=subject.name,
+        target=spec.target if spec else None,
+        make_kwargs=dict(spec.kwargs) if spec else {},
+        capabilities=capabilities,
+        results=(),
+        budget=str(budget),
+        levels=as_levels(levels),
+        seed=seed,
+        started=started.isoformat(timespec="seconds"),
+        seconds=0.0,
+        versions=versions(),
+        platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        machine={"load before": load, "load after": load, "cores": os.cpu_count() or 1, "seconds per call": call},
+    )
+    if on_start is not None:
+        on_start(report)
     results: dict[str, Result] = {}
     for check in chosen:
+        if known is not None and check.id in known:
+            results[check.id] = known[check.id]
+            continue
         if listener is not None:
             listener(check, None)
         spent = max(watch.busy, watch.elapsed / 2) if budget.waits else watch.busy
@@ -263,26 +295,12 @@ def run(
         seconds = max(LEAST_SECONDS, SHARE * spent)
         with preserved():
             measured = measure(subject, budget, results, seed=seed, seconds=seconds)
-    spec = subject.make_spec
-    try:
-        capabilities = asdict(subject.capabilities)
-    except Exception:
-        capabilities = {}
-    return Report(
-        name=subject.name,
-        target=spec.target if spec else None,
-        make_kwargs=dict(spec.kwargs) if spec else {},
-        capabilities=capabilities,
+    return replace(
+        report,
         results=tuple(results.values()),
-        budget=str(budget),
-        levels=as_levels(levels),
-        seed=seed,
-        started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
-        versions=versions(),
-        platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         strength=measured,
-        machine={"load before": load, "load after": _load(), "cores": os.cpu_count() or 1, "seconds per call": call},
+        machine={**report.machine, "load after": _load()},
     )
 
 
@@ -355,7 +373,7 @@ def run_check(
         return result(Verdict.SKIP, str(error))
     except Inconclusive as error:
         return result(Verdict.INCONCLUSIVE, str(error), error.evidence)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an environment that ends the interpreter ends its check only
         text = "".join(traceback.format_exception(error)[-12:])
         message = f"{type(error).__qualname__}: {error}" if str(error) else type(error).__qualname__
         return result(Verdict.FAIL, message[:500], {"traceback": text}, getattr(error, "counterexample", None))
@@ -409,12 +427,29 @@ def preserved() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result may depend on."""
-    found = {}
+    """Versions of what a result may depend on; that of the suite is a digest of its modules that give verdicts."""
+    found = {"suite": suite_digest()}
     for package in ("sandboxgym", "gymnasium", "numpy", "hypothesis", "scipy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+SHOWING = (
+    *("__main__.py", "causes.py", "html.py", "markdown.py", "plugin.py", "reports.py", "supervised.py"),
+    *("shrink.py", "sidebyside.py", "strength.py", "test_conformance.py", "verdicts.py"),
+)
+"""Modules of the suite on which no verdict depends."""
+
+
+@functools.cache
+def suite_digest() -> str:
+    """The first digits of a digest of the modules of the suite that decide on verdicts."""
+    found, home = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(home.rglob("*.py")):
+        if path.name not in SHOWING:
+            found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:8]
 
 
 def _json(value: Any) -> Any:

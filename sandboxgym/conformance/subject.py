@@ -21,6 +21,7 @@ import gymnasium as gym
 import numpy as np
 
 import sandboxgym
+from sandboxgym.conformance import pulse
 from sandboxgym.conformance.values import Canonical, canonical
 from sandboxgym.core import SnapshotSpec, Transition
 
@@ -203,6 +204,7 @@ class Subject:
     def call(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
         """Perform ``op``; what came, canonical and raw (None if it raised)."""
         raw: tuple[Any, ...]
+        pulse.beat()
         try:
             if op.kind == "reset":
                 seed, options = op.value
@@ -267,11 +269,13 @@ def methods(env: Any) -> bool:
 
 def take(env: AnyEnv) -> Any:
     """A snapshot of ``env`` with its wrappers."""
+    pulse.beat()
     return env.snapshot() if methods(env) else sandboxgym.snapshot(env)  # type: ignore[attr-defined]
 
 
 def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Restore ``snap`` in ``env``."""
+    pulse.beat()
     if methods(env):  # without the keyword where it is not needed: a fault in it has a check of its own
         result = env.restore(snap) if seed is None else env.restore(snap, seed=seed)  # type: ignore[attr-defined]
     else:
@@ -281,6 +285,7 @@ def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str,
 
 def branch(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
     """``k`` forks of ``env``."""
+    pulse.beat()
     if methods(env):
         return list(env.fork(k) if seed is None else env.fork(k, seed=seed))  # type: ignore[attr-defined]
     return list(sandboxgym.fork(env, k, seed=seed))
