@@ -121,7 +121,7 @@ class Report:
     @property
     def causes(self) -> list[Cause]:
         """The failures, grouped by what probably causes them."""
-        return causes([{**asdict(result), "evidence": _json(result.evidence)} for result in self.failures])
+        return causes([{**asdict(result), "evidence": plain(result.evidence)} for result in self.failures])
 
     @property
     def not_tested(self) -> tuple[tuple[str, str], ...]:
@@ -154,7 +154,7 @@ class Report:
         results = []
         for result in self.results:
             check = known.get(result.id)
-            entry = {**asdict(result), "verdict": str(result.verdict), "evidence": _json(result.evidence)}
+            entry = {**asdict(result), "verdict": str(result.verdict), "evidence": plain(result.evidence)}
             if check is not None:
                 entry |= {
                     "level": int(check.level),
@@ -169,7 +169,7 @@ class Report:
             "schema": SCHEMA,
             "name": self.name,
             "target": self.target,
-            "make_kwargs": _json(self.make_kwargs),
+            "make_kwargs": plain(self.make_kwargs),
             "capabilities": self.capabilities,
             "budget": self.budget,
             "levels": list(self.levels),
@@ -224,6 +224,7 @@ def run(
     shrink: bool = True,
     known: Mapping[str, Result] | None = None,
     on_start: Callable[[Report], None] | None = None,
+    on_checked: Callable[[], None] | None = None,
 ) -> Report:
     """Run the checks of some levels, or those in ``only``.
 
@@ -238,6 +239,7 @@ def run(
         shrink: shorten the scripts of failures.
         known: results of checks that are not run again, by id.
         on_start: is given the report without results before the first check.
+        on_checked: is called after the last check, before scripts are shortened and the strength is measured.
 
     Raises:
         ValueError: no check has such an id; no such budget.
@@ -249,25 +251,20 @@ def run(
     call = pace(subject)
     budget = budget.paced(call)
     load = _load()
-    started, start, watch = datetime.datetime.now(datetime.UTC), time.perf_counter(), Stopwatch()
+    start, watch = time.perf_counter(), Stopwatch()
     spec = subject.make_spec
     try:
         capabilities = asdict(subject.capabilities)
-    except Exception:
+    except (Exception, SystemExit):
         capabilities = {}
-    report = Report(
-        name=subject.name,
+    report = replace(
+        bare(subject.name),
         target=spec.target if spec else None,
         make_kwargs=dict(spec.kwargs) if spec else {},
         capabilities=capabilities,
-        results=(),
         budget=str(budget),
         levels=as_levels(levels),
         seed=seed,
-        started=started.isoformat(timespec="seconds"),
-        seconds=0.0,
-        versions=versions(),
-        platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         machine={"load before": load, "load after": load, "cores": os.cpu_count() or 1, "seconds per call": call},
     )
     if on_start is not None:
@@ -284,6 +281,8 @@ def run(
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
+    if on_checked is not None:
+        on_checked()
     if shrink:
         shrinking = Stopwatch()
         for id, result in results.items():
@@ -301,6 +300,24 @@ def run(
         seconds=time.perf_counter() - start,
         strength=measured,
         machine={**report.machine, "load after": _load()},
+    )
+
+
+def bare(name: str) -> Report:
+    """A report without results, begun now."""
+    return Report(
+        name=name,
+        target=None,
+        make_kwargs={},
+        capabilities={},
+        results=(),
+        budget="",
+        levels=tuple(map(int, Level)),
+        seed=0,
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=0.0,
+        versions=versions(),
+        platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
     )
 
 
@@ -332,7 +349,7 @@ def pace(subject: Subject) -> float:
             control = subject.control(0, SHORTEST)
             call = control.seconds / len(control.ops)
             return max(call, _snapshot_seconds(subject, control))
-    except Exception:  # what is wrong with it is for the checks to find
+    except (Exception, SystemExit):  # what is wrong with it is for the checks to find
         return 0.0
 
 
@@ -393,7 +410,7 @@ def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | 
             for need in check.needs:
                 if reason := missing(subject, need):
                     return reason
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if check.id.startswith("api."):
             return None
         return f"what it needs cannot be found out: {type(error).__qualname__}: {error}"
@@ -452,13 +469,14 @@ def suite_digest() -> str:
     return found.hexdigest()[:8]
 
 
-def _json(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
     if isinstance(value, dict):
-        return {_printable(str(key)): _json(item) for key, item in value.items()}
+        return {_printable(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_json(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.generic):
-        return _json(value.item())
+        return plain(value.item())
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, float) and value != value:

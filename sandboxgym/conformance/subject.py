@@ -214,7 +214,7 @@ class Subject:
                 raw = env.step(copy.deepcopy(op.value))
                 if not isinstance(raw, tuple) or len(raw) != 5:
                     raise TypeError(f"expected 5 values of step(), found {raw!r:.200}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Outcome(raised=type(error).__qualname__, state=self._state(env)), None
         return self.outcome(env, *raw), raw
 
@@ -270,7 +270,8 @@ def methods(env: Any) -> bool:
 def take(env: AnyEnv) -> Any:
     """A snapshot of ``env`` with its wrappers."""
     pulse.beat()
-    return env.snapshot() if methods(env) else sandboxgym.snapshot(env)  # type: ignore[attr-defined]
+    snapshot: Callable[[], Any] = env.snapshot if methods(env) else functools.partial(sandboxgym.snapshot, env)  # type: ignore[attr-defined]
+    return pulse.weigh(snapshot)
 
 
 def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
