@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -25,9 +26,8 @@ if str(HERE) not in sys.path:
 import zoo  # noqa: E402  (found beside this file)
 from zoo import Good, Mutant  # noqa: E402
 
-import sandboxgym.conformance  # noqa: E402
 from sandboxgym.conformance import Budget, Subject, Verdict, run  # noqa: E402
-from sandboxgym.conformance.runner import all_checks  # noqa: E402
+from sandboxgym.conformance.runner import all_checks, suite_digest  # noqa: E402
 
 CHECKS = all_checks()
 NAMED = ("named",)
@@ -36,11 +36,6 @@ SEEDS_BUDGET = replace(
     Budget.named("quick"), traces=2, steps=30, repeats=20, forks=3, cycles=10, depth=10, samples=200, seconds=0.5
 )
 """Of many runs of known-good environments: short ones."""
-SHOWING = (
-    *("__main__.py", "causes.py", "html.py", "markdown.py", "plugin.py", "reports.py"),
-    *("shrink.py", "strength.py", "test_conformance.py"),
-)
-"""Modules of the suite on which no verdict depends."""
 Job = tuple[str, str | Budget, int, Collection[str] | None]
 """Name of a specimen, budget, seed, ids of checks (None: all; `NAMED`)."""
 
@@ -146,13 +141,15 @@ def _examine(job: Job) -> Row:
 
 
 @functools.cache
-def sources() -> str:
-    """A digest of the suite's and the zoo's source: results of other sources are not these ones' results."""
-    found = hashlib.sha256()
-    for folder in (Path(sandboxgym.conformance.__file__).parent, HERE / "zoo"):
-        for path in sorted(folder.rglob("*.py")):
-            if path.name not in SHOWING:
-                found.update(path.read_bytes())
+def sources(name: str) -> str:
+    """A digest of the source of the suite and of a specimen: results of other sources are not these ones' results."""
+    own = Path(sys.modules[specimen(name).make.__module__].__file__ or "")
+    found = hashlib.sha256(suite_digest().encode())
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((HERE / "zoo").glob("*.py"))}
+    shared = {match for text in texts.values() for match in re.findall(r"^from zoo\.(\w+) import", text, re.MULTILINE)}
+    for path, text in texts.items():
+        if path == own or path.stem in shared | {"streams"}:
+            found.update(text.encode())
     return found.hexdigest()[:16]
 
 
@@ -180,4 +177,4 @@ def _key(job: Job) -> str:
     name, budget, seed, only = job
     what = "all" if only is None else hashlib.sha256(repr(sorted(only)).encode()).hexdigest()[:8]
     size = budget if isinstance(budget, str) else hashlib.sha256(repr(budget).encode()).hexdigest()[:8]
-    return f"{sources()} {name} {size} {seed} {what}"
+    return f"{sources(name)} {name} {size} {seed} {what}"

@@ -35,6 +35,7 @@ class Mutant:
         budget: the smallest budget that must find it.
         family: the correct environment that it was made from.
         note: how the fault was put in.
+        follows: the report of such a fault in a real project, as ``owner/repository#number``; empty if it follows none.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Mutant:
     budget: Budget = "quick"
     family: str = ""
     note: str = ""
+    follows: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def mutant(
     actions: Callable[..., Any] | None = None,
     shell: Callable[[Any, str], str] | None = None,
     limits: Callable[[Any], dict[str, float]] | None = None,
+    follows: str = "",
 ) -> Callable[[MakeT], MakeT]:
     """Enter the decorated class or factory into `MUTANTS`; its docstring becomes the note."""
 
@@ -92,6 +95,7 @@ def mutant(
             budget=budget,
             family=make.__module__.rpartition(".")[2],
             note=" ".join((make.__doc__ or "").split()),
+            follows=follows,
         )
         MUTANTS.append(specimen)
         return make

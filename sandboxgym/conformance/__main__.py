@@ -15,13 +15,16 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sandboxgym.conformance import reports
 from sandboxgym.conformance.check import BUDGETS, Level, as_levels
 from sandboxgym.conformance.recording import quiet
-from sandboxgym.conformance.runner import all_checks, run
+from sandboxgym.conformance.runner import Report, all_checks, run
 from sandboxgym.conformance.subject import Subject
+
+if TYPE_CHECKING:
+    from sandboxgym.conformance.supervised import Watched
 
 USAGE = 3
 HOOKS = ("actions", "observe_state", "normalize", "shell", "lossy", "limits")
@@ -99,6 +102,24 @@ def parser() -> argparse.ArgumentParser:
         help="put faults into the environment's own snapshots and say which of them the checks see (default: if all "
         "checks of level 1 run; a quarter of the time in addition)",
     )
+    made.add_argument(
+        "--call-limit",
+        type=_positive,
+        default=300.0,
+        metavar="SECONDS",
+        help="an environment of which no call returns for so long hangs, and is ended (default: 300)",
+    )
+    made.add_argument(
+        "--memory-limit",
+        type=_positive,
+        metavar="GIB",
+        help="memory that the run may hold (default: half of what is available)",
+    )
+    made.add_argument(
+        "--in-process",
+        action="store_true",
+        help="run in this process, for a debugger: an environment that hangs or crashes takes the run with it",
+    )
     made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
@@ -108,57 +129,150 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite on an environment; the exit status."""
+    """Run the suite on an environment, in a process of its own that is watched; the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser()
-    options = command.parse_args(arguments)
+    options = command.parse_args(given)
     if options.list:
         print(listing(), end="")
         return 0
     if options.env is None:
         command.error("the environment is missing: ENV_ID")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # Last: who certifies an environment of this folder wants its modules, not a json.py that lies beside them.
-        sys.path.append(os.getcwd())
+    if options.in_process or os.name != "posix":
+        return in_process(options, command.prog)
+    from sandboxgym.conformance import supervised
+
+    if watched := supervised.Watched.here():
+        return told(options, watched)
     try:
-        levels = parse_levels(options.level)
-        only = parse_only(options.only)
-        for path in (options.json, options.html, options.markdown):
-            if path and path != "-" and not Path(path).absolute().parent.is_dir():
-                raise ValueError(f"there is no folder {Path(path).absolute().parent}")
-        for module in options.modules:
-            importlib.import_module(module)
-        arguments_of_env, hooks = parse_kwargs(options.make_kwargs), parse_hooks(options.hook)
-        hooks["reset_options"] = parse_reset_options(options.reset_options)
-        ways = [arguments_of_env, *({**arguments_of_env, **parse_kwargs([text])} for text in options.beside)]
-        subjects = [Subject.named(options.env, way, **hooks) for way in ways]
-        for subject in subjects:
-            with quiet():
-                subject.make_env().close()
-    except Exception as error:  # whatever a factory raises: there is nothing to certify
+        checks = all_checks(levels=parse_levels(options.level), only=parse_only(options.only))
+        check_outputs(options)
+    except ValueError as error:
         print(f"{command.prog}: error: {type(error).__name__}: {error}", file=sys.stderr)
         return USAGE
-    strength = options.strength if options.strength is not None else only is None and int(Level.EXACT) in levels
-    progress = reports.Progress(len(all_checks(levels=levels, only=only)) * len(subjects), quiet=options.quiet)
+    ways = 1 + len(options.beside)
+    progress = reports.Progress(len(checks) * ways, quiet=options.quiet)
+    limits = supervised.Limits(call=options.call_limit)
+    if options.memory_limit:
+        limits = replace(limits, memory=round(options.memory_limit * 2**30))
     try:
-        report, *others = [
-            run(
-                subject,
-                levels=levels,
-                budget=options.budget,
-                seed=options.seed,
-                only=only,
-                listener=progress,
-                strength=strength,
-            )
-            for subject in subjects
-        ]
+        report = supervised.supervise(given, ways, checks, name=options.env, limits=limits, listener=progress)
+    except supervised.Unusable as error:
+        progress.clear()
+        print(f"{command.prog}: error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        progress.clear()
+        print("interrupted", file=sys.stderr)
+        return 130
+    progress.clear()
+    write(report, options)
+    return report.exit_code
+
+
+def told(options: argparse.Namespace, watched: Watched) -> int:
+    """Run as the child that another process watches: everything goes there."""
+    try:
+        subjects = prepared(options)
+    except Exception as error:  # whatever a factory raises: there is nothing to certify
+        watched.tell("unusable", 0, f"{type(error).__name__}: {error}")
+        return USAGE
+    for way, subject in enumerate(subjects):
+
+        def once(subject: Subject, **more: Any) -> Report:
+            return run(subject, **asked(options), **more)
+
+        watched.run(way, subject, once, strong(options))
+    return 0
+
+
+def in_process(options: argparse.Namespace, prog: str) -> int:
+    """Run in this process."""
+    try:
+        check_outputs(options)
+        subjects = prepared(options)
+    except Exception as error:  # whatever a factory raises: there is nothing to certify
+        print(f"{prog}: error: {type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE
+    asking = asked(options)
+    total = len(all_checks(levels=asking["levels"], only=asking["only"])) * len(subjects)
+    progress = reports.Progress(total, quiet=options.quiet)
+    try:
+        report, *others = [run(subject, listener=progress, strength=strong(options), **asking) for subject in subjects]
         report = replace(report, beside=tuple(others))
     except KeyboardInterrupt:
         progress.clear()
         print("interrupted", file=sys.stderr)
         return 130
     progress.clear()
+    write(report, options)
+    return report.exit_code
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Find out before the run whether reports can be written.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    for path in (options.json, options.html, options.markdown):
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {Path(path).absolute().parent}")
+
+
+def prepared(options: argparse.Namespace) -> list[Subject]:
+    """The environments, made once to see that they can be.
+
+    Raises:
+        Exception: whatever a factory raises, and errors of arguments.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # Last: who certifies an environment of this folder wants its modules, not a json.py that lies beside them.
+        sys.path.append(os.getcwd())
+    asked(options)
+    for module in options.modules:
+        importlib.import_module(module)
+    arguments_of_env, hooks = parse_kwargs(options.make_kwargs), parse_hooks(options.hook)
+    hooks["reset_options"] = parse_reset_options(options.reset_options)
+    ways = [arguments_of_env, *({**arguments_of_env, **parse_kwargs([text])} for text in options.beside)]
+    subjects = [Subject.named(options.env, way, **hooks) for way in ways]
+    for subject in subjects:
+        with quiet():
+            subject.make_env().close()
+    return subjects
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `run`.
+
+    Raises:
+        ValueError: there is no such level or check.
+    """
+    return {
+        "levels": parse_levels(options.level),
+        "only": parse_only(options.only),
+        "budget": options.budget,
+        "seed": options.seed,
+    }
+
+
+def strong(options: argparse.Namespace) -> bool:
+    """Whether the strength of the certificate is measured."""
+    if options.strength is not None:
+        return bool(options.strength)
+    return not options.only and int(Level.EXACT) in parse_levels(options.level)
+
+
+def write(report: Report, options: argparse.Namespace) -> None:
+    """Print the report, and write it where it was asked for."""
     if options.json != "-":
         print(reports.terminal(report, colour=reports.coloured(sys.stdout)), end="")
     if options.json:
@@ -166,7 +280,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("html", "markdown"):
         if path := getattr(options, name):
             importlib.import_module(f"sandboxgym.conformance.{name}").write(report, Path(path))
-    return report.exit_code
 
 
 def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sandboxgym.conformance import pulse
 from sandboxgym.conformance.clock import Stopwatch
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ class Budget:
         at_least = max(min(at_least, 2), round(at_least * self.share))
         watch = Stopwatch()
         for index in range(count):
+            pulse.beat()
             if index >= at_least and watch.spent(limit):
                 return
             yield index

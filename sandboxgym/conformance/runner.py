@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import importlib
 import os
 import platform
@@ -17,9 +19,10 @@ import random
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +121,7 @@ class Report:
     @property
     def causes(self) -> list[Cause]:
         """The failures, grouped by what probably causes them."""
-        return causes([{**asdict(result), "evidence": _json(result.evidence)} for result in self.failures])
+        return causes([{**asdict(result), "evidence": plain(result.evidence)} for result in self.failures])
 
     @property
     def not_tested(self) -> tuple[tuple[str, str], ...]:
@@ -151,7 +154,7 @@ class Report:
         results = []
         for result in self.results:
             check = known.get(result.id)
-            entry = {**asdict(result), "verdict": str(result.verdict), "evidence": _json(result.evidence)}
+            entry = {**asdict(result), "verdict": str(result.verdict), "evidence": plain(result.evidence)}
             if check is not None:
                 entry |= {
                     "level": int(check.level),
@@ -166,7 +169,7 @@ class Report:
             "schema": SCHEMA,
             "name": self.name,
             "target": self.target,
-            "make_kwargs": _json(self.make_kwargs),
+            "make_kwargs": plain(self.make_kwargs),
             "capabilities": self.capabilities,
             "budget": self.budget,
             "levels": list(self.levels),
@@ -219,6 +222,9 @@ def run(
     listener: Listener | None = None,
     strength: bool = False,
     shrink: bool = True,
+    known: Mapping[str, Result] | None = None,
+    on_start: Callable[[Report], None] | None = None,
+    on_checked: Callable[[], None] | None = None,
 ) -> Report:
     """Run the checks of some levels, or those in ``only``.
 
@@ -231,6 +237,9 @@ def run(
         listener: is told of each check.
         strength: put faults into the environment afterwards, and say which of them this run would have seen.
         shrink: shorten the scripts of failures.
+        known: results of checks that are not run again, by id.
+        on_start: is given the report without results before the first check.
+        on_checked: is called after the last check, before scripts are shortened and the strength is measured.
 
     Raises:
         ValueError: no check has such an id; no such budget.
@@ -242,9 +251,29 @@ def run(
     call = pace(subject)
     budget = budget.paced(call)
     load = _load()
-    started, start, watch = datetime.datetime.now(datetime.UTC), time.perf_counter(), Stopwatch()
+    start, watch = time.perf_counter(), Stopwatch()
+    spec = subject.make_spec
+    try:
+        capabilities = asdict(subject.capabilities)
+    except (Exception, SystemExit):
+        capabilities = {}
+    report = replace(
+        bare(subject.name),
+        target=spec.target if spec else None,
+        make_kwargs=dict(spec.kwargs) if spec else {},
+        capabilities=capabilities,
+        budget=str(budget),
+        levels=as_levels(levels),
+        seed=seed,
+        machine={"load before": load, "load after": load, "cores": os.cpu_count() or 1, "seconds per call": call},
+    )
+    if on_start is not None:
+        on_start(report)
     results: dict[str, Result] = {}
     for check in chosen:
+        if known is not None and check.id in known:
+            results[check.id] = known[check.id]
+            continue
         if listener is not None:
             listener(check, None)
         spent = max(watch.busy, watch.elapsed / 2) if budget.waits else watch.busy
@@ -252,6 +281,8 @@ def run(
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
+    if on_checked is not None:
+        on_checked()
     if shrink:
         shrinking = Stopwatch()
         for id, result in results.items():
@@ -263,26 +294,30 @@ def run(
         seconds = max(LEAST_SECONDS, SHARE * spent)
         with preserved():
             measured = measure(subject, budget, results, seed=seed, seconds=seconds)
-    spec = subject.make_spec
-    try:
-        capabilities = asdict(subject.capabilities)
-    except Exception:
-        capabilities = {}
-    return Report(
-        name=subject.name,
-        target=spec.target if spec else None,
-        make_kwargs=dict(spec.kwargs) if spec else {},
-        capabilities=capabilities,
+    return replace(
+        report,
         results=tuple(results.values()),
-        budget=str(budget),
-        levels=as_levels(levels),
-        seed=seed,
-        started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
+        strength=measured,
+        machine={**report.machine, "load after": _load()},
+    )
+
+
+def bare(name: str) -> Report:
+    """A report without results, begun now."""
+    return Report(
+        name=name,
+        target=None,
+        make_kwargs={},
+        capabilities={},
+        results=(),
+        budget="",
+        levels=tuple(map(int, Level)),
+        seed=0,
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=0.0,
         versions=versions(),
         platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        strength=measured,
-        machine={"load before": load, "load after": _load(), "cores": os.cpu_count() or 1, "seconds per call": call},
     )
 
 
@@ -314,7 +349,7 @@ def pace(subject: Subject) -> float:
             control = subject.control(0, SHORTEST)
             call = control.seconds / len(control.ops)
             return max(call, _snapshot_seconds(subject, control))
-    except Exception:  # what is wrong with it is for the checks to find
+    except (Exception, SystemExit):  # what is wrong with it is for the checks to find
         return 0.0
 
 
@@ -355,7 +390,7 @@ def run_check(
         return result(Verdict.SKIP, str(error))
     except Inconclusive as error:
         return result(Verdict.INCONCLUSIVE, str(error), error.evidence)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an environment that ends the interpreter ends its check only
         text = "".join(traceback.format_exception(error)[-12:])
         message = f"{type(error).__qualname__}: {error}" if str(error) else type(error).__qualname__
         return result(Verdict.FAIL, message[:500], {"traceback": text}, getattr(error, "counterexample", None))
@@ -375,7 +410,7 @@ def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | 
             for need in check.needs:
                 if reason := missing(subject, need):
                     return reason
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if check.id.startswith("api."):
             return None
         return f"what it needs cannot be found out: {type(error).__qualname__}: {error}"
@@ -409,21 +444,39 @@ def preserved() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result may depend on."""
-    found = {}
+    """Versions of what a result may depend on; that of the suite is a digest of its modules that give verdicts."""
+    found = {"suite": suite_digest()}
     for package in ("sandboxgym", "gymnasium", "numpy", "hypothesis", "scipy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
 
 
-def _json(value: Any) -> Any:
+SHOWING = (
+    *("__main__.py", "causes.py", "html.py", "markdown.py", "plugin.py", "reports.py", "supervised.py"),
+    *("shrink.py", "sidebyside.py", "strength.py", "test_conformance.py", "verdicts.py"),
+)
+"""Modules of the suite on which no verdict depends."""
+
+
+@functools.cache
+def suite_digest() -> str:
+    """The first digits of a digest of the modules of the suite that decide on verdicts."""
+    found, home = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(home.rglob("*.py")):
+        if path.name not in SHOWING:
+            found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
     if isinstance(value, dict):
-        return {_printable(str(key)): _json(item) for key, item in value.items()}
+        return {_printable(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_json(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.generic):
-        return _json(value.item())
+        return plain(value.item())
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, float) and value != value:

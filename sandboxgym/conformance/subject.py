@@ -21,6 +21,7 @@ import gymnasium as gym
 import numpy as np
 
 import sandboxgym
+from sandboxgym.conformance import pulse
 from sandboxgym.conformance.values import Canonical, canonical
 from sandboxgym.core import SnapshotSpec, Transition
 
@@ -203,6 +204,7 @@ class Subject:
     def call(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
         """Perform ``op``; what came, canonical and raw (None if it raised)."""
         raw: tuple[Any, ...]
+        pulse.beat()
         try:
             if op.kind == "reset":
                 seed, options = op.value
@@ -212,7 +214,7 @@ class Subject:
                 raw = env.step(copy.deepcopy(op.value))
                 if not isinstance(raw, tuple) or len(raw) != 5:
                     raise TypeError(f"expected 5 values of step(), found {raw!r:.200}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Outcome(raised=type(error).__qualname__, state=self._state(env)), None
         return self.outcome(env, *raw), raw
 
@@ -267,11 +269,14 @@ def methods(env: Any) -> bool:
 
 def take(env: AnyEnv) -> Any:
     """A snapshot of ``env`` with its wrappers."""
-    return env.snapshot() if methods(env) else sandboxgym.snapshot(env)  # type: ignore[attr-defined]
+    pulse.beat()
+    snapshot: Callable[[], Any] = env.snapshot if methods(env) else functools.partial(sandboxgym.snapshot, env)  # type: ignore[attr-defined]
+    return pulse.weigh(snapshot)
 
 
 def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Restore ``snap`` in ``env``."""
+    pulse.beat()
     if methods(env):  # without the keyword where it is not needed: a fault in it has a check of its own
         result = env.restore(snap) if seed is None else env.restore(snap, seed=seed)  # type: ignore[attr-defined]
     else:
@@ -281,6 +286,7 @@ def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str,
 
 def branch(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
     """``k`` forks of ``env``."""
+    pulse.beat()
     if methods(env):
         return list(env.fork(k) if seed is None else env.fork(k, seed=seed))  # type: ignore[attr-defined]
     return list(sandboxgym.fork(env, k, seed=seed))
