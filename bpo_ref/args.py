@@ -32,6 +32,7 @@ ScheduleName = Literal[
 ]
 Credit = Literal["paper", "sibling", "tree", "group", "gigpo", "gae", "mc"]
 Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
+Network = Literal["none", "lookahead", "baseline", "both"]
 KEYED = ("key", "value", "pooled")  # baselines
 
 
@@ -217,6 +218,14 @@ class Args:
     """Try the listed actions of every state one step ahead in forks, and take off returns what the decisions after an
     action were lucky by (`lookahead.py`). Unbiased; generates no token. For environments that list their actions and
     give a ``progress_key``, with credit ``tree``."""
+    lookahead_least: float = 0.0
+    """Actions whose Q̂ differs by at most this from that of an action that changes nothing count as such, and need no
+    probability: the estimate stays unbiased, and a little of its gain is left."""
+    network: Network = "none"
+    """Where a small network on the environment's ``info["features"]``, learned from earlier batches, stands in for the
+    running means: in look-ahead, in the ``pooled`` or ``value`` baseline, or in both (`value_network.py`)."""
+    split_variance: Literal["returns", "fair"] = "returns"
+    """What ``split`` goes by: the variance of returns, or of returns less the luck of later decisions (look-ahead)."""
     value_decay: float = 0.9
     """Share of the running means (``value``, ``split``, ``allocation``) that is kept at every update."""
     mc_rollouts: int = 4
@@ -374,6 +383,18 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     }.items():
         expected = "credit=tree, V̂ of earlier batches and all that was sampled"
         refuse(wrong and args.lookahead, "lookahead", f"goes with {expected}, found {found}")
+    in_lookahead, in_baseline = (args.network in (place, "both") for place in ("lookahead", "baseline"))
+    refuse(in_lookahead and not args.lookahead, "network", f"{args.network} goes with lookahead")
+    refuse(
+        in_baseline and args.baseline not in ("value", "pooled"),
+        "network", f"{args.network} goes with a baseline of value or pooled, found {args.baseline}",
+    )  # fmt: skip
+    fair = args.split_variance == "fair"
+    refuse(
+        fair and not (args.lookahead and args.schedule == "split"),
+        "split_variance",
+        "fair goes with lookahead and schedule=split",
+    )
     by_progress = f"goes with a baseline of {', '.join(KEYED)}, found {args.baseline}"
     refuse(args.refusals and args.baseline not in KEYED, "refusals", by_progress)
     by_key = "baseline" if args.baseline in KEYED else "schedule" if args.schedule == "split" else "lookahead"

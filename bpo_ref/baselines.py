@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from bpo_ref.config import ConfigError
+from bpo_ref.value_network import Example, Features, ValueNetwork, told_of
 from sandboxgym.tree import Edge, Node, Path, RolloutTree
 
 if TYPE_CHECKING:
@@ -44,6 +45,22 @@ def refusals(node: Node) -> int:
     while edge is not None and not edge.valid and count < 2:
         count, edge = count + 1, edge.parent.parent
     return count
+
+
+def features(node: Node, kind: str) -> Features:
+    """The state of a node in a task of this type."""
+    return Features(told_of(node.features), node.depth, refusals(node), kind)
+
+
+def examples(tree: RolloutTree) -> list[Example]:
+    """The states of a backed-up tree, with the mean value of what was tried there; every return counts once."""
+    found, todo = [], [(tree.root, float(len(tree.root.children)))]
+    while todo:
+        node, share = todo.pop()
+        if node.children:
+            found.append(Example(features(node, tree.kind), mean_value(node), share))
+            todo += [(edge.child, share / len(node.children)) for edge in node.children]
+    return found
 
 
 def plain_key(key: Any) -> StateKey:
@@ -102,27 +119,34 @@ class TreeSummary:
     """Mean return of each root path's subtree, and its mean square."""
 
 
-def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0, fair: bool = False) -> TreeSummary:
+def summarize(
+    tree: RolloutTree,
+    kind: str,
+    *,
+    gamma: float = 1.0,
+    fair: bool = False,
+    known: Callable[[Node], float] = lambda node: 0.0,
+) -> TreeSummary:
     """Mean value of each root path's subtree at each state key, every return counted once.
 
-    With ``fair`` the values are less luck (`fair_value`), as the batch's own baselines want them; the squares are not,
-    and what earlier batches teach is the plain returns.
+    With ``fair`` the values and their squares are less luck (`fair_value`), as the batch's own baselines want them;
+    what earlier batches teach is the plain returns. What is ``known`` of a state is subtracted from its values.
     """
     mean = fair_mean if fair else mean_value
-    squares = _second_moments(tree, gamma)
+    squares = _second_moments(tree, gamma, fair=fair)
     roots: list[RootTable] = []
     returns: list[tuple[float, float]] = []
     for root_edge in tree.root.children:
         v = fair_value(root_edge) if fair else root_edge.value
-        s = _square(root_edge.reward, gamma, root_edge.child, squares)
-        sums: dict[StateKey, list[float]] = {state_key(tree.root, kind): [1.0, v, s]}
+        s = _square(root_edge, gamma, squares, fair=fair)
+        sums: dict[StateKey, list[float]] = {state_key(tree.root, kind): [1.0, v - known(tree.root), s]}
         todo = [(root_edge.child, 1.0)]
         while todo:
             node, share = todo.pop()
             if node.children:
                 entry = sums.setdefault(state_key(node, kind), [0.0, 0.0, 0.0])
                 entry[0] += share
-                entry[1] += share * mean(node)
+                entry[1] += share * (mean(node) - known(node))
                 entry[2] += share * squares[id(node)]
                 todo += [(edge.child, share / len(node.children)) for edge in node.children]
         roots.append({key: (min(1.0, n), total / n, square / n) for key, (n, total, square) in sums.items()})
@@ -130,20 +154,22 @@ def summarize(tree: RolloutTree, kind: str, *, gamma: float = 1.0, fair: bool = 
     return TreeSummary(tree.task, tree.index, tree.kind, mean(tree.root), roots, returns)
 
 
-def _second_moments(tree: RolloutTree, gamma: float) -> dict[int, float]:
-    """Mean squared return from every node with children, by id(node)."""
+def _second_moments(tree: RolloutTree, gamma: float, *, fair: bool = False) -> dict[int, float]:
+    """Mean squared return from every node with children, by id(node); with ``fair``, less luck."""
     squares: dict[int, float] = {}
     for node in sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth):
         if node.children:
-            total = sum(_square(edge.reward, gamma, edge.child, squares) for edge in node.children)
+            total = sum(_square(edge, gamma, squares, fair=fair) for edge in node.children)
             squares[id(node)] = total / len(node.children)
     return squares
 
 
-def _square(reward: float, gamma: float, child: Node, squares: dict[int, float]) -> float:
+def _square(edge: Edge, gamma: float, squares: dict[int, float], *, fair: bool) -> float:
     """Mean of (r + γ G)²; a path that was stopped counts as what is handed up, V̂, squared."""
-    square = squares.get(id(child), child.value**2)
-    return reward * reward + 2 * gamma * reward * child.value + gamma * gamma * square
+    reward = edge.reward - edge.control * fair
+    value = edge.child.value - edge.child.luck * fair
+    square = squares.get(id(edge.child), value**2)
+    return reward * reward + 2 * gamma * reward * value + gamma * gamma * square
 
 
 class StateBaseline:
@@ -455,6 +481,10 @@ class Memory:
     spread: TaskSpread
     refused: ValueTable
     """As ``values``, by refusals too; for baselines alone (`Args.refusals`)."""
+    fair: ValueTable
+    """As ``values``, of returns less the luck of later decisions; for splits (`Args.split_variance`)."""
+    network: ValueNetwork | None
+    """Of features, where `Args.network` asks for it."""
 
     @classmethod
     def of(cls, args: Args, state: Mapping[str, Any] | None = None) -> Memory:
@@ -462,6 +492,9 @@ class Memory:
         state = state or {}
         points = (args.points or 0.0) - (args.root_branch == "always")
         first, keep = int(args.root_branch != "free"), 8 * args.prompts
+        network = None
+        if args.network != "none":
+            network = ValueNetwork(args.max_turns, args.value_decay, state=state.get("network"))
         return cls(
             EntropyThreshold(points, first=first, keep=keep, history=state.get("entropies", [])),
             ValueTable(args.value_decay, state=state.get("values")),
@@ -469,6 +502,8 @@ class Memory:
             ForkDepth(state.get("depth", max(1.0, args.max_turns / 4)), limit=args.max_turns),
             TaskSpread(args.value_decay, state.get("spread", ())),
             ValueTable(args.value_decay, state=state.get("refused")),
+            ValueTable(args.value_decay, state=state.get("fair")),
+            network,
         )
 
     def state(self) -> dict[str, Any]:
@@ -480,6 +515,8 @@ class Memory:
             "depth": self.depth.depth,
             "spread": [(task, entry.tolist()) for task, entry in self.spread.sums.items()],
             "refused": self.refused.state(),
+            "fair": self.fair.state(),
+            "network": self.network and self.network.state(),
         }
 
     def observe(
@@ -493,12 +530,17 @@ class Memory:
             entropies = [[edge.action.entropy for edge in path.edges] for path in forked]
             summary = summarize(tree, "key", gamma=args.gamma) if args.keyed or args.allocation == "spread" else None
             finer = summarize(tree, "refusals", gamma=args.gamma) if args.refusals else None
+            fair = summarize(tree, "key", gamma=args.gamma, fair=True) if args.split_variance == "fair" else None
+            seen = examples(tree) if self.network else []
             depth = ForkDepth.sample(tree, [path.total_reward for path in roots])
             found = [fork for fork in forks if fork.tree == tree.index]
-            local.append((tree.index, entropies, summary, finer, depth, found))
+            local.append((tree.index, entropies, summary, finer, fair, seen, depth, found))
         every = sorted(gather(local), key=lambda entry: entry[0])
         summaries = [summary for _, _, summary, *_ in every if summary]
         self.refused.observe([finer for _, _, _, finer, *_ in every if finer], low=args.roulette_below)
+        self.fair.observe([fair for _, _, _, _, fair, *_ in every if fair], low=args.roulette_below)
+        if self.network:
+            self.network.observe([example for _, _, _, _, _, seen, *_ in every for example in seen])
         self.entropies.observe(path for _, paths, *_ in every for path in paths)
         self.values.observe(summaries if args.keyed else (), low=args.roulette_below)
         self.spread.observe(summaries if args.allocation == "spread" else ())

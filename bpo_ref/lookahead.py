@@ -41,6 +41,7 @@ from bpo_ref.baselines import StateKey, ValueTable, plain_key
 from bpo_ref.batch import by_length
 from bpo_ref.config import ConfigError
 from bpo_ref.packing import by_prefix
+from bpo_ref.value_network import Features, ValueNetwork, told_of
 from sandboxgym.prompts import Prompt
 from sandboxgym.tree import Edge, Node, RolloutTree
 from sandboxgym.wrappers import successors
@@ -83,6 +84,8 @@ class Candidate:
     key: StateKey
     """The plain progress key of what it leads to; None where the episode is over then."""
     ended: bool
+    features: tuple[float, ...] | None = None
+    """``info["features"]`` of what it leads to, where the environment gives them."""
 
 
 def check_prompt(prompt: Prompt, writer: Writer) -> None:
@@ -102,19 +105,25 @@ class LookAhead:
     """The look-ahead of one batch: a `sandboxgym.tree.Look` while it is rolled out, `set_controls` afterwards.
 
     Args:
-        args: ``gamma``, ``max_turns``, ``max_new_tokens`` and ``context`` are used.
+        args: ``gamma``, ``max_turns``, ``max_new_tokens``, ``context``, ``network`` and ``lookahead_least`` are used.
         prompt: how actions are written.
         writer: in which tokens.
         values: V̂ of earlier batches; copied, so that nothing of this batch can come to be known to it.
+        network: the same by features, where ``network`` says so; copied, too.
 
     Raises:
         ConfigError: see `check_prompt`.
     """
 
-    def __init__(self, args: Args, prompt: Prompt, writer: Writer, values: ValueTable) -> None:
+    def __init__(
+        self, args: Args, prompt: Prompt, writer: Writer, values: ValueTable, network: ValueNetwork | None = None
+    ) -> None:
         check_prompt(prompt, writer)
         self._args, self._prompt, self._writer = args, prompt, writer
         self._values = values.copy()
+        used = network is not None and network.known and args.network in ("lookahead", "both")
+        self._network = network.copy() if network is not None and used else None
+        self._told: dict[Features, float] = {}
         self._lock = threading.Lock()
         self.steps = 0
         """Actions tried in forks."""
@@ -127,13 +136,15 @@ class LookAhead:
         """Try the listed actions of the environment's state, and keep those that may matter."""
         began = time.perf_counter()
         commands = list(dict.fromkeys(info.get("admissible_commands") or ()))
-        here = plain_key(info.get("progress_key"))
+        here = plain_key(info.get("progress_key")), info.get("features")
         found = []
         for command, after in zip(commands, successors(env, commands), strict=True):
             ended = after.terminated or after.truncated
-            key = None if after.terminated or after.truncated else plain_key(after.info.get("progress_key"))
-            if after.reward or after.terminated or (not ended and key != here):
-                found.append(Candidate(self._prompt.write(command, info), float(after.reward), key, ended))
+            key = None if ended else plain_key(after.info.get("progress_key"))
+            features = None if ended else after.info.get("features")
+            if after.reward or after.terminated or (not ended and (key, features) != here):
+                answer = self._prompt.write(command, info)
+                found.append(Candidate(answer, float(after.reward), key, ended, features))
         with self._lock:
             self.steps += len(commands)
             self.seconds += time.perf_counter() - began
@@ -155,9 +166,9 @@ class LookAhead:
             score: under the weights and at the temperature that have sampled.
         """
         began = time.perf_counter()
-        self._set(
-            score, [state for tree in trees for node in _acted_in(tree) for state in self._states(node, tree.kind)]
-        )
+        nodes = [(node, tree.kind) for tree in trees for node in _acted_in(tree)]
+        self._ask_network(nodes)
+        self._set(score, [state for node, kind in nodes for state in self._states(node, kind)])
         self.seconds += time.perf_counter() - began
 
     def _set(self, score: Score, states: Sequence[_State]) -> None:
@@ -172,13 +183,11 @@ class LookAhead:
     def _states(self, node: Node, kind: str) -> list[_State]:
         """The decisions taken at a node: one, or one for each thought that came before the action."""
         args = self._args
-        nothing = self._worth(0.0, plain_key(node.key), node.depth + 1 >= args.max_turns, node.depth + 1, kind)
-        gains = {
-            candidate.answer: self._worth(candidate.reward, candidate.key, candidate.ended, node.depth + 1, kind)
-            - nothing
-            for candidate in node.ahead or ()
-        }
-        gains = {answer: gain for answer, gain in gains.items() if gain}
+        gains = {}
+        for candidate in node.ahead or ():
+            value = self._worth(candidate, node, kind) - self._worth(self._nothing(node), node, kind)
+            if abs(value) > args.lookahead_least:
+                gains[candidate.answer] = value
         states: dict[Ids, _State] = {}
         for edge in node.children if gains else ():
             ids = tuple(edge.action.data.ids)
@@ -197,9 +206,32 @@ class LookAhead:
             states[thought].edges.append((edge, ids[len(thought) :]))
         return list(states.values())
 
-    def _worth(self, reward: float, key: StateKey, ended: bool, depth: int, kind: str) -> float:
-        """Q̂ of an action that leads to a state of this key after ``depth`` turns."""
-        return reward + (0.0 if ended else self._args.gamma * self._values.value((key, depth // 2), kind))
+    def _nothing(self, node: Node) -> Candidate:
+        """An action that changes nothing."""
+        return Candidate("", 0.0, plain_key(node.key), node.depth + 1 >= self._args.max_turns, node.features)
+
+    def _worth(self, candidate: Candidate, node: Node, kind: str) -> float:
+        """Q̂ of an action at a node."""
+        if candidate.ended:
+            return candidate.reward
+        if self._network is not None:
+            following = self._told[_following(candidate, node, kind)]
+        else:
+            following = self._values.value((candidate.key, (node.depth + 1) // 2), kind)
+        return candidate.reward + self._args.gamma * following
+
+    def _ask_network(self, nodes: Sequence[tuple[Node, str]]) -> None:
+        """Have the network value whatever the candidates lead to, each state once."""
+        if self._network is None:
+            return
+        states = dict.fromkeys(
+            _following(candidate, node, kind)
+            for node, kind in nodes
+            if node.ahead
+            for candidate in (*node.ahead, self._nothing(node))
+            if not candidate.ended
+        )
+        self._told = dict(zip(states, self._network.values(list(states)), strict=True))
 
     def _thought(self, ids: Ids) -> Ids | None:
         """What was sampled before the action was begun; None where none was.
@@ -239,6 +271,11 @@ class LookAhead:
         if whole[: len(thought)] == thought:
             return whole[len(thought) :]
         return tuple(self._writer.answer_ids(answer[len(begun) :]))
+
+
+def _following(candidate: Candidate, node: Node, kind: str) -> Features:
+    """The state after an action, as if it was not refused: so what changes no feature needs no probability."""
+    return Features(told_of(candidate.features), node.depth + 1, 0, kind)
 
 
 @dataclass(slots=True)

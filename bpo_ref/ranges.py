@@ -16,7 +16,7 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("adam_eps", "spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
-    **dict.fromkeys(("updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
+    **dict.fromkeys(("lookahead_least", "updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
     **dict.fromkeys(("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads"), 1),
     **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every"), 1),

@@ -114,6 +114,11 @@ class Run:
             raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
         if args.lookahead and not first_info(self.envs).get("admissible_commands"):
             raise ConfigError(f"lookahead: needs info['admissible_commands'], which {args.env_id} does not give")
+        if args.network != "none" and first_info(self.envs).get("features") is None:
+            raise ConfigError(
+                f"network: needs info['features'], which {args.env_id} does not give; of this package, ALFWorld and "
+                "WebShop do with env_kwargs features=true"
+            )
         self._check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)

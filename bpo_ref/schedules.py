@@ -158,20 +158,20 @@ class Split(Forks):
     its path, by the values of earlier batches; stop paths of hardly any value by Russian roulette.
     """
 
-    def __init__(self, args: Args, seed: Sequence[int], values: ValueTable) -> None:
+    def __init__(self, args: Args, seed: Sequence[int], values: ValueTable, returns: ValueTable | None = None) -> None:
         super().__init__(args, seed)
-        self._values = values
+        self._values, self._returns = values, values if returns is None else returns
         self._survival = (args.roulette or 1.0) if values.trusts(args.roulette_below) else 1.0
         self._met: set[tuple[int, Any]] = set()  # paths that have met the roulette
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
         """K - 1 siblings where I ≥ 4^(l + 1) v0 / T, behind l splits; v0 is the variance of whole returns."""
         before, met = len(self.above(node)), (tree.index, path.key) in self._met
-        if not self._values.spread or met or not self.forkable(path) or not self.eligible(node):
+        if not self._returns.spread or met or not self.forkable(path) or not self.eligible(node):
             return 0
         limit, t = self.args.max_turns, node.depth
-        importance = self._values.variance(state_key(node, "key"), tree.kind) * (t + 1) / (limit - t)
-        wanted = before < self.budget(tree) and importance >= 4 ** (before + 1) * self._values.spread / limit
+        importance = self._returns.variance(state_key(node, "key"), tree.kind) * (t + 1) / (limit - t)
+        wanted = before < self.budget(tree) and importance >= 4 ** (before + 1) * self._returns.spread / limit
         return self.fork(node, action.position) if wanted else 0
 
     def survival(self, tree: RolloutTree, path: Path, node: Node) -> float:
@@ -244,4 +244,6 @@ def _make(args: Args, seed: Sequence[int], memory: Memory, scores: Mapping[tuple
         return Online(args, seed, memory.entropies.value())
     if args.schedule == "explained":
         return Explained(args, seed, memory.depth.depth)
-    return Split(args, seed, memory.values) if args.schedule == "split" else PostHoc(args, seed, scores)
+    if args.schedule == "split":
+        return Split(args, seed, memory.values, memory.fair if args.split_variance == "fair" else memory.values)
+    return PostHoc(args, seed, scores)

@@ -38,6 +38,7 @@ from bpo_ref.baselines import (
     StateBaseline,
     fair_mean,
     fair_value,
+    features,
     independent,
     mean_value,
     state_key,
@@ -55,6 +56,7 @@ from bpo_ref.oracle import value_scores
 from bpo_ref.run import Interrupted, Run, TrainingFailed
 from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.schedules import make_schedule
+from bpo_ref.value_network import ValueNetwork
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 # ------------------------------------------------------------------------------------------------------------- credit
@@ -283,6 +285,8 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
     table, forks = memory.values, []
     pooled_by = "turn" if args.baseline == "turn" else "refusals" if args.refusals else "key"
     states = memory.refused if args.refusals else table
+    network = memory.network if args.network in ("baseline", "both") else None
+    learned = by_network(network, trees) if network else {}
     for tree in trees:
 
         def known(node: Node, kind: str = tree.kind) -> float:
@@ -291,7 +295,8 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
         back_up(tree, args.gamma, known)
     means = dict(sorted(gather([(tree.index, tree.root.value - tree.root.luck) for tree in trees])))
     pools = args.baseline in ("turn", "key", "pooled")
-    summaries = gather([summarize(tree, pooled_by, fair=True) for tree in trees]) if pools else []
+    less: Callable[[Node], float] = (lambda node: learned[id(node)]) if network else (lambda node: 0.0)
+    summaries = gather([summarize(tree, pooled_by, fair=True, known=less) for tree in trees]) if pools else []
     batch = StateBaseline(sorted(summaries, key=lambda summary: summary.index))
     shares: dict[str, Callable[[int], float]] = {"siblings": lambda n: 1.0, "parent": lambda n: 0.0}
     share = shares.get(str(args.fork_baseline), memory.shrinkage.weight)
@@ -303,8 +308,11 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
             if args.baseline in ("turn", "key"):
                 return batch(tree.index, root, key)
             if args.baseline in ("value", "pooled"):
-                value = states.value(key, tree.kind, prior=others)
-                return 0.9 * value + 0.1 * roots if args.baseline == "value" else batch(tree.index, root, key, value)
+                value = learned[id(edge.parent)] if network else states.value(key, tree.kind, prior=others)
+                if args.baseline == "value":
+                    return 0.9 * value + 0.1 * roots
+                # with a network the others' part is what they brought more than it said of their states
+                return value + batch(tree.index, root, key, 0.0) if network else batch(tree.index, root, key, value)
             return float(edge.data.values[0]) if args.baseline == "critic" else roots
 
         if args.credit == "tree":
@@ -321,6 +329,12 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
     if args.advantage_norm == "batch":
         normalize(trees, gather)
     return forks
+
+
+def by_network(network: ValueNetwork, trees: Sequence[RolloutTree]) -> dict[int, float]:
+    """V̂ of every state that was acted in, by id(node)."""
+    nodes = {id(edge.parent): (edge.parent, tree.kind) for tree in trees for edge in tree.edges()}
+    return dict(zip(nodes, network.values([features(node, kind) for node, kind in nodes.values()]), strict=True))
 
 
 def normalize(trees: Sequence[RolloutTree], gather: Gather) -> None:
@@ -580,7 +594,9 @@ class Trainer(Run):
         policy = self._player(args.temperature)
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
-        ahead = LookAhead(args, self.prompt, self.chat, self.memory.values) if args.lookahead else None
+        ahead = None
+        if args.lookahead:
+            ahead = LookAhead(args, self.prompt, self.chat, self.memory.values, self.memory.network)
         shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead)
         trees = rollout(self.envs, policy, schedule, **shared)
         ends = {name: self._sum(count) for name, count in end_counts(trees).items()}

@@ -32,6 +32,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -66,6 +67,11 @@ METHODS = (
     "bpo-split:step_weight_power=0.75", "bpo-split:baseline=pooled,roulette=0.5",
 )  # fmt: skip
 BUDGETS = ("returns", "env_steps", "tokens")
+AFTER_SAMPLING = (
+    "algo", "credit", "baseline", "refusals", "fork_baseline", "step_weight_power", "advantage_norm", "lookahead",
+    "lookahead_least", "network", "lam", "group_std",
+)  # fmt: skip
+"""What is made of sampled trees, and not what is sampled: methods that differ in these settings alone share trees."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,9 @@ class Laboratory:
         self.envs = Envs(lambda: make_env(base.env_id, base.env_kwargs, base.max_turns), threads=base.env_threads)
         self.keyed = gives_key(self.envs)
         self.tasks = self._draw(0)
+        self.looks = any(self.settings(method).lookahead for method in study.methods)
+        self._kept_of: Any = None
+        self._kept: dict[tuple[int, ...], list[RolloutTree]] = {}
         size = sum(parameter.numel() for parameter in self.model.parameters())
         stream = np.random.default_rng([study.seed, 90])
         self._bucket = torch.from_numpy(stream.integers(study.sketch, size=size)).to(self.model.device)
@@ -211,14 +220,15 @@ class Laboratory:
         args = self.settings(method)
         memory = Memory.of(args)
         began = time.perf_counter()
+        self._recall(args, key)
         learns = args.schedule in ("entropy-online", "explained") or args.fork_baseline == "shrunk"
         learns = learns or args.keyed or args.allocation == "spread"
         for batch in range(self.study.pilot if learns else 0):
-            trees = self._batch(args, memory, self._draw(1 + batch), (self.study.seed, key, 0, batch))
+            trees = self._batch(args, memory, partial(self._draw, 1 + batch), (self.study.seed, key, 0, batch))
             memory.observe(trees, assign_credit(trees, args, memory), args)
         gradients, spent, moving, actions = [], [], 0, 0
         for repeat in range(repeats or self.study.repeats):
-            trees = self._batch(args, memory, self.tasks, (self.study.seed, key, 1, repeat))
+            trees = self._batch(args, memory, lambda: self.tasks, (self.study.seed, key, 1, repeat))
             assign_credit(trees, args, memory)
             gradients.append(np.stack([self._gradient(tree, args) for tree in trees]))
             spent.append([[len(tree.paths), tree.env_steps, tree.tokens] for tree in trees])
@@ -234,7 +244,33 @@ class Laboratory:
         self.envs.give(env)
         return tasks
 
-    def _batch(self, args: Args, memory: Memory, tasks: Sequence[Any], seed: Sequence[int]) -> list[RolloutTree]:
+    def _recall(self, args: Args, key: int) -> None:
+        """Keep the trees sampled for the method before, if this one's would be the same."""
+        same = {name: value for name, value in asdict(args).items() if name not in AFTER_SAMPLING}
+        drawn_by = args.split_variance == "fair" and [args.network, args.lookahead_least]
+        if self._kept_of != (kept_of := (key, same, drawn_by)):
+            self._kept_of, self._kept = kept_of, {}
+
+    def _batch(
+        self, args: Args, memory: Memory, tasks: Callable[[], Sequence[Any]], seed: tuple[int, ...]
+    ) -> list[RolloutTree]:
+        """Trees of a batch, with the luck of their decisions set if there is look-ahead."""
+        if seed not in self._kept:
+            self._kept[seed] = self._sampled(args, memory, tasks(), seed)
+        trees = self._kept[seed]
+        for edge in (edge for tree in trees for edge in tree.edges()):
+            edge.control = 0.0
+        if args.lookahead:
+
+            def logps(ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+                packed, temperature = args.pack == "tree", args.temperature
+                return forward(self.model, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
+
+            ahead = LookAhead(args, self.prompt, self.chat, memory.values, memory.network)
+            ahead.set_controls(trees, scored(logps, args, self.model.device))
+        return trees
+
+    def _sampled(self, args: Args, memory: Memory, tasks: Sequence[Any], seed: Sequence[int]) -> list[RolloutTree]:
         generator = Generator(
             self.model,
             stop_ids=self.chat.stop_ids,
@@ -245,7 +281,7 @@ class Laboratory:
         skip = self.chat.length(self.prompt.opening) if args.entropy_skip is None else args.entropy_skip
         policy = ChatPolicy(generator, self.chat, prompt=self.prompt, entropy_skip=skip)
         failures: list[Failure] = []
-        ahead = LookAhead(args, self.prompt, self.chat, memory.values) if args.lookahead else None
+        ahead = LookAhead(args, self.prompt, self.chat, memory.values) if self.looks else None
         trees = rollout(
             self.envs,
             policy,
@@ -262,13 +298,6 @@ class Laboratory:
             raise RuntimeError(f"environments failed for good: {failures[0].error}")
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
-        if ahead is not None:
-
-            def logps(ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
-                packed, temperature = args.pack == "tree", args.temperature
-                return forward(self.model, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
-
-            ahead.set_controls(trees, scored(logps, args, self.model.device))
         return trees
 
     def _gradient(self, tree: RolloutTree, args: Args) -> np.ndarray:

@@ -267,8 +267,9 @@ class Lockstep:
                     again.append((task, index))
                     continue
                 ((observation, info), snap, ahead), seconds, _ = outcome
-                state = info.get("state_hash")
-                root = Node(0, observation, info.get("progress_key"), owner=(), state_hash=state, ahead=ahead)
+                state, features = info.get("state_hash"), info.get("features")
+                key = info.get("progress_key")
+                root = Node(0, observation, key, owner=(), state_hash=state, features=features, ahead=ahead)
                 tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
                 tree.snapshot_seconds = seconds
                 self.hold((index, root.owner))
@@ -374,7 +375,8 @@ class Lockstep:
         edge.verdict = str(info.get("verdict") or "")
         edge.masked, edge.suspicious = bool(info.get("masked", False)), bool(info.get("suspicious"))
         depth, key = run.node.depth + 1, info.get("progress_key")
-        edge.child = Node(depth, observation, key, run.path.key, edge, state_hash=info.get("state_hash"))
+        state, features = info.get("state_hash"), info.get("features")
+        edge.child = Node(depth, observation, key, run.path.key, edge, state_hash=state, features=features)
         run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
         run.node.children.append(edge)
         run.path.edges.append(edge)

@@ -88,6 +88,9 @@ class Node:
     """What the ``look`` of `rollout` found here."""
     state_hash: Any = field(default=None, kw_only=True)
     """``info["state_hash"]``, equal for equal states, where the environment gives one."""
+    features: Any = field(default=None, kw_only=True)
+    """``info["features"]``, numbers for learned state values, where the environment gives them. Privileged: no policy
+    may see them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from sandboxgym import format as durable
 from sandboxgym.brief import brief
@@ -17,13 +17,14 @@ from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_s
 from sandboxgym.envs.alfworld.expert import Expert
 from sandboxgym.envs.alfworld.game import Game, GameState
 from sandboxgym.envs.alfworld.library import GameLibrary, GameNotFound, GameRef, open_library
-from sandboxgym.envs.alfworld.solver import shortest_plan
+from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.spaces import Unicode
 
 HARMLESS = ("look", "inventory")
 """Commands that any game understands: what the action space samples."""
+ProgressKey = Literal["goals", "distance"]
 _OTHER_VERB = (
     (re.compile("put (.+) in/on (.+)"), r"move \1 to \2"),
     (re.compile("move (.+) to (.+)"), r"put \1 in/on \2"),
@@ -99,7 +100,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
 
     ## Information
     ``admissible_commands`` (sorted list), ``success`` and ``won``, ``task_id``, ``gamefile``, ``task_type``,
-    ``progress_key`` (goal literals met and whether a goal object is held), ``state_hash`` (equal if and only if the
+    ``progress_key`` (see ``progress``), ``features`` (see there), ``state_hash`` (equal if and only if the
     game and its state are), ``valid_action`` (the command was admissible, or an alias of one that is), ``moves`` (valid
     commands so far), and two measures of how near the goal is, which the original has for its THOR environment only:
 
@@ -120,6 +121,12 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
     - ``stop_when_won``: end the episode when the goal holds.
     - ``aliases``: accept the other verb for placing. It prints what the game's own verb prints, ``valid_action`` is
       true and ``admissible_commands`` do not change. Off by default, as the original refuses it.
+    - ``progress``: what ``progress_key`` says. ``"goals"``: goal literals met and whether a goal object is held.
+      ``"distance"``: that, and at least how many commands are left to win; for baselines and schedules, not for
+      policies.
+    - ``features``: whether to give ``info["features"]``, numbers that a trainer may learn state values from: the shares
+      of literals and of conditions met, whether a goal object is held, and a tenth of the least number of commands
+      left. Privileged: they know where things are, so no policy may see them.
     - ``engine``: ``"native"``, or ``"textworld"`` for the original (``pip install 'sandboxgym[alfworld-reference]'``):
       the same observations and infos, but 0.5 to 3 s to load a game and some 50 ms a step. Its snapshots are of kind
       ``replay``: in the process that took them, forks included, they restore at once as long as the game stays loaded
@@ -145,8 +152,14 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         stop_when_won: bool = True,
         aliases: bool = False,
         engine: EngineName = "native",
+        progress: ProgressKey = "goals",
+        features: bool = False,
         render_mode: str | None = None,
     ) -> None:
+        if progress not in get_args(ProgressKey):
+            raise ValueError(f"expected progress to be one of {get_args(ProgressKey)}, found {progress!r}")
+        self.progress: ProgressKey = progress
+        self.features = features
         self.snapshot_spec = snapshot_spec(engine)
         if engine != "native":
             self.metadata = {**self.metadata, "snapshot": asdict(self.snapshot_spec)}  # type: ignore[misc]
@@ -279,6 +292,14 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
             "valid_action": episode.valid_action,
             "moves": state.moves,
         }
+        if self.features or self.progress == "distance":
+            left = least_commands(game.compiled, state)
+            if self.progress == "distance":
+                info["progress_key"] = f"{info['progress_key']} {left}"
+            if self.features:
+                literals, conditions = progress.total or 1, progress.conditions or 1
+                shares = progress.met / literals, progress.conditions_met / conditions
+                info["features"] = (*shares, float(progress.held), left / 10)
         observation = game.intro() if episode.feedback is None else episode.feedback
         return Transition(observation, float(won), won and self.stop_when_won, False, info)
 
@@ -337,7 +358,10 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
 
     def _config(self) -> dict[str, Any]:
         # Not the list of games: any that has this game will do.
-        return {"engine": self.engine, "stop_when_won": self.stop_when_won, "aliases": self.aliases}
+        config = {"engine": self.engine, "stop_when_won": self.stop_when_won, "aliases": self.aliases}
+        told = {"progress": self.progress, "features": self.features}
+        usual = {"progress": "goals", "features": False}  # not named, so that older snapshots stay valid
+        return config | {name: value for name, value in told.items() if value != usual[name]}
 
     def _blank(self) -> Self:
         child = type(self).__new__(type(self))

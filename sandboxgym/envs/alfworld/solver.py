@@ -20,6 +20,7 @@ What this module promises:
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import time
@@ -33,6 +34,9 @@ from sandboxgym.envs.alfworld.game import Game, GameState
 from sandboxgym.envs.alfworld.grounding import Operator, Task
 
 Mask = int
+FAR = 99
+"""More commands than `least_commands` ever says."""
+_REMEMBERED = 10_000
 
 
 class SolverError(RuntimeError):
@@ -69,6 +73,34 @@ def shortest_plan(
     if best is None:
         raise Unsolvable(f"{game.name}: no commands win from this state")
     return tuple(map(game.command, best))
+
+
+def least_commands(game: Game, state: GameState) -> int:
+    """At least so many commands are needed to win, `FAR` at most: the search's estimate, in microseconds.
+
+    It is the length of the shortest plan in most states of most tasks, and too small where two objects are carried.
+    """
+    return _estimate_of(game)(state.s)
+
+
+class _Estimate:
+    """`least_commands` of one game, which is prepared once."""
+
+    def __init__(self, game: Game) -> None:
+        self._goals = [pos for pos, _ in game.planner.goal]
+        self._rules = _Rules(game.planner, list(game.planner.all_operators()), game.initial().s)
+        self._found: dict[Mask, int] = {}
+
+    def __call__(self, state: Mask) -> int:
+        found = self._found.get(state)
+        if found is None:
+            found = min(FAR, *(self._rules.estimate(goal, state) for goal in self._goals))
+            if len(self._found) < _REMEMBERED:
+                self._found[state] = found
+        return found
+
+
+_estimate_of = functools.lru_cache(maxsize=64)(_Estimate)
 
 
 class _Budget:

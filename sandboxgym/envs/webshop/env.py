@@ -95,9 +95,9 @@ class WebShopEnv(SnapshotEnv[str, str]):
     whole instruction, instead of which any keywords will do), ``instruction``, ``task_id``, ``success`` (the purchase
     was worth 1), ``valid_action`` (the last action did something), ``page_type`` (``search``, ``results``, ``item``,
     ``sub_page``, ``done``), ``state_hash`` (equal if and only if goal, page and products looked at are),
-    ``progress_key`` (see ``progress``). After a purchase also ``reward_info``: ``r_type``, ``r_att``, ``r_option``,
-    ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, what the type was told from (``query_match``,
-    ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind ``title_score``.
+    ``progress_key`` (see ``progress``), ``features`` (see there). After a purchase also ``reward_info``: ``r_type``,
+    ``r_att``, ``r_option``, ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, what the type was told from
+    (``query_match``, ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind ``title_score``.
 
     ## Arguments
     - ``catalogue``: ``"embedded"`` (1,000 generated products), or a directory with the official files
@@ -116,6 +116,9 @@ class WebShopEnv(SnapshotEnv[str, str]):
     - ``progress``: what ``progress_key`` has beside the kind of page. ``"options"``: whether it has the product that
       the goal was made from, how many of the goal's options are chosen. ``"worth"``: what buying now would earn, or on
       a page of results the mean of its products, in tenths: for baselines and schedules, not for policies.
+    - ``features``: whether to give ``info["features"]``, numbers that a trainer may learn state values from: the kind
+      of page, what buying now would earn (as ``"worth"``) and what it would with the goal's options chosen (on a page
+      of results, of its best product). Privileged: no policy may see them.
     - ``show_attributes``: item pages lead to a page with hidden attributes (the original's ``show_attrs``).
     - ``render_mode``: ``"ansi"`` (``text_rich``).
 
@@ -148,8 +151,10 @@ class WebShopEnv(SnapshotEnv[str, str]):
         search_backend: str = "bm25",
         show_attributes: bool = False,
         progress: Progress = "options",
+        features: bool = False,
         render_mode: str | None = None,
     ) -> None:
+        self.features = features
         if progress not in get_args(Progress):
             raise ValueError(f"expected progress to be one of {get_args(Progress)}, found {progress!r}")
         self.progress: Progress = progress
@@ -281,6 +286,8 @@ class WebShopEnv(SnapshotEnv[str, str]):
             "progress_key": page.progress_key if self.progress == "options" else self._worth(session),
             "state_hash": page.state_hash,
         }
+        if self.features:
+            info["features"] = shop.features(session)
         if bought is not None:
             parts = {field.name: getattr(bought.reward, field.name) for field in fields(bought.reward)}
             info["reward_info"] = {**parts, "nouns": shop.nouns.name}
@@ -318,6 +325,7 @@ class WebShopEnv(SnapshotEnv[str, str]):
             "show_attributes": shop.show_attributes,
             "observation_mode": self.observation_mode,
             "progress": self.progress,
+            **({"features": True} if self.features else {}),  # so that older snapshots stay valid
         }
 
     def _blank(self) -> Self:

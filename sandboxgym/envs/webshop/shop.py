@@ -113,6 +113,31 @@ class Shop:
         worths = [self.worth(session.goal, row.asin, ()).total for row in self.view(session).rows]
         return sum(worths) / len(worths) if worths else 0.0
 
+    def features(self, session: Session) -> tuple[float, ...]:
+        """Numbers to learn state values from: which page it is, what buying now would earn (on a page of results, the
+        mean over its products), and what it would with the goal's options chosen (there, of the best product).
+
+        Raises:
+            NounsUnknown: see `prospect`.
+        """
+        place = session.place
+        if place.page == "results":
+            shown = [row.asin for row in self.view(session).rows]
+        else:
+            shown = [] if place.asin is None else [place.asin]
+        best = [self.worth(session.goal, asin, self._wanted(session.goal, asin, place.options)).total for asin in shown]
+        page = [float(place.page == name) for name in ("results", "item", "sub_page")]
+        return (*page, self.prospect(session) or 0.0, max(best, default=0.0))
+
+    def _wanted(self, goal: int, asin: str, chosen: Options) -> Options:
+        """The goal's options as far as a product has them, beside those that are chosen."""
+        offered, wanted = self.catalogue[asin].options, dict(chosen)
+        for option in self.goals[goal].options:
+            group, value = option if isinstance(option, tuple) else (None, option)
+            names = [name for name, values in offered.items() if name == (group or name) and value in values]
+            wanted |= {names[0]: value} if names else {}
+        return tuple(wanted.items())
+
     def observe(self, session: Session, mode: pages.ObservationMode) -> str:
         """The same as an observation."""
         return self._observation(mode, session.goal, session.place, session.visited)
