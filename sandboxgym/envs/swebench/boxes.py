@@ -286,6 +286,8 @@ class Pristine:
     """`Box.files` of it."""
     whereabouts: tuple[str, ...] = ()
     """The commit, and the directories beside the repository that count (`_WHEREABOUTS`); empty if not simple."""
+    made: bool = False
+    """Whether it was prepared for this object, and not there already, or made by another process meanwhile."""
 
 
 class Box:
@@ -554,7 +556,12 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
     if found is None:
         with settings.box(task) as box:
             key_on_disk = _key(box, task, settings)
-            make = functools.partial(_prepare, box, task, settings)
+            made: list[prepared.Stored] = []
+
+            def make() -> prepared.Stored:
+                made.append(_prepare(box, task, settings))
+                return made[0]
+
             stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
         whole, repository = stored.notes["digest"]
         if isinstance(stored.snapshot.tree, OverlayTree):  # of files that nobody has written to yet
@@ -562,7 +569,8 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
             _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
         notes = stored.notes
         files, whereabouts = tuple(notes["files"]), tuple(notes["whereabouts"])
-        found = Pristine(stored.snapshot, notes["reference"], (whole, repository), files, whereabouts)
+        digest = (whole, repository)
+        found = Pristine(stored.snapshot, notes["reference"], digest, files, whereabouts, made=bool(made))
         _prepared[key] = found
         while len(_prepared) > KEPT:
             _prepared.popitem(last=False)[1].snapshot.release()
