@@ -330,9 +330,11 @@ class Box:
         written = result.raw.replace(root.encode("utf-8", "surrogateescape"), b"")
         return replace(result, output=self.generalised(result.output), raw=written)
 
-    def run(self, command: str, *, timeout: float | None = None, output: int | None = None) -> Result:
-        """Run a command in a bash of its own, which no state of the shell reaches; ``output``: bytes kept of it."""
-        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output)
+    def run(
+        self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
+    ) -> Result:
+        """Run a command in a bash of its own, which no state of the shell reaches; see `Sandbox.run`."""
+        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output, most=most)
         return replace(result, output=self.generalised(result.output)) if self._root else result
 
     def read_file(self, path: str, *, limit: int = READ) -> bytes:
