@@ -252,15 +252,20 @@ class Settings:
             rootfs, env = _host(), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env}
         else:
             rootfs = image.removeprefix("dir:") if image.startswith("dir:") else f"docker:{image}"
-        sandbox = make_sandbox(
-            self.backend,
-            rootfs=rootfs,
-            limits=self.limits,
-            network=self.network,
-            allow_unsafe=self.allow_unsafe,
-            env=env,
-            snapshot=self.snapshot,
-        )
+        try:
+            sandbox = make_sandbox(
+                self.backend,
+                rootfs=rootfs,
+                limits=self.limits,
+                network=self.network,
+                allow_unsafe=self.allow_unsafe,
+                env=env,
+                snapshot=self.snapshot,
+            )
+        except ValueError as error:
+            if not image.startswith("dir:"):
+                raise
+            raise TaskError(f"{task.instance_id}, image {image!r}: {error}") from error
         return Box(sandbox, network=self.network)
 
 
@@ -353,7 +358,10 @@ class Box:
         """Make the repository of a task whose row brings it along; else it is in the image."""
         if task.history:
             self.write_file(HISTORY, task.history.encode())
-            script(self, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
+            try:
+                script(self, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
+            except SandboxUnavailable as error:
+                raise TaskError(f"{task.instance_id}, columns 'history' and 'base_commit': {error}") from error
 
     def close(self) -> None:
         """End it. Idempotent."""
