@@ -2,7 +2,8 @@
 
 1. A row that fails is one answer with an error; a worker that dies costs the row it was at, and another goes on.
 2. An interruption ends the workers in order, so that they take down what they have made; who does not follow is killed.
-3. Rows go to a worker, and answers come back, as lines of JSON.
+3. A worker whose owner is gone, however it ended, is interrupted in the same way.
+4. Rows go to a worker, and answers come back, as lines of JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -192,15 +194,19 @@ def serve() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     notes = _Notes()
     logging.getLogger("sandboxgym").addHandler(notes)
+    busy = threading.Event()
+    threading.Thread(target=_follow_owner, args=(busy,), daemon=True).start()
     try:
         for line in sys.stdin:
             row = json.loads(line)
             notes.kept.clear()
             answer: dict[str, Any] = {"result": {}, "error": ""}
+            busy.set()
             try:
                 answer["result"] = _work(job, row)
             except Exception as error:
                 answer["error"] = f"{error}" if str(error) else type(error).__name__
+            busy.clear()
             out.write(json.dumps({**answer, "notes": notes.kept}) + "\n")
             out.flush()
     except (KeyboardInterrupt, BrokenPipeError):
@@ -208,17 +214,27 @@ def serve() -> None:
         sys.exit(130)
 
 
+def _follow_owner(busy: threading.Event) -> None:
+    """Interrupt this process when nobody holds the other end of its input any more, while it works on a row."""
+    owner = select.poll()
+    owner.register(0, 0)  # of its end there is always word
+    owner.poll()
+    if busy.is_set():
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)  # to that thread: it may wait for something
+
+
 def _work(job: Job, row: str) -> dict[str, Any]:
-    from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, is_prepared, pristine
+    from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
     from sandboxgym.envs.swebench.tasks import open_tasks
 
     settings = Settings(backend=job.backend, image=job.image, network=job.network, allow_unsafe=job.allow_unsafe)
     (task,) = open_tasks(job.dataset, instances=[row])
     if job.work == "prepare":
-        already = is_prepared(task, settings)
         try:
             start = pristine(task, settings, verify=True)
-            return {"already": already, "nbytes": start.snapshot.nbytes}
+            return {"already": not start.made, "nbytes": start.snapshot.nbytes}
         finally:
             forget_prepared()  # who holds none prevents no eviction
     from sandboxgym.envs.swebench import checking

@@ -23,13 +23,16 @@ _HELD = 0.5  # seconds after a process in which what it printed has surely been 
 _RELAY = 2.0  # seconds in which a relayed output must end once its process did, unless something else holds it open
 
 
-def collect(process: Process, timeout: float, limit: int, *, end: Callable[[], None] | None = None) -> Result:
+def collect(
+    process: Process, timeout: float, limit: int, *, most: int | None = None, end: Callable[[], None] | None = None
+) -> Result:
     """Read what a process prints until it ends, or is killed at the time limit.
 
     Args:
         process: without a terminal.
         timeout: seconds.
         limit: bytes that are kept of the output.
+        most: bytes that it may print before it is killed, as at the time limit.
         end: ends all that the process started, wherever it went; called at the time limit, before the process is
             killed, and where a relayed output is held open by something else once the process has ended.
     """
@@ -41,29 +44,31 @@ def collect(process: Process, timeout: float, limit: int, *, end: Callable[[], N
     poll.register(process.output, select.POLLIN)
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
-    timed_out = ended = False
-    reading, rest = True, _PIPE
+    timed_out = stopped = ended = False
+    reading, rest, total = True, _PIPE, 0
     try:
         while rest > 0:
             left = began + timeout - time.monotonic()
-            if left <= 0 and not (timed_out or ended):
-                timed_out = True
+            too_much = most is not None and total > most
+            if (left <= 0 or too_much) and not (timed_out or stopped or ended):
+                timed_out, stopped = not too_much, too_much
                 if end is not None:
                     end()
                 process.kill()
-            waits = 0.0 if timed_out or ended else left if pidfd is not None else min(left, _GLANCE)
+            waits = 0.0 if timed_out or stopped or ended else left if pidfd is not None else min(left, _GLANCE)
             ready = dict(poll.poll(waits * 1000))
             ended = ended or pidfd in ready
             if reading and process.output in ready:
                 chunk = os.read(process.output, _READ)
                 capture.feed(chunk)
-                if timed_out or ended:
+                total += len(chunk)
+                if timed_out or stopped or ended:
                     rest -= len(chunk)
                 if not chunk:
                     reading = False
                     poll.unregister(process.output)
             # A process that left the session may hold the pipe: it is read no longer than the command lives.
-            elif timed_out or ended or (not ready and process.wait(0) is not None):
+            elif timed_out or stopped or ended or (not ready and process.wait(0) is not None):
                 break
     finally:
         if pidfd is not None:
@@ -77,7 +82,7 @@ def collect(process: Process, timeout: float, limit: int, *, end: Callable[[], N
                 break
             capture.feed(chunk)
         # Something that has left it held the pipe: whoever relays it gives up on that after a while, too.
-        if end is not None and not timed_out and time.monotonic() - over > _HELD:
+        if end is not None and not (timed_out or stopped) and time.monotonic() - over > _HELD:
             end()
     if timed_out:
         status = TIMED_OUT

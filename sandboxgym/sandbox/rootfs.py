@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxgym import data, leftovers
+from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import RootFS, SandboxUnavailable
 from sandboxgym.sandbox.tree_archive import entries
 from sandboxgym.sandbox.tree_copy import copy_attributes
@@ -405,9 +406,24 @@ def _cache() -> Path:
 
 
 def _once(target: Path, make: Callable[[Path], None]) -> None:
-    """Make a directory of the cache unless it is there."""
+    """Make a directory of the cache unless it is there.
+
+    Raises:
+        SandboxUnavailable: it cannot be written, such as where the disk is full. Nothing is left of it.
+    """
     if target.is_dir():
         return
+    try:
+        _made_once(target, make)
+    except OSError as error:
+        reason = error.strerror or brief(error, 200)
+        raise SandboxUnavailable(
+            f"the root file system {target} cannot be made: {reason}; set SANDBOXGYM_CACHE to a directory that can be "
+            "written and has room"
+        ) from error
+
+
+def _made_once(target: Path, make: Callable[[Path], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
     with open(target.with_name(target.name + ".lock"), "ab") as lock:

@@ -250,6 +250,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
+        most: int | None = None,
     ) -> Result:
         """Run a command in a bash of its own, without a terminal, its output in a pipe and nothing to read.
 
@@ -260,6 +261,7 @@ class Sandbox:
             env: added to the sandbox's environment; what the shell exported is not seen.
             cwd: directory, by default the one the sandbox was made with.
             output: bytes that are kept of what it prints, by default the limit.
+            most: bytes that it may print before it is killed, as at the time limit; by default any number.
         """
         self._live()
         if len(command) > LONGEST_COMMAND:
@@ -278,6 +280,7 @@ class Sandbox:
                 process,
                 self.limits.seconds if timeout is None else timeout,
                 self.limits.output if output is None else output,
+                most=most,
                 end=lambda: end_started(self.backend, since, older=older),
             )
         finally:

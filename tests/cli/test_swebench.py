@@ -121,6 +121,55 @@ def test_a_worker_that_dies_costs_one_row(run, monkeypatch):
     assert status == 1 and "1 prepared, 0 were there, 1 failed" in out and "its worker was killed by signal 9" in out
 
 
+def test_a_worker_ends_with_its_owner_however_that_ended():
+    code = """
+import sys, time
+from sandboxgym.cli import swebench_jobs
+def work(*_):
+    try:
+        print("works", flush=True)
+        time.sleep(3600)
+    finally:
+        print("cleaned up", flush=True)
+swebench_jobs._work = work
+swebench_jobs.serve()
+"""
+    job = json.dumps(dataclasses.asdict(swebench_jobs.Job("prepare", "mini")))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code, job],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert worker.stdin is not None and worker.stderr is not None
+    worker.stdin.write('"a__b-1"\n')
+    worker.stdin.flush()
+    assert worker.stderr.readline() == "works\n"
+    worker.stdin.close()  # as the kernel does for a killed owner
+    assert worker.stderr.readline() == "cleaned up\n"
+    assert worker.wait(timeout=120) == 130
+    worker.stderr.close()
+
+
+@pytest.mark.slow
+def test_processes_prepare_at_the_same_time_what_is_then_there_once(own_directories):
+    command = [sys.executable, "-m", "sandboxgym", "swebench", "prepare", *ROWS, *UNSAFE, "--jobs", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    lines = "".join(said).splitlines()
+    for row in ROWS:
+        assert sum(line.startswith(f"{row}: prepared") for line in lines) == 1, lines
+        assert sum(line.startswith(f"{row}: was there") for line in lines) == 2, lines
+    assert len([path for path in prepared.directory().iterdir() if path.name != "locks"]) == len(ROWS)
+
+
 @pytest.mark.slow
 def test_an_interruption_takes_everything_down(own_directories):
     code = """

@@ -188,7 +188,7 @@ def test_what_failed_or_was_killed_is_made_anew(tmp_path: Path) -> None:
         (folder / "half").touch()
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(SandboxUnavailable, match="disk full"):
         rootfs._once(tmp_path / "target", fail)
     (tmp_path / "target.partial").mkdir()
     (tmp_path / "target.partial/half").touch()
@@ -275,3 +275,23 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "docker", None)
     with pytest.raises(SandboxUnavailable, match=r"pip install 'sandboxgym\[sandbox\]'"):
         rootfs.image("anything")
+
+
+def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        missing("mount", "this process may not mount")
+    try:
+        with pytest.raises(SandboxUnavailable, match="No space left on device; set SANDBOXGYM_CACHE to a directory"):
+            rootfs.host()
+        assert [path.suffix for path in (tmp_path / "sandbox").iterdir()] == [".lock"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_cache_that_cannot_be_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(SandboxUnavailable, match="Not a directory; set SANDBOXGYM_CACHE"):
+        rootfs.host()

@@ -252,15 +252,20 @@ class Settings:
             rootfs, env = _host(), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env}
         else:
             rootfs = image.removeprefix("dir:") if image.startswith("dir:") else f"docker:{image}"
-        sandbox = make_sandbox(
-            self.backend,
-            rootfs=rootfs,
-            limits=self.limits,
-            network=self.network,
-            allow_unsafe=self.allow_unsafe,
-            env=env,
-            snapshot=self.snapshot,
-        )
+        try:
+            sandbox = make_sandbox(
+                self.backend,
+                rootfs=rootfs,
+                limits=self.limits,
+                network=self.network,
+                allow_unsafe=self.allow_unsafe,
+                env=env,
+                snapshot=self.snapshot,
+            )
+        except ValueError as error:
+            if not image.startswith("dir:"):
+                raise
+            raise TaskError(f"{task.instance_id}, image {image!r}: {error}") from error
         return Box(sandbox, network=self.network)
 
 
@@ -286,6 +291,8 @@ class Pristine:
     """`Box.files` of it."""
     whereabouts: tuple[str, ...] = ()
     """The commit, and the directories beside the repository that count (`_WHEREABOUTS`); empty if not simple."""
+    made: bool = False
+    """Whether it was prepared for this object, and not there already, or made by another process meanwhile."""
 
 
 class Box:
@@ -328,9 +335,11 @@ class Box:
         written = result.raw.replace(root.encode("utf-8", "surrogateescape"), b"")
         return replace(result, output=self.generalised(result.output), raw=written)
 
-    def run(self, command: str, *, timeout: float | None = None, output: int | None = None) -> Result:
-        """Run a command in a bash of its own, which no state of the shell reaches; ``output``: bytes kept of it."""
-        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output)
+    def run(
+        self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
+    ) -> Result:
+        """Run a command in a bash of its own, which no state of the shell reaches; see `Sandbox.run`."""
+        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output, most=most)
         return replace(result, output=self.generalised(result.output)) if self._root else result
 
     def read_file(self, path: str, *, limit: int = READ) -> bytes:
@@ -349,7 +358,10 @@ class Box:
         """Make the repository of a task whose row brings it along; else it is in the image."""
         if task.history:
             self.write_file(HISTORY, task.history.encode())
-            script(self, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
+            try:
+                script(self, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
+            except SandboxUnavailable as error:
+                raise TaskError(f"{task.instance_id}, columns 'history' and 'base_commit': {error}") from error
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -554,7 +566,12 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
     if found is None:
         with settings.box(task) as box:
             key_on_disk = _key(box, task, settings)
-            make = functools.partial(_prepare, box, task, settings)
+            made: list[prepared.Stored] = []
+
+            def make() -> prepared.Stored:
+                made.append(_prepare(box, task, settings))
+                return made[0]
+
             stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
         whole, repository = stored.notes["digest"]
         if isinstance(stored.snapshot.tree, OverlayTree):  # of files that nobody has written to yet
@@ -562,7 +579,8 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
             _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
         notes = stored.notes
         files, whereabouts = tuple(notes["files"]), tuple(notes["whereabouts"])
-        found = Pristine(stored.snapshot, notes["reference"], (whole, repository), files, whereabouts)
+        digest = (whole, repository)
+        found = Pristine(stored.snapshot, notes["reference"], digest, files, whereabouts, made=bool(made))
         _prepared[key] = found
         while len(_prepared) > KEPT:
             _prepared.popitem(last=False)[1].snapshot.release()

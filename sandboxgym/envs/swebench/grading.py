@@ -51,6 +51,8 @@ TIMEOUT = 1800.0
 _MODEL = "sandboxgym"
 LOG_LIMIT = 8 * 2**20
 """Bytes that are kept of what a task's script prints: the first and the last half."""
+PRINTED = 8 * LOG_LIMIT
+"""Bytes that it may print before it is ended: what was cut resolves nothing, so the verdict does not depend on more."""
 LINES_LIMIT = 500_000
 """Lines of it at most."""
 PARSER_SECONDS = parsing.CPU_SECONDS
@@ -323,7 +325,8 @@ def _run_script(box: Box, script: str, timeout: float) -> Result:
     box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
     offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
     # Into a pipe: a file of the sandbox could be changed by tests, and fill its disk.
-    return box.run(f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1", timeout=timeout, output=LOG_LIMIT)
+    command = f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1"
+    return box.run(command, timeout=timeout, output=LOG_LIMIT, most=PRINTED)
 
 
 def _too_much(done: Result) -> bool:

@@ -195,7 +195,9 @@ class Log:
     def __init__(self, printed: bytes) -> None:
         self.printed = printed
 
-    def run(self, command: str, *, timeout: float | None = None, output: int | None = None) -> Result:
+    def run(
+        self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
+    ) -> Result:
         capture = Capture(output or 1_000_000)
         if "/eval.sh" in command:
             for at in range(0, len(self.printed), 1 << 16):

@@ -299,7 +299,10 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said_once(
 def test_what_cannot_be_prepared_leaves_nothing(settings: Settings, own_cache: Path) -> None:
     with pytest.raises(TaskError, match="column 'base_commit': 'host' has no commit"):
         pristine(replace(TASKS[0], history="", base_commit="0" * 40), settings)
-    with pytest.raises((SandboxUnavailable, ValueError)):
+    for wrong in ({"base_commit": "0" * 40}, {"base_commit": "zzz"}, {"history": "zzz"}):
+        with pytest.raises(TaskError, match=f"{TASKS[0].instance_id}, columns 'history' and 'base_commit': the repo"):
+            pristine(replace(TASKS[0], **wrong), settings)
+    with pytest.raises((SandboxUnavailable, TaskError), match="nowhere"):
         pristine(replace(TASKS[0], history="", image="dir:/nowhere/at/all"), settings)
     assert entries(own_cache) == []
 
