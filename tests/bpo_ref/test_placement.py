@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import wordgame
 from checkpoints import small_checkpoint
 
 from bpo_ref import parallel, run
@@ -16,6 +17,7 @@ from bpo_ref.checkpoint import STATE, load_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.models import load_policy
 from bpo_ref.run import Run, appears
+from bpo_ref.train import Args, Trainer
 
 
 def process_of(folder: Path, *, number: int) -> Any:
@@ -60,6 +62,16 @@ def test_a_folder_that_not_all_processes_see_is_refused(
             main._check_out()
     assert found == [shared]
     assert not list((tmp_path / "main").iterdir()) and not list((tmp_path / "other").iterdir())
+
+
+def test_a_run_looks_whether_all_processes_see_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(self: Run) -> None:
+        assert self.out.is_dir()
+        raise ConfigError("out: expected a folder that all processes share")
+
+    monkeypatch.setattr(Run, "_check_out", blind)
+    with pytest.raises(ConfigError, match=r"^out: "):
+        Trainer(Args(env_id=wordgame.ENV_ID, out=str(tmp_path / "run"), sft_episodes=1, trackers=()))
 
 
 def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,21 @@ def test_value_table_is_the_formula() -> None:
         assert table.variance(key) == pytest.approx(value * (1 - value))  # returns are 0 or 1
     again = ValueTable(decay=0.5, state=table.state())
     assert again.state() == table.state()
+
+
+def test_states_that_are_not_met_any_more_are_forgotten() -> None:
+    """Keys of tasks that never come again would else be walked through, and saved, for ever."""
+
+    def batch(key: str) -> list[Any]:
+        return [SimpleNamespace(kind="", roots=[{key: (1.0, 0.5, 0.25)}], returns=[(0.5, 0.25)])]
+
+    table = ValueTable(decay=0.5)
+    sizes = []
+    for number in range(40):
+        table.observe(batch(f"task {number}"), low=0.0)
+        sizes.append(len(table.state()["sums"]))
+    assert sizes[:3] == [1, 2, 3] and max(sizes) == sizes[-1] == 10  # a half to the power of nine is above 0.001
+    assert table.state()["sums"][-1][0] == "task 39"
 
 
 def tree_of(kind: str, returns: Sequence[float], index: int = 0) -> RolloutTree:
