@@ -48,6 +48,7 @@ def cell(row: Row, family: str) -> str:
 def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) -> str:
     """The page, of the specimens that were run."""
     names = families()
+    reported, left = sum(bool(m.follows) for m in zoo.MUTANTS if m.name in rows), len(zoo.MUTANTS) - len(rows)
     mutants = [m for m in zoo.MUTANTS if m.name in rows]
     missed = [m for m in mutants if not killed(m, rows[m.name])]
     alarms = [row for row in goods if row.failed]
@@ -58,8 +59,8 @@ def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) 
         "Each row is an environment with exactly one fault (`conformance/zoo`), each column a family of",
         "checks: ✗ found a fault, · found none, ? could not tell, empty: skipped. A mutant counts as killed only if a",
         "check failed whose job it is to find that hazard; the last column names it.",
-        "The mutants were written beside the checks, most of them by the same authors: that all of them die says that each",
-        "check finds what it is for, and nothing about faults that nobody thought of. For those see",
+        "The mutants were written beside the checks, by the same authors: that all of them die says that each check",
+        "finds what it is for, and nothing about faults that nobody thought of. For those see",
         "[how far it can be trusted](index.md#how-far-it-can-be-trusted).",
         *(() if whole else ("Here each met only the checks that must find it, one after the other, until one did.",)),
         "",
@@ -67,13 +68,10 @@ def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) 
         + (f"; **escaped: {', '.join(m.name for m in missed)}**" if missed else ""),
         *([f"- {len(alarms)} alarms in {len(goods)} runs of known-good environments"] if goods else []),
         "- known-good environments, many times: [False alarms](false-alarms.md)",
-        f"- {sum(bool(m.follows) for m in mutants)} of the mutants follow [reports to real projects](#reports-that-mutants-follow)",
-        *(
-            [f"- {len(zoo.MUTANTS) - len(mutants)} more mutants were not run"]
-            if len(mutants) < len(zoo.MUTANTS)
-            else []
-        ),
-        f"- suite {suite_digest()}; `{command}` on {platform.system()} with {os.cpu_count()} cores, Python {platform.python_version()},"
+        f"- {reported} of the mutants follow [reports to real projects](#reports-that-mutants-follow)",
+        *([f"- {left} more mutants were not run"] if left else []),
+        f"- suite {suite_digest()}",
+        f"- `{command}` on {platform.system()} with {os.cpu_count()} cores, Python {platform.python_version()},"
         f" {time.strftime('%Y-%m-%d')}, {seconds / 60:.0f} minutes of runs",
         "",
         "## Mutants",
@@ -87,18 +85,18 @@ def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) 
             by = ", ".join(sorted(m.killed_by & row.failed)) or "**escaped**"
             cells = " | ".join(cell(row, name) for name in names)
             lines.append(f"| {m.family}: {m.name} | {m.hazard} | {cells} | {by} |")
-    if reported := [m for m in mutants if m.follows]:
+    if following := [m for m in mutants if m.follows]:
         lines += [
             "",
             "## Reports that mutants follow",
             "",
-            "What was reported there goes wrong here, in a small environment of the same kind and in code of our own; not a",
-            "line is theirs, and the reports may be mended since.",
+            "What was reported there goes wrong here, in a small environment of the same kind and in code of our own;",
+            "the projects may have mended it since.",
             "",
             "| report | mutant | hazard |",
             "|---|---|---|",
         ]
-        for m in sorted(reported, key=lambda m: m.follows.lower()):
+        for m in sorted(following, key=lambda m: m.follows.lower()):
             repository, number = m.follows.split("#")
             lines.append(f"| [{m.follows}](https://github.com/{repository}/issues/{number}) | {m.name} | {m.note} |")
     if not goods:
