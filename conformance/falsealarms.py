@@ -28,6 +28,7 @@ import zoo  # noqa: E402  (found beside this file)
 from examining import CHECKS, SEEDS_BUDGET, Job, Row, journaled  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
+from sandboxgym.conformance.runner import suite_digest  # noqa: E402
 from sandboxgym.conformance.statistics import proportion_interval  # noqa: E402
 
 
@@ -76,6 +77,7 @@ def markdown(rows: Sequence[Row], wanted: int, command: str) -> str:
         f"- checks that raised one: {interval(failed, told)} (those that passed or failed; the others skipped, or could"
         " not tell)",
         *([] if len(rows) >= wanted else [f"- {len(rows)} of {wanted} runs were made"]),
+        f"- suite {suite_digest()}",
         f"- `{command}` on {platform.system()} with {os.cpu_count()} cores,"
         f" Python {platform.python_version()}, {time.strftime('%Y-%m-%d')},"
         f" {sum(row.seconds for row in rows) / 60:.0f} minutes of runs on a busy machine",

@@ -26,6 +26,7 @@ import zoo  # noqa: E402  (found beside this file)
 from examining import CHECKS, NAMED, Job, Row, journaled, killed, specimen  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
+from sandboxgym.conformance.runner import suite_digest  # noqa: E402
 
 MARKS = {Verdict.FAIL: "✗", Verdict.PASS: "·", Verdict.SKIP: "", Verdict.INCONCLUSIVE: "?"}
 
@@ -45,8 +46,9 @@ def cell(row: Row, family: str) -> str:
 
 
 def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) -> str:
-    """The whole page."""
+    """The page, of the specimens that were run."""
     names = families()
+    reported, left = sum(bool(m.follows) for m in zoo.MUTANTS if m.name in rows), len(zoo.MUTANTS) - len(rows)
     mutants = [m for m in zoo.MUTANTS if m.name in rows]
     missed = [m for m in mutants if not killed(m, rows[m.name])]
     alarms = [row for row in goods if row.failed]
@@ -57,12 +59,18 @@ def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) 
         "Each row is an environment with exactly one fault (`conformance/zoo`), each column a family of",
         "checks: ✗ found a fault, · found none, ? could not tell, empty: skipped. A mutant counts as killed only if a",
         "check failed whose job it is to find that hazard; the last column names it.",
+        "The mutants were written beside the checks, by the same authors: that all of them die says that each check",
+        "finds what it is for, and nothing about faults that nobody thought of. For those see",
+        "[how far it can be trusted](index.md#how-far-it-can-be-trusted).",
         *(() if whole else ("Here each met only the checks that must find it, one after the other, until one did.",)),
         "",
         f"- {len(mutants) - len(missed)} of {len(mutants)} mutants killed"
         + (f"; **escaped: {', '.join(m.name for m in missed)}**" if missed else ""),
         *([f"- {len(alarms)} alarms in {len(goods)} runs of known-good environments"] if goods else []),
         "- known-good environments, many times: [False alarms](false-alarms.md)",
+        f"- {reported} of the mutants follow [reports to real projects](#reports-that-mutants-follow)",
+        *([f"- {left} more mutants were not run"] if left else []),
+        f"- suite {suite_digest()}",
         f"- `{command}` on {platform.system()} with {os.cpu_count()} cores, Python {platform.python_version()},"
         f" {time.strftime('%Y-%m-%d')}, {seconds / 60:.0f} minutes of runs",
         "",
@@ -77,6 +85,20 @@ def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) 
             by = ", ".join(sorted(m.killed_by & row.failed)) or "**escaped**"
             cells = " | ".join(cell(row, name) for name in names)
             lines.append(f"| {m.family}: {m.name} | {m.hazard} | {cells} | {by} |")
+    if following := [m for m in mutants if m.follows]:
+        lines += [
+            "",
+            "## Reports that mutants follow",
+            "",
+            "What was reported there goes wrong here, in a small environment of the same kind and in code of our own;",
+            "the projects may have mended it since.",
+            "",
+            "| report | mutant | hazard |",
+            "|---|---|---|",
+        ]
+        for m in sorted(following, key=lambda m: m.follows.lower()):
+            repository, number = m.follows.split("#")
+            lines.append(f"| [{m.follows}](https://github.com/{repository}/issues/{number}) | {m.name} | {m.note} |")
     if not goods:
         return "\n".join([*lines, ""])
     lines += [
@@ -103,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--named", action="store_true", help="mutants only, with the checks that must find them until one does"
     )
     parser.add_argument("--journal", type=Path, metavar="FILE", help="keep results here, and take those that it has")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once; 0: only what is there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("-v", "--verbose", action="store_true", help="messages of the checks too")
     options = parser.parse_args(arguments)
@@ -130,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verbose:
             for id, message in row.messages.items():
                 print(f"    {row.verdicts[id]} {id}: {message[:300]}")
+    mutants = [m for m in mutants if m.name in rows]
     missed = [m.name for m in mutants if not killed(m, rows[m.name])]
     alarms = sum(bool(row.failed) for row in correct)
     seconds = time.perf_counter() - start

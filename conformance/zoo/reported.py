@@ -143,7 +143,10 @@ class ScreenNotUpdated(Emulator):
 
 
 @mutant(
-    "the picture before the restore comes back for a moment", "freshness.render", follows="TASEmulators/BizHawk#226"
+    "the picture before the restore comes back for a moment",
+    "restore.diverge",
+    "freshness.render",
+    follows="TASEmulators/BizHawk#226",
 )
 class OldPictureFlickers(Emulator):
     """Two frames after a restore the picture is the one from before it, once."""
@@ -325,10 +328,17 @@ class MotorTargetStays(Arm):
 
 @mutant("contacts of the past change the future", "restore.trace_equality", follows="dartsim/dart#3443")
 class ContactHistoryStays(Arm):
-    """In the same world a restore keeps what contacts have built up; in a new one it is exact."""
+    """Once bodies have touched, a restore in the same world keeps the solver's solution; in a new one it is exact."""
+
+    touched = False
+
+    def step(self, action: int) -> Step:
+        result = super().step(action)
+        self.touched |= bool(self.state["impulse"])
+        return result
 
     def _apply(self, state: State) -> None:
-        super()._apply(self.staying(state, "impulse") if self._was_reset and self.state["impulse"] else state)
+        super()._apply(self.staying(state, "warm") if self.touched else state)
 
 
 @mutant("data of contacts is not saved", "restore.trace_equality", follows="dimforge/rapier#49")
@@ -357,12 +367,23 @@ class FourthRestoreSleeps(Arm):
     """From the fourth restore of a snapshot on, nothing wakes."""
 
     counted: ClassVar[dict[str, int]] = {}
+    stuck = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.stuck = False
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> Step:
+        place = self.state["q"], self.state["v"]
+        super().step(action)
+        if self.stuck:
+            self.state["q"], self.state["v"] = place
+        return self.observation(), -abs(self.state["q"]), False, self.state["time"] > 1.99, self.info()
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Output:
         result = super().restore(snap, seed=seed)
         self.counted[snap.id] = self.counted.get(snap.id, 0) + 1
-        if self.counted[snap.id] >= 4:
-            self.state["asleep"] = max(self.state["asleep"], 2)
+        self.stuck = self.counted[snap.id] >= 4
         return result
 
 
@@ -862,9 +883,7 @@ class LinkBroken(Container):
 
 @mutant(
     "all clones of a snapshot draw the same random numbers",
-    "stochastic.siblings_independent",
-    "stochastic.transition_distribution",
-    "streams.unshared",
+    "streams.seeded",
     follows="vm0-ai/vm0#8212",
 )
 class ClonesDrawAlike(Entropy):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes the certificates of this folder: docs/conformance/certify.sh [NAME…] from the root of the repository.
+# Writes the certificates of this folder: docs/conformance/certify.sh [NAME…] from the root of the repository; with the
+# name `none` only the table of them.
 set -u
 copied=sandboxgym.conformance.adapters:deep_copied
 certify() {
@@ -53,13 +54,20 @@ PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
     echo 'The copy backend isolates nothing and says so: siblings see each other'"'"'s processes and `/dev/shm`, its one failure.'
     echo '"Emulator states" is Atari by `clone_state` and `restore_state` (`conformance/ale_states.py`).'
     echo
-    echo "| environment | result | |"
-    echo "|---|---|---|"
+    echo
+    echo 'The suite is named by a digest of its modules that decide on verdicts. "Before 2026-11-24" is the suite without the'
+    echo 'checks of trees, live sources, coverage, streams, digests, crowds of forks, deep copies and savers that have gone, and'
+    echo 'without the strength of a certificate: those pages were not made again.'
+    echo
+    echo "| environment | result | suite | |"
+    echo "|---|---|---|---|"
     for page in docs/conformance/*.md; do
         name=$(basename "$page" .md)
         if title=$(sed -n '1s/^# Snapshot conformance of //p' "$page") && [ -n "$title" ]; then
             title=$(sed -E 's/^sandboxgym\.conformance\.adapters:deep_copied \{"id": "(.*)"\}$/\1, deep copies/; s/^sandboxgym\.conformance\.adapters:ReplaySnapshots \{"id": "([^"]*)".*\}$/\1, replays/; s/^ale_states:breakout$/Breakout, emulator states/' <<< "$title")
-            echo "| $title | $(sed -n '3s/, sandboxgym.*//;3s/; sandboxgym.*//;3p' "$page") | [checks]($name.md)$([ -f "docs/conformance/$name.html" ] && echo ", [page]($name.html)") |"
+            suite=$(sed -n '3s/.*; suite \([0-9a-f]*\),.*/\1/p' "$page")
+            strength=$(sed -n 's/^Strength: \([^;]*\).*[.]$/ Strength: \1./p' "$page" | head -n 1)
+            echo "| $title | $(sed -n '3s/; suite.*//;3s/, sandboxgym.*//;3s/; sandboxgym.*//;3p' "$page").$strength | ${suite:-before 2026-11-24} | [checks]($name.md)$([ -f "docs/conformance/$name.html" ] && echo ", [page]($name.html)") |"
         fi
     done
 } > docs/conformance/certificates.md

@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 
 from sandboxgym.conformance import reports
-from sandboxgym.conformance.__main__ import main, parse_kwargs, parse_levels, parse_only, parse_reset_options
+from sandboxgym.conformance.__main__ import main as command
+from sandboxgym.conformance.__main__ import parse_kwargs, parse_levels, parse_only, parse_reset_options
 
 HERE = Path(__file__).parent
+
+
+def main(arguments):
+    """The command in this process, which is quicker; in one of its own it is tried in test_supervised."""
+    return command([*arguments, "--in-process"])
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from sandboxgym.conformance import generators
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.recording import Scene, first_difference, opened
-from sandboxgym.conformance.subject import AnyEnv, Control, Subject, put
+from sandboxgym.conformance.recording import Scene, first_difference, opened, release
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, put, take
 
 TRIALS = 24
 """Other bits that a stream is given before it is taken to have no effect."""
@@ -47,6 +47,9 @@ class _Proof:
         for trial in self.budget.spending(TRIALS, seconds=self.budget.seconds / 2, at_least=4):
             control = self.subject.control(trial % max(2, self.budget.traces), self.budget.steps)
             if not control.repeatable:
+                changed = _effect_after_restore(self.subject, control, path, trial)
+                if changed:
+                    return changed
                 continue
             point = 1 if trial % 3 else max(1, control.last // 2)
             end = control.last if episode else len(control.ops)
@@ -69,6 +72,29 @@ class _Proof:
         return ""
 
 
+def _effect_after_restore(subject: Subject, control: Control, path: str, trial: int) -> str:
+    """What other bits of a stream change in a restored future, where runs from a seed vary but restores do not."""
+    point = max(1, control.last // 3)
+    futures = []
+    with opened(subject) as env:
+        _begin(subject, env, control, point)
+        snap = take(env)
+        try:
+            for renewed in (False, False, True):
+                put(env, snap)
+                if renewed:
+                    stream = generators.find(env, [path]).get(path)
+                    if stream is None or not stream.renewable:
+                        return ""
+                    stream.renew(1000 + trial)
+                futures.append([subject.call(env, op)[0] for op in control.ops[point : control.last]])
+        finally:
+            release(snap)
+    if first_difference(futures[0], futures[1]):
+        return ""
+    return first_difference(futures[1], futures[2]) or ""
+
+
 def _begin(subject: Subject, env: AnyEnv, control: Control, point: int) -> None:
     env.action_space.seed(control.seed)
     env.observation_space.seed(control.seed + 1)
@@ -80,6 +106,23 @@ def _control(subject: Subject, budget: Budget, index: int = 0) -> Control:
     control = subject.control(index, budget.steps)
     if not control.repeatable:
         raise Skipped(f"runs do not repeat themselves, so no stream can be shown to decide: {control.differs}")
+    return control
+
+
+def _repeating(subject: Subject, budget: Budget) -> Control:
+    """A control run that repeats itself, or from which at least two restores of one snapshot go on alike."""
+    control = subject.control(0, budget.steps)
+    if not control.repeatable:
+        point, futures = max(1, control.last // 3), []
+        with opened(subject) as env:
+            _begin(subject, env, control, point)
+            snap = take(env)
+            for _ in range(3):
+                put(env, snap)
+                futures.append([subject.call(env, op)[0] for op in control.ops[point : control.last]])
+            release(snap)
+        if any(first_difference(futures[0], future) for future in futures[1:]):
+            return _control(subject, budget)  # which says why not
     return control
 
 
@@ -151,8 +194,9 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     """Restores with hundreds of seeds: 0, neighbours, powers of two and of ten, large ones and random ones. Each
     generator that decides what happens in the episode must have other bits for each seed, and other ones than without
     a seed, and the same for the same seed, in another environment too. So must those of the children of seeded forks.
+    Also where runs from one seed vary, if restores of one snapshot do not: then all children repeat each other.
     """
-    control = _control(subject, budget)
+    control = _repeating(subject, budget)
     proof = _Proof(subject, budget)
     seeds = [0, 1, 2, *LARGE]
     base = int(rng.integers(2**29))

@@ -1,0 +1,179 @@
+"""A run is watched from another process: nothing that an environment does keeps it from its end and its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandboxgym.conformance import supervised
+from sandboxgym.conformance.__main__ import main
+from sandboxgym.conformance.check import Verdict
+from sandboxgym.conformance.runner import all_checks
+
+HERE = Path(__file__).parent
+CALL_LIMIT = ["--call-limit", "30"]
+"""Far more than a start takes on a busy machine: what hangs here hangs for ever."""
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def certified(target, *arguments, status, tmp_path):
+    """The results by id, and the whole report."""
+    file = tmp_path / "report.json"
+    assert main([f"unruly:{target}", "--quiet", "--json", str(file), *arguments]) == status
+    report = json.loads(file.read_text())
+    return {result["id"]: result for result in report["results"]}, report
+
+
+@pytest.mark.slow
+def test_a_correct_environment_has_the_report_of_a_run_in_process(tmp_path, capsys):
+    only = ["--only", "api.protocol,restore.trace_equality,fork.invalid", "--strength"]
+    watched, report = certified("Counter", *only, status=0, tmp_path=tmp_path)
+    inside, other = certified("Counter", *only, "--in-process", status=0, tmp_path=tmp_path)
+    assert list(watched) == list(inside) and report["strength"]["fields"] == other["strength"]["fields"] == 2
+    assert {id: result["verdict"] for id, result in watched.items()} == dict.fromkeys(watched, "PASS")
+    for name in ("target", "capabilities", "budget", "levels", "seed", "versions"):
+        assert report[name] == other[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "where"), [("Hangs", "restore"), ("HangsWhenMade", "__init__")])
+def test_a_call_that_never_returns(target, where, tmp_path):
+    only = ["--only", "api.protocol,restore.many"]
+    found, _ = certified(target, *only, *CALL_LIMIT, status=1, tmp_path=tmp_path)
+    assert found["api.protocol"]["verdict"] == "FAIL" and found["restore.many"]["verdict"] == "SKIP"
+    assert f"no call returned within 30 s; it was in {where} (unruly.py" in found["api.protocol"]["message"]
+
+
+@pytest.mark.slow
+def test_a_crash_is_the_finding(tmp_path):
+    found, report = certified("Aborts", "--only", "api.protocol,restore.many", status=1, tmp_path=tmp_path)
+    message = found["api.protocol"]["message"]
+    assert "ended by SIGABRT" in message and "step (unruly.py" in message
+    assert "unruly.py" in found["api.protocol"]["evidence"]["traceback"]
+    assert found["restore.many"]["message"].startswith("not run: ") and report["exit_code"] == 1
+
+
+@pytest.mark.slow
+def test_after_a_crash_the_other_checks_run(tmp_path):
+    only = "api.protocol,restore.many,fork.invalid,fork.crowd,fork.deepcopy,durable.round_trip"
+    found, report = certified("AbortsInCrowds", "--only", only, status=1, tmp_path=tmp_path)
+    assert {id for id, result in found.items() if result["verdict"] != "PASS"} == {"fork.crowd"}
+    assert "ended by SIGABRT" in found["fork.crowd"]["message"]
+    assert report["capabilities"]["kind"] == "memory"
+
+
+@pytest.mark.slow
+def test_too_many_crashes_end_the_run(tmp_path):
+    only = "restore.many,fork.trace_equality,fork.isolation,fork.close_order,fork.diverge,fork.crowd"
+    found, _ = certified("AbortsAlways", "--only", only, status=1, tmp_path=tmp_path)
+    verdicts = [result["verdict"] for result in found.values()]
+    assert verdicts.count("FAIL") == supervised.DEATHS and found["restore.many"]["verdict"] == "PASS"
+    skipped = [result["message"] for result in found.values() if result["verdict"] == "SKIP"]
+    assert skipped and all("had to be ended for the 3. time" in message for message in skipped)
+
+
+@pytest.mark.slow
+def test_leaving_the_interpreter_is_no_pass(tmp_path):
+    found, _ = certified("Leaves", "--only", "api.protocol", status=1, tmp_path=tmp_path)
+    assert "ended with exit status 0" in found["api.protocol"]["message"]
+
+
+def test_sys_exit_ends_its_check_only(tmp_path):
+    only = ["--only", "restore.many,fork.isolation,durable.round_trip", "--in-process"]
+    found, _ = certified("Exits", *only, status=1, tmp_path=tmp_path)
+    assert {id: result["verdict"] for id, result in found.items()} == {
+        "restore.many": "PASS",
+        "fork.isolation": "FAIL",
+        "durable.round_trip": "PASS",
+    }
+    assert "SystemExit" in found["fork.isolation"]["message"]
+
+
+@pytest.mark.slow
+def test_what_is_printed_is_no_part_of_the_report(capfd):
+    assert main(["unruly:Talks", "--quiet", "--only", "api.protocol", "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["counts"]["PASS"] == 1 and "a step was taken" in err
+
+
+@pytest.mark.slow
+def test_a_flood_of_output_ends_the_run(capfd):
+    report = supervise("Prints", "api.protocol", output=32 << 20)
+    assert report["api.protocol"].verdict is Verdict.FAIL
+    assert "more than 32 MiB were printed" in report["api.protocol"].message
+    assert len(capfd.readouterr().err) < 2 * supervised.SHOWN
+
+
+@pytest.mark.slow
+def test_too_much_memory_is_inconclusive(tmp_path):
+    only = "api.protocol,restore.nested,fork.crowd"
+    found, report = certified("Large", "--only", only, "--memory-limit", "1.5", status=2, tmp_path=tmp_path)
+    assert found["api.protocol"]["verdict"] == "PASS" and found["fork.crowd"]["verdict"] == "INCONCLUSIVE"
+    assert "more than 1536 MiB of memory were held" in found["fork.crowd"]["message"]
+    assert report["exit_code"] == 2
+
+
+@pytest.mark.slow
+def test_processes_of_a_killed_run_are_ended(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    monkeypatch.setenv("UNRULY_PID", str(pid))
+    certified("LeavesAChild", "--only", "api.protocol", *CALL_LIMIT, status=1, tmp_path=tmp_path)
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.slow
+def test_what_cannot_be_made_is_told(capsys):
+    for target in ("unruly:nothing", "no/Such-v0", "nonsense"):
+        assert main([target, "--quiet"]) == 3
+        assert "error: " in capsys.readouterr().err
+
+
+def supervise(target, only, **limits):
+    """A watched run with other limits."""
+    arguments = [f"unruly:{target}", "--only", only]
+    made = supervised.Limits(**limits)
+    return supervised.supervise(arguments, 1, all_checks(only=only.split(",")), name=target, limits=made)
+
+
+def test_wrong_limits_are_refused():
+    for wrong in ("0", "-1", "nan", "inf", "x"):
+        for option in ("--call-limit", "--memory-limit"):
+            with pytest.raises(SystemExit) as caught:
+                main(["unruly:Counter", option, wrong])
+            assert caught.value.code == 3
+
+
+def test_the_place_is_that_of_the_environment():
+    library = os.path.dirname(os.__file__)
+    trace = (
+        "Fatal Python error: Aborted\n\n"
+        'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 1 in worker\n\n'
+        f'Current thread 0x2 (most recent call first):\n  File "{library}/threading.py", line 9 in wait\n'
+        '  File "/home/me/mine.py", line 32 in restore\n  File "/x/sandboxgym/conformance/subject.py", line 5 in put\n'
+    )
+    assert supervised._place(trace) == "restore (mine.py, line 32)"
+    assert supervised._place("") == ""
+
+
+def test_memory_and_offspring_are_those_of_the_processes():
+    child = subprocess.Popen(
+        [sys.executable, "-c", "x = bytearray(64 << 20); print(flush=True); input()"], stdin=-1, stdout=-1
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        assert child.pid in supervised.offspring(os.getpid())
+        assert supervised.memory([child.pid]) > 64 << 20
+        assert supervised.started(child.pid) and supervised.available() > 1 << 20
+    finally:
+        child.communicate(b"\n")
+    assert supervised.started(child.pid) == "" and supervised.memory([child.pid]) == 0
