@@ -575,7 +575,7 @@ def test_settings_that_it_does_not_go_with_are_refused(algo: str, options: dict[
         ({"network": "both", "lookahead": False}, "network: both goes with lookahead"),
         ({"network": "lookahead", "lookahead": False}, "network: lookahead goes with lookahead"),
         ({"network": "baseline", "baseline": "key"}, "network: baseline goes with a baseline of value or pooled"),
-        ({"split_variance": "fair"}, "split_variance: fair goes with lookahead, schedule=split"),
+        ({"split_variance": "fair"}, "split_variance: fair goes with lookahead and schedule=split"),
         ({"lookahead_least": -0.1}, "lookahead_least: expected 0 or more"),
     ],
 )
