@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import gymnasium as gym
 import numpy as np
 import torch
 
 from bpo_ref import packing
-from bpo_ref.args import Args, resolved
+from bpo_ref.args import Args, Network, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
@@ -455,45 +455,60 @@ def bench_trl(repeats: int) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- look-ahead
 
 
-def bench_lookahead(repeats: int) -> list[str]:
-    """Updates with and without it, on embedded games from a supervised start."""
+def bench_lookahead(repeats: int, start: str | None = None) -> list[str]:
+    """Updates with and without it, on embedded games from a supervised start: made here, or a checkpoint's folder."""
     config = Args(**read_config(Args, Path(__file__).with_name("configs") / "alfworld-tiny.yaml"))
-    config = replace(config, eval_episodes=1, eval_untrained=False, trackers=(), lr_decay="constant")
-    lines = ["| `--algo` | forked steps a generated token | scored tokens a generated token | update with / without |"]
+    kwargs = (*config.env_kwargs, "features=true")
+    config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=(), lr_decay="constant")
+    lines = ["| setting | forked steps a generated token | scored tokens a generated token | update with / without |"]
     lines.append("|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        start = str(Path(folder, "start"))
-        Trainer(replace(config, algo="sft", out=start)).run()
-        for algo in ("rloo-pooled", "bpo"):
-            trainers = {
-                ahead: Trainer(
-                    replace(
-                        config, algo=algo, out=f"{folder}/{algo}-{ahead}", lookahead=ahead, sft_steps=0,
-                        init_from=f"{start}/checkpoint",
-                    )
-                )
-                for ahead in (False, True)
-            }  # fmt: skip
-            spent = {ahead: 0.0 for ahead in ("tokens", "lookahead/steps", "lookahead/scored_tokens")}
-
-            def update(trainer: Trainer, spent: dict[str, float] = spent) -> None:
-                trees = trainer._rollouts((trainer.args.seed, 2, trainer.step))
-                forks = assign_credit(trees, trainer.args, trainer.memory)
-                trainer.memory.observe(trees, forks, trainer.args)
-                trainer._optimize(trees)
-                trainer.step += 1
-                if trainer.args.lookahead:
-                    spent["tokens"] += sum(tree.tokens for tree in trees)
-                    for name in ("lookahead/steps", "lookahead/scored_tokens"):
-                        spent[name] += trainer.rollout_costs[name]
-
-            calls: dict[str, Callable[[], Any]] = {str(on): partial(update, made) for on, made in trainers.items()}
-            seconds = in_turns(calls, repeats)
-            steps, scored = (spent[f"lookahead/{name}"] / spent["tokens"] for name in ("steps", "scored_tokens"))
-            lines.append(f"| `{algo}` | {steps:.2f} | {scored:.2f} | {seconds['True'] / seconds['False']:.2f} |")
-            for trainer in trainers.values():
-                trainer.close()
+        if start is None:
+            Trainer(replace(config, algo="sft", out=f"{folder}/start")).run()
+            start = f"{folder}/start/checkpoint"
+        for algo, network in LOOKAHEAD_CASES:
+            line = lookahead_line(replace(config, algo=algo, sft_steps=0, init_from=start), network, folder, repeats)
+            lines.append(line)
     return lines
+
+
+LOOKAHEAD_CASES: tuple[tuple[Literal["rloo-pooled", "bpo"], Network], ...] = (
+    ("rloo-pooled", "none"), ("bpo", "none"), ("bpo", "both"),
+)  # fmt: skip
+
+
+def lookahead_line(config: Args, network: Network, folder: str, repeats: int) -> str:
+    """The ratio is that of each round, in which the two take turns: the median, and all of them."""
+    plain = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}-plain"))
+    ahead = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}", lookahead=True, network=network))
+    counts = {name: 0.0 for name in ("tokens", "lookahead/steps", "lookahead/scored_tokens")}
+    ratios = []
+    for round_ in range(repeats + WARM):
+        seconds = {}
+        for trainer in (plain, ahead):
+            began = time.process_time()
+            trees = trainer._rollouts((trainer.args.seed, 2, trainer.step))
+            forks = assign_credit(trees, trainer.args, trainer.memory)
+            trainer.memory.observe(trees, forks, trainer.args)
+            trainer._optimize(trees)
+            trainer.step += 1
+            # by token: the two policies part with their first update, and their episodes with them
+            seconds[trainer] = (time.process_time() - began) / sum(tree.tokens for tree in trees)
+        if round_ >= WARM:
+            ratios.append(seconds[ahead] / seconds[plain])
+            counts["tokens"] += sum(tree.tokens for tree in trees)
+            for name in ("lookahead/steps", "lookahead/scored_tokens"):
+                counts[name] += ahead.rollout_costs[name]
+    for trainer in (plain, ahead):
+        trainer.close()
+    steps, scored = (counts[f"lookahead/{name}"] / counts["tokens"] for name in ("steps", "scored_tokens"))
+    every = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    name = f"`--algo {config.algo}`" + ("" if network == "none" else f" `--network {network}`")
+    return f"| {name} | {steps:.2f} | {scored:.2f} | **{statistics.median(ratios):.2f}** ({every}) |"
+
+
+WARM = 2
+"""Rounds that are not counted: before them V̂ knows nothing, and nothing is scored."""
 
 
 BENCHES = {
@@ -511,6 +526,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=[*BENCHES, "trl-side"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--start", help="for lookahead: folder of a checkpoint to begin at (default: makes one)")
     parser.add_argument("--side", choices=["ours", "trl"], help="for trl-side, which trl runs")
     parser.add_argument("--folder", help="for trl-side")
     parser.add_argument("--out", help="for trl-side")
@@ -522,7 +538,8 @@ def main() -> None:
         print(json.dumps(side(options.folder, options.out, options.adapters)))
         return
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread\n")
-    print("\n".join(BENCHES[options.name](options.repeats)))
+    bench = partial(bench_lookahead, start=options.start) if options.name == "lookahead" else BENCHES[options.name]
+    print("\n".join(bench(options.repeats)))
 
 
 if __name__ == "__main__":

@@ -172,11 +172,12 @@ class LookAhead:
         self.seconds += time.perf_counter() - began
 
     def _set(self, score: Score, states: Sequence[_State]) -> None:
-        asked = [(state.context, ids) for state in states for ids in state.listed]
+        # Paths that have said the same so far are in the same state: it is asked for once.
+        asked = list(dict.fromkeys((state.context, ids) for state in states for ids in state.listed))
         self.scored_tokens += sum(len(ids) for _, ids in asked)
-        told = iter(score(asked))
+        told = dict(zip(asked, score(asked), strict=True))
         for state in states:
-            mean = math.fsum(math.exp(next(told)) * gain for gain in state.listed.values())
+            mean = math.fsum(math.exp(told[state.context, ids]) * gain for ids, gain in state.listed.items())
             for edge, rest in state.edges:
                 edge.control = state.listed.get(rest, 0.0) - mean
 

@@ -247,7 +247,10 @@ class Laboratory:
     def _recall(self, args: Args, key: int) -> None:
         """Keep the trees sampled for the method before, if this one's would be the same."""
         same = {name: value for name, value in asdict(args).items() if name not in AFTER_SAMPLING}
-        drawn_by = args.split_variance == "fair" and [args.network, args.lookahead_least]
+        drawn_by = [
+            args.split_variance == "fair" and (args.network, args.lookahead_least),
+            args.allocation == "spread" and args.baseline,  # see make_schedule
+        ]
         if self._kept_of != (kept_of := (key, same, drawn_by)):
             self._kept_of, self._kept = kept_of, {}
 

@@ -44,6 +44,7 @@ def test_there_are_examples():
 
 
 def test_without_the_luck_of_later_decisions_returns_vary_less(tmp_path):
+    assert len((EXAMPLES / "lookahead.py").read_text().splitlines()) <= 40
     lines = run(EXAMPLES / "lookahead.py", cwd=tmp_path).splitlines()
     found = [re.fullmatch(r"batch \d: variance of returns ([\d.]+), without luck ([\d.]+)", line) for line in lines]
     assert len(found) == 4

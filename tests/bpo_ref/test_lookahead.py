@@ -13,20 +13,24 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from tabular import MDP, Credit, TabularEnv, TabularPolicy, compare, gradients, random_mdp
+from torch import Tensor
 
 import sandboxgym
 from bpo_ref.args import Args, resolved
-from bpo_ref.baselines import Memory, ValueTable, mean_value, refusals, state_key
+from bpo_ref.baselines import Memory, ValueTable, features, mean_value, refusals, state_key, summarize
+from bpo_ref.chat import ChatFormat
 from bpo_ref.config import ConfigError
-from bpo_ref.generate import Generation
-from bpo_ref.lookahead import Candidate, Ids, LookAhead
-from bpo_ref.policy import Turn
+from bpo_ref.generate import Generation, Generator, forward
+from bpo_ref.lookahead import Candidate, Ids, LookAhead, scored
+from bpo_ref.policy import ChatPolicy, Turn
 from bpo_ref.schedules import make_schedule
+from bpo_ref.tiny import tiny_model, tiny_tokenizer
 from bpo_ref.train import assign_credit
 from sandboxgym.core import Transition
-from sandboxgym.prompts import Prompt, React
-from sandboxgym.tree import Action, Context, Edge, Envs, Node, RolloutTree, rollout
+from sandboxgym.prompts import Prompt, React, make_prompt
+from sandboxgym.tree import Action, Context, Edge, Envs, Node, RolloutTree, Schedule, rollout
 
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
 TASKS = (0, 1, 0, 1)
@@ -56,7 +60,9 @@ class ListedEnv(TabularEnv):
         return found
 
     def _info(self) -> dict[str, Any]:
-        return {**super()._info(), "admissible_commands": self.listed}
+        t, state, _ = self.state
+        told = [float(state == other) for other in range(len(self.mdp.logits))]
+        return {**super()._info(), "admissible_commands": self.listed, "features": (*told, t / self.mdp.horizon)}
 
 
 class TokenPolicy(TabularPolicy):
@@ -100,7 +106,7 @@ def batches_of(
 
     for batch in range(batches):
         number = batch + teach * 10**6
-        ahead = Bare(args, Prompt(), OneToken(), memory.values)
+        ahead = Bare(args, Prompt(), OneToken(), memory.values, memory.network)
         schedule = make_schedule(args, (9, number), memory, tasks=TASKS)
         trees = rollout(envs, policy, schedule, tasks=TASKS, seed=(number,), look=ahead)
         ahead.set_controls(trees, score)
@@ -112,6 +118,15 @@ def taught(mdp: MDP, args: Args) -> Memory:
     memory = Memory.of(args)
     for trees, *_ in batches_of(mdp, args, memory, batches=60, listed=(0, 1), teach=True):
         memory.observe(trees, assign_credit(trees, args, memory), args)
+    return memory
+
+
+def briefly(mdp: MDP, args: Args) -> Memory:
+    """Taught a network, by fewer batches."""
+    memory = Memory.of(args)
+    for trees, *_ in batches_of(mdp, args, memory, batches=8, listed=(0, 1), teach=True):
+        memory.observe(trees, assign_credit(trees, args, memory), args)
+    assert memory.network is not None and memory.network.known
     return memory
 
 
@@ -141,6 +156,21 @@ CASES: dict[str, tuple[MDP, Args, Callable[[MDP, Args], Memory], Sequence[int]]]
     "bpo, rewards on the way": (DENSE, settings("bpo", gamma=0.8, roulette=0.5, roulette_below=0.3), taught, (0, 1)),
     "bpo, one action listed": (SPARSE, settings("bpo", **ROULETTE), taught, (0,)),
     "bpo, by refusals": (replace(SPARSE, refused=(2, 4)), settings("bpo", refusals=True, **ROULETTE), taught, (0, 1)),
+    "rloo-pooled, network": (SPARSE, settings("rloo-pooled", roots=4, network="both"), briefly, (0, 1)),
+    "rloo-value, network in the baseline": (
+        SPARSE,
+        settings("rloo-value", roots=4, network="baseline"),
+        briefly,
+        (0, 1),
+    ),
+    "bpo, network and splits by fair variance, rewards on the way": (
+        DENSE,
+        settings("bpo", gamma=0.8, network="both", split_variance="fair"),
+        briefly,
+        (0, 1),
+    ),
+    "bpo, splits by fair variance": (SPARSE, settings("bpo", split_variance="fair", **ROULETTE), taught, (0, 1)),
+    "bpo, small differences left out": (SPARSE, settings("bpo", lookahead_least=0.1, **ROULETTE), taught, (0, 1)),
     "uneven roots": (SPARSE, settings("rloo-pooled", roots=4, allocation="spread"), taught, (0, 1)),
 }
 
@@ -176,7 +206,15 @@ def sampled_action_left_out(trees: Sequence[RolloutTree], args: Args, memory: Me
         edge.control = control
 
 
+def own_return_in_the_baseline(trees: Sequence[RolloutTree], args: Args, memory: Memory, *_: Any) -> None:
+    """As if the residual at a state counted the path itself among the others."""
+    assign_credit(trees, args, memory)
+    for edge in edges_of(trees):
+        edge.advantage -= (edge.value - edge.luck) / 5
+
+
 PLANTED: dict[str, tuple[str, Callable[..., None]]] = {
+    "own return in the baseline": ("rloo-pooled, network", own_return_in_the_baseline),
     "own luck too": ("rloo-pooled", own_luck_too),
     "own luck too, forks": ("bpo", own_luck_too),
     "probabilities of other weights": ("rloo-pooled", probabilities_of_other_weights),
@@ -275,6 +313,33 @@ def test_values_are_those_before_the_batch_whatever_is_learnt_of_it() -> None:
         ahead.set_controls(trees, score)
         assert [edge.control for edge in edges_of(trees)] == before
         assert any(before)
+
+
+def test_a_network_is_that_before_the_batch_whatever_is_learnt_of_it() -> None:
+    args = settings("rloo-pooled", roots=4, network="both")
+    memory = briefly(SPARSE, args)
+    for trees, ahead, score in batches_of(SPARSE, args, memory, batches=2, listed=(0, 1)):
+        before = [edge.control for edge in edges_of(trees)]
+        told = memory.network.values([features(trees[0].root, "")]) if memory.network else []
+        memory.observe(trees, assign_credit(trees, args, memory), args)
+        assert memory.network and memory.network.values([features(trees[0].root, "")]) != told  # it has learned
+        ahead.set_controls(trees, score)
+        assert [edge.control for edge in edges_of(trees)] == before
+        assert any(before)
+
+
+def test_fair_squares_are_of_returns_less_luck() -> None:
+    """Of flat rollouts the mean square at the root is that of each path's return less the luck of all its decisions."""
+    args = settings("rloo-pooled", roots=4)
+    memory = taught(SPARSE, args)
+    for trees, *_ in batches_of(SPARSE, args, memory, batches=2, listed=(0, 1)):
+        assign_credit(trees, args, memory)
+        for tree in trees:
+            less = [sum(edge.reward - edge.control for edge in path.edges) for path in tree.paths]
+            squares = [square for _, square in summarize(tree, "key", fair=True).returns]
+            assert squares == pytest.approx([value**2 for value in less])
+            plain = [square for _, square in summarize(tree, "key").returns]
+            assert plain == pytest.approx([path.total_reward**2 for path in tree.paths])
 
 
 def test_memory_learns_plain_returns() -> None:
@@ -435,6 +500,16 @@ def test_nothing_happening_leads_to_the_next_half_turn() -> None:
     assert found == pytest.approx([0.6 * (1 - sum(asked.values()))])
 
 
+def test_small_differences_count_as_none_sampled_or_not() -> None:
+    ahead = (Candidate("go", 0.0, "near", False), Candidate("run", 0.0, "by", False))
+    node = Node(0, None, "far", owner=(), ahead=ahead)
+    decided(node, "go"), decided(node, "run"), decided(node, "look")
+    found, asked = controls(node, table(near=0.9, by=0.25, far=0.2), lookahead_least=0.1)
+    p = sum(asked.values())
+    assert {answer[:-1] for _, answer in asked} == {ids_of("go")}
+    assert found == pytest.approx([0.7 * (1 - p), -0.7 * p, -0.7 * p])
+
+
 def test_at_the_last_turn_only_rewards_count() -> None:
     """The limit is ``max_turns``: what is not rewarded there is worth nothing, and so is what is not listed."""
     ahead = (Candidate("win", 1.0, None, True), Candidate("lose", 0.0, None, True))
@@ -492,6 +567,21 @@ def test_reasoning_that_nothing_ends_is_refused() -> None:
 def test_settings_that_it_does_not_go_with_are_refused(algo: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(algo, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"network": "both", "lookahead": False}, "network: both goes with lookahead"),
+        ({"network": "lookahead", "lookahead": False}, "network: lookahead goes with lookahead"),
+        ({"network": "baseline", "baseline": "key"}, "network: baseline goes with a baseline of value or pooled"),
+        ({"split_variance": "fair"}, "split_variance: fair goes with lookahead and schedule=split"),
+        ({"lookahead_least": -0.1}, "lookahead_least: expected 0 or more"),
+    ],
+)
+def test_settings_of_values_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings("rloo-pooled", **options)
 
 
 def test_without_a_progress_key_it_is_refused() -> None:
@@ -564,3 +654,70 @@ def test_refusals_in_a_row_are_told_up_to_two(valid: tuple[bool, ...], expected:
 def test_refusals_go_with_a_baseline_by_progress() -> None:
     with pytest.raises(ConfigError, match="refusals: goes with a baseline of"):
         resolved(Args(algo="rloo", refusals=True))
+
+
+# A shop.
+
+
+def test_clicks_are_corrected_and_searches_in_other_words_are_not() -> None:
+    env = gym.make("sandboxgym/WebShop-v0", max_episode_steps=9, progress="worth")
+    _, info = env.reset(seed=0, options={"task": 0})
+    args = replace(settings("rloo-pooled"), max_new_tokens=400, context=900)
+    ahead = LookAhead(args, Prompt(), Letters(), table())
+    (searched,) = ahead(env, info)  # the whole instruction is the one search that is listed
+    assert searched.answer == info["admissible_commands"][0] and searched.key.startswith("results")
+    values = table(search=0.2, **{searched.key: 0.5})
+    node = Node(0, None, "search", owner=(), ahead=(searched,))
+    decided(node, searched.answer), decided(node, "search[shoes]")
+    found, asked = controls(node, values, max_new_tokens=400, context=900)
+    assert found == pytest.approx([0.3 - 0.3 * sum(asked.values()), -0.3 * sum(asked.values())])
+    # on the page of a product, buying is known exactly, an option by what buying would then earn
+    _, _, _, _, info = env.step(searched.answer)
+    product = next(c for c in info["admissible_commands"] if c not in ("click[back to search]", "click[next >]"))
+    _, _, _, _, info = env.step(product)
+    bought = {candidate.answer: candidate for candidate in ahead(env, info)}["click[buy now]"]
+    assert bought.ended and bought.reward == pytest.approx(env.step("click[buy now]")[1])
+    env.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chosen_numbers_are_scored_as_they_were_sampled(temperature: float) -> None:
+    """The sampler's logits do not hold the probability that another number is the whole answer, so one pass does."""
+    tokenizer = tiny_tokenizer([f"▁{number}" for number in range(12)])
+    model = tiny_model(tokenizer, max_position_embeddings=2048)
+    chat = ChatFormat(tokenizer, stop_ids=[tokenizer.eos_token_id])
+    args = replace(settings("rloo-pooled", roots=16), max_new_tokens=2, context=2048, temperature=temperature)
+    generator = Generator(
+        model, stop_ids=chat.stop_ids, max_new_tokens=2, temperature=temperature, context_limit=args.context
+    )
+    prompt = make_prompt("choice", "sandboxgym/WebShop-v0")
+    ahead = LookAhead(args, prompt, chat, ValueTable())
+    envs = Envs(lambda: gym.make("sandboxgym/WebShop-v0", max_episode_steps=3, progress="worth"))
+    trees = rollout(
+        envs, ChatPolicy(generator, chat, prompt=prompt), Schedule(16), tasks=range(4), seed=(0,), look=ahead
+    )
+    keys = {node.key for tree in trees for node in (edge.parent for edge in tree.edges())}
+    keys |= {candidate.key for tree in trees for edge in tree.edges() for candidate in edge.parent.ahead}
+    rng = np.random.default_rng(0)
+    ahead = LookAhead(args, prompt, chat, table(**{key: float(rng.random()) for key in sorted(keys - {None})}))
+
+    def logps(ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        return forward(model, ids, lengths, where=where, temperature=temperature)[0]
+
+    told: dict[tuple[Ids, Ids], float] = {}
+
+    def score(asked: Sequence[tuple[Ids, Ids]]) -> list[float]:
+        found = scored(logps, replace(args, pack="flat"), torch.device("cpu"))(asked)
+        told.update(zip(asked, found, strict=True))
+        return list(found)
+
+    ahead.set_controls(trees, score)
+    met = 0
+    for edge in edges_of(trees):
+        said, ids = tuple(edge.action.memory.ids()), tuple(edge.action.data.ids)
+        if (said[: -len(ids)], ids) in told:
+            met += 1
+            assert told[said[: -len(ids)], ids] == pytest.approx(edge.action.logp, abs=1e-4)
+    assert met > 0
+    assert ahead.scored_tokens == sum(len(ids) for _, ids in told)
+    envs.close()
