@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,14 @@ def host(*, extra_binds: Sequence[tuple[Path, str]] = (), packages: Sequence[str
     """
     if sys.platform != "linux":
         raise SandboxUnavailable("the host's tool chain can be put under a sandbox on Linux only: use a Docker image")
-    distributions = _distributions(packages)
-    visible = _tool_chain()
-    _check_visible(visible)
-    hidden = [(path, str(path)) for path in _hidden(visible)]
-    certificates = [(Path(path), path) for path in _CERTIFICATES if os.path.isdir(path)]
-    versions = _versions(distributions)
+    with contextlib.ExitStack() as stack:
+        asked = _asked(stack)  # they answer while all else is looked up
+        distributions = _distributions(packages)
+        visible = _tool_chain()
+        _check_visible(visible)
+        hidden = [(path, str(path)) for path in _hidden(visible)]
+        certificates = [(Path(path), path) for path in _CERTIFICATES if os.path.isdir(path)]
+        versions = _versions(distributions, asked)
     links = {name: os.readlink(f"/{name}") for name in _TOP if os.path.islink(f"/{name}")}
     inside = [*(str(path) for path in visible), *(to for _, to in (*certificates, *extra_binds))]
     known = [versions, links, inside, _ETC, [_digest(Path("/etc", name)) for name in _ETC_COPIED]]
@@ -298,7 +300,23 @@ def _required(distribution: importlib.metadata.Distribution) -> list[str]:
     return [need.name for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
 
 
-def _versions(distributions: Sequence[importlib.metadata.Distribution]) -> dict[str, str]:
+def _asked(stack: contextlib.ExitStack) -> dict[str, subprocess.Popen[str]]:
+    """Programs that were asked for their versions; the stack waits for them."""
+    found = {}
+    for program in ("bash", "git"):
+        command = shutil.which(program, path=_PATH)
+        if command is not None:
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(
+                [command, "--version"], stdout=pipe, stderr=subprocess.DEVNULL, text=True, errors="replace"
+            )
+            found[program] = stack.enter_context(process)
+    return found
+
+
+def _versions(
+    distributions: Sequence[importlib.metadata.Distribution], asked: Mapping[str, subprocess.Popen[str]]
+) -> dict[str, str]:
     """What identifies the tool chain, the same on machines that are set up the same."""
     found = {f"package {d.metadata['Name']}": d.version for d in distributions}
     found["machine"] = platform.machine()
@@ -306,11 +324,8 @@ def _versions(distributions: Sequence[importlib.metadata.Distribution]) -> dict[
     found["prefix"] = sys.base_prefix
     with contextlib.suppress(OSError):
         found["system"] = Path("/etc/os-release").read_text(encoding="utf-8", errors="replace")
-    for program in ("bash", "git"):
-        command = shutil.which(program, path=_PATH)
-        if command is not None:
-            done = subprocess.run([command, "--version"], capture_output=True, text=True, errors="replace")
-            found[program] = done.stdout.partition("\n")[0]
+    for program, process in asked.items():
+        found[program] = process.communicate()[0].partition("\n")[0]
     return found
 
 

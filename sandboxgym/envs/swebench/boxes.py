@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -28,6 +29,7 @@ from sandboxgym.envs.swebench.columns import WORKDIR
 from sandboxgym.envs.swebench.tasks import HOST, Task, TaskError
 from sandboxgym.errors import SnapshotReleased
 from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.boxes import runtime
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
@@ -248,6 +250,9 @@ class Settings:
         env = {**_QUIET, **dict(self.env)}
         if not self.network:
             env |= {"PIP_NO_INDEX": "1"} | dict(self.env)
+        if self.backend == "auto" or self.backend.startswith("overlay"):
+            with contextlib.suppress(SandboxUnavailable, OSError):  # the backend will say so
+                runtime()  # its process starts while it is found out what the sandbox stands on
         if image == HOST:
             rootfs, env = _host(), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env}
         else:
