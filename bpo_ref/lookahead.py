@@ -124,6 +124,7 @@ class LookAhead:
         used = network is not None and network.known and args.network in ("lookahead", "both")
         self._network = network.copy() if network is not None and used else None
         self._told: dict[Features, float] = {}
+        self._ids: dict[str, Ids] = {}
         self._tried: dict[str, tuple[Candidate, ...]] = {}
         self._lock = threading.Lock()
         self.steps = 0
@@ -272,7 +273,9 @@ class LookAhead:
     def _rest(self, answer: str, thought: Ids) -> Ids | None:
         """The ids of an answer behind a thought; None where the thought has begun another action."""
         if not thought:
-            return tuple(self._writer.answer_ids(answer))
+            if answer not in self._ids:  # the same few actions are possible in most states
+                self._ids[answer] = tuple(self._writer.answer_ids(answer))
+            return self._ids[answer]
         said, opening = self._writer.text(thought), self._prompt.decision
         before, begun = said[: said.index(opening)], said[said.index(opening) :]
         if not answer.startswith(begun):
