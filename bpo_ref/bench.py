@@ -478,7 +478,8 @@ LOOKAHEAD_CASES: tuple[tuple[Literal["rloo-pooled", "bpo"], Network], ...] = (
 
 
 def lookahead_line(config: Args, network: Network, folder: str, repeats: int) -> str:
-    """The ratio is that of each round, in which the two take turns: the median, and all of them."""
+    """The ratio is that of each round, in which the two take turns with the same episodes: the median, and all."""
+    config = replace(config, lr=1e-9)  # else the two policies part, and their episodes with them
     plain = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}-plain"))
     ahead = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}", lookahead=True, network=network))
     counts = {name: 0.0 for name in ("tokens", "lookahead/steps", "lookahead/scored_tokens")}
@@ -492,8 +493,7 @@ def lookahead_line(config: Args, network: Network, folder: str, repeats: int) ->
             trainer.memory.observe(trees, forks, trainer.args)
             trainer._optimize(trees)
             trainer.step += 1
-            # by token: the two policies part with their first update, and their episodes with them
-            seconds[trainer] = (time.process_time() - began) / sum(tree.tokens for tree in trees)
+            seconds[trainer] = time.process_time() - began
         if round_ >= WARM:
             ratios.append(seconds[ahead] / seconds[plain])
             counts["tokens"] += sum(tree.tokens for tree in trees)

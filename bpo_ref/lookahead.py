@@ -44,7 +44,7 @@ from bpo_ref.packing import by_prefix
 from bpo_ref.value_network import Features, ValueNetwork, told_of
 from sandboxgym.prompts import Prompt
 from sandboxgym.tree import Edge, Node, RolloutTree
-from sandboxgym.wrappers import successors
+from sandboxgym.wrappers import outcomes
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -124,6 +124,8 @@ class LookAhead:
         used = network is not None and network.known and args.network in ("lookahead", "both")
         self._network = network.copy() if network is not None and used else None
         self._told: dict[Features, float] = {}
+        self._ids: dict[str, Ids] = {}
+        self._tried: dict[str, tuple[Candidate, ...]] = {}
         self._lock = threading.Lock()
         self.steps = 0
         """Actions tried in forks."""
@@ -133,13 +135,19 @@ class LookAhead:
         """Of both."""
 
     def __call__(self, env: gym.Env[Any, Any], info: dict[str, Any]) -> tuple[Candidate, ...]:
-        """Try the listed actions of the environment's state, and keep those that may matter."""
+        """Try the listed actions of the environment's state, and keep those that may matter.
+
+        A state that was met before in the batch, by ``info["state_hash"]``, is not tried again.
+        """
+        state = info.get("state_hash")
+        if isinstance(state, str) and state in self._tried:
+            return self._tried[state]
         began = time.perf_counter()
         commands = list(dict.fromkeys(info.get("admissible_commands") or ()))
         here = plain_key(info.get("progress_key")), info.get("features")
-        found = []
-        for command, after in zip(commands, successors(env, commands), strict=True):
-            ended = after.terminated or after.truncated
+        found, late = [], False
+        for command, after in zip(commands, outcomes(env, commands), strict=True):
+            ended, late = after.terminated or after.truncated, late or after.truncated
             key = None if ended else plain_key(after.info.get("progress_key"))
             features = None if ended else after.info.get("features")
             if after.reward or after.terminated or (not ended and (key, features) != here):
@@ -148,6 +156,8 @@ class LookAhead:
         with self._lock:
             self.steps += len(commands)
             self.seconds += time.perf_counter() - began
+            if isinstance(state, str) and not late:
+                self._tried[state] = tuple(found)
         return tuple(found)
 
     def counts(self) -> dict[str, float]:
@@ -209,11 +219,11 @@ class LookAhead:
 
     def _nothing(self, node: Node) -> Candidate:
         """An action that changes nothing."""
-        return Candidate("", 0.0, plain_key(node.key), node.depth + 1 >= self._args.max_turns, node.features)
+        return Candidate("", 0.0, plain_key(node.key), False, node.features)
 
     def _worth(self, candidate: Candidate, node: Node, kind: str) -> float:
         """Q̂ of an action at a node."""
-        if candidate.ended:
+        if candidate.ended or node.depth + 1 >= self._args.max_turns:
             return candidate.reward
         if self._network is not None:
             following = self._told[_following(candidate, node, kind)]
@@ -263,7 +273,9 @@ class LookAhead:
     def _rest(self, answer: str, thought: Ids) -> Ids | None:
         """The ids of an answer behind a thought; None where the thought has begun another action."""
         if not thought:
-            return tuple(self._writer.answer_ids(answer))
+            if answer not in self._ids:  # the same few actions are possible in most states
+                self._ids[answer] = tuple(self._writer.answer_ids(answer))
+            return self._ids[answer]
         said, opening = self._writer.text(thought), self._prompt.decision
         before, begun = said[: said.index(opening)], said[said.index(opening) :]
         if not answer.startswith(begun):

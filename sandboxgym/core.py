@@ -441,6 +441,14 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         finally:
             self._lineage = lineage
 
+    def outcomes(self, actions: Sequence[ActT]) -> list[Transition]:
+        """`successors` without what an agent reads: reward, end, and of ``info`` what state values are looked up by.
+
+        An environment whose texts take longer than its steps overrides this: the observation may be None, and ``info``
+        may hold ``progress_key``, ``features``, ``success`` and ``valid_action`` alone.
+        """
+        return self.successors(actions)
+
     def _restore(self, snap: Snapshot, seed: int | None, through: Through) -> tuple[ObsT, dict[str, Any]]:
         """`restore`, its result taken through the wrappers around; what fails there is rolled back too."""
         if not isinstance(snap, Snapshot):

@@ -190,17 +190,37 @@ def successors(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
         Exception: whatever ``step`` raises; the environment is as it was then, too.
     """
     wrappers, base = _stack(env)
-    limits = [wrapper for wrapper, _ in wrappers if type(wrapper) is gym.wrappers.TimeLimit]
-    plain = all(type(wrapper) in (*_WATCHING, gym.wrappers.TimeLimit) for wrapper, _ in wrappers)
-    if plain and isinstance(base, SnapshotEnv) and type(base).successors is not SnapshotEnv.successors:
-        late = any((limit._elapsed_steps or 0) + 1 >= limit._max_episode_steps for limit in limits)
-        return [found._replace(truncated=found.truncated or late) for found in base.successors(actions)]
+    if (
+        isinstance(base, SnapshotEnv)
+        and type(base).successors is not SnapshotEnv.successors
+        and _only_limited(wrappers)
+    ):
+        return _limited(wrappers, base.successors(actions))
     lineage = getattr(base, "_lineage", None)
     try:
         return tried(env, actions, snapshot(env), partial(restore, env))
     finally:
         if isinstance(base, SnapshotEnv):
             base._lineage = lineage
+
+
+def outcomes(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
+    """`successors`, without what an agent reads where the base environment can leave it out: `SnapshotEnv.outcomes`."""
+    wrappers, base = _stack(env)
+    if isinstance(base, SnapshotEnv) and type(base).outcomes is not SnapshotEnv.outcomes and _only_limited(wrappers):
+        return _limited(wrappers, base.outcomes(actions))
+    return successors(env, actions)
+
+
+def _only_limited(wrappers: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether nothing but a `TimeLimit` changes what the base environment returns."""
+    return all(type(wrapper) in (*_WATCHING, gym.wrappers.TimeLimit) for wrapper, _ in wrappers)
+
+
+def _limited(wrappers: Sequence[tuple[Any, Any]], found: Sequence[Transition]) -> list[Transition]:
+    limits = [wrapper for wrapper, _ in wrappers if type(wrapper) is gym.wrappers.TimeLimit]
+    late = any((limit._elapsed_steps or 0) + 1 >= limit._max_episode_steps for limit in limits)
+    return [one._replace(truncated=one.truncated or late) for one in found]
 
 
 class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):

@@ -25,7 +25,7 @@ def luck(edge, means):
 
 
 with Envs(lambda: gym.make("sandboxgym/WebShop-v0", max_episode_steps=8)) as envs:
-    known, policy = defaultdict(list), lambda batch: [Action(c.rng.choice(c.info["admissible_commands"])) for c in batch]
+    known, policy = defaultdict(list), lambda cs: [Action(c.rng.choice(c.info["admissible_commands"])) for c in cs]
     for batch in range(4):
         trees = rollout(envs, policy, Schedule(roots=8), tasks=range(16), seed=(batch,), look=look)
         paths, means = [p for t in trees for p in t.paths], {key: statistics.fmean(g) for key, g in known.items()}

@@ -31,6 +31,7 @@ from bpo_ref.train import assign_credit
 from sandboxgym.core import Transition
 from sandboxgym.prompts import Prompt, React, make_prompt
 from sandboxgym.tree import Action, Context, Edge, Envs, Node, RolloutTree, Schedule, rollout
+from sandboxgym.wrappers import outcomes
 
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
 TASKS = (0, 1, 0, 1)
@@ -611,6 +612,9 @@ def test_what_is_tried_is_what_happens(limit: int) -> None:
                 other.info.pop("episode", None)
                 assert one == other
             action = commands[int(rng.integers(len(commands)))]
+            for one, brief in zip(mine, outcomes(env, commands), strict=True):
+                assert (one.reward, one.terminated, one.truncated) == brief[1:4]
+                assert brief.info.items() <= one.info.items()
             found = env.step(action)
             slow.step(action)
             assert tuple(found) == tuple(mine[commands.index(action)])
@@ -619,6 +623,22 @@ def test_what_is_tried_is_what_happens(limit: int) -> None:
                 break
         assert over == (limit == 3) or found[2]
     env.close(), slow.close()
+
+
+def test_equal_states_are_tried_once_but_at_the_limit() -> None:
+    env = gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=3)
+    _, info = env.reset(seed=0, options={"task": 0})
+    ahead = LookAhead(settings("rloo-pooled"), Prompt(), Letters(), table())
+    first, tried = ahead(env, info), ahead.steps
+    assert tried == len(info["admissible_commands"])
+    _, _, _, _, info = env.step("fly")  # refused: the same state, a turn later
+    assert ahead(env, info) == first and ahead.steps == tried
+    _, _, _, _, info = env.step("fly")
+    assert ahead(env, info) == first  # the turn limit is known by the node's depth
+    fresh = LookAhead(settings("rloo-pooled"), Prompt(), Letters(), table())
+    fresh(env, info), fresh(env, info)
+    assert fresh.steps == 2 * tried  # all of it is cut off here, which says nothing of the state at other turns
+    env.close()
 
 
 def test_an_action_that_raises_leaves_the_environment_as_it_was() -> None:

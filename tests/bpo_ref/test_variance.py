@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,37 @@ def test_a_study_of_a_small_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     with pytest.raises(AssertionError, match="is measured again"):
         run(replace(study, seed=1))
+
+
+def test_methods_that_sample_alike_share_their_trees_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(Args(**{**TINY, "out": str(tmp_path / "start"), "algo": "sft", "sft_steps": 1}))
+    trainer.run()
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**TINY, "env_id": wordgame.ENV_ID, "eval_kwargs": []}))
+    study = Study(
+        checkpoint=str(tmp_path / "start" / "checkpoint"), config=str(config), tasks=3, repeats=2, pilot=1, sketch=64,
+        methods=("rloo:roots=2",),
+    )  # fmt: skip
+    methods = ("rloo:roots=3", "rloo-key:roots=3", "rloo-pooled:roots=3", "bpo-split:roots=2")
+    sampled = []
+    whole = Laboratory._sampled
+
+    def counted(self: Laboratory, args: Args, *rest: Any) -> Any:
+        sampled.append(args.algo)
+        return whole(self, args, *rest)
+
+    monkeypatch.setattr(Laboratory, "_sampled", counted)
+    together = Laboratory(study)
+    found = {method: together.measure(method).gradients for method in methods}
+    # two batches of the first; the pilot that others need beside them; all of another schedule's
+    assert sampled == ["rloo", "rloo", "rloo-key", "bpo-split", "bpo-split", "bpo-split"]
+    for method in methods:
+        alone = Laboratory(study)
+        assert (alone.measure(method).gradients == found[method]).all(), method
+        alone.envs.close()
+    together.envs.close()
 
 
 def test_an_unknown_setting_of_a_method_is_named(tmp_path: Path) -> None:

@@ -237,13 +237,18 @@ class Game:
         operator = self._choices(state).operators.get(command.strip())
         if operator is None:
             return state, NOTHING_HAPPENS, False
-        following = GameState(
-            operator.apply(state.s),
-            self._text_facts.update(state.t, added=operator.listed_add, deleted=operator.listed_delete),
-            state.moves + 1,
-        )
+        following = self._applied(operator, state)
         text = self._grammar.actions[operator.action].feedback
         return following, self._write(text, following.t, self._binding(operator)), True
+
+    def following(self, state: GameState, command: str) -> tuple[GameState, bool]:
+        """As `step`, without the answer, which takes most of its time."""
+        operator = self._choices(state).operators.get(command.strip())
+        return (state, False) if operator is None else (self._applied(operator, state), True)
+
+    def _applied(self, operator: Operator, state: GameState) -> GameState:
+        t = self._text_facts.update(state.t, added=operator.listed_add, deleted=operator.listed_delete)
+        return GameState(operator.apply(state.s), t, state.moves + 1)
 
     def won(self, state: GameState) -> bool:
         """Whether the goal holds in ``state``; later commands may undo it."""
