@@ -133,14 +133,17 @@ def image(name: str) -> RootFS:
     Raises:
         SandboxUnavailable: no daemon, no permission, or no such image; the message says what to do.
     """
-    from sandboxgym.sandbox.docker_client import connect, image_attributes
+    from sandboxgym.sandbox.docker_client import connect, image_attributes, quick_attributes
 
-    client = connect()
-    try:
-        attributes = image_attributes(client, name)
-        lowers = _layers(attributes) or (_unpacked(client, attributes["Id"]),)
-    finally:
-        client.close()
+    attributes = quick_attributes(name)
+    lowers = _layers(attributes) if attributes is not None else ()
+    if attributes is None or not lowers:
+        client = connect()
+        try:
+            attributes = image_attributes(client, name)
+            lowers = _layers(attributes) or (_unpacked(client, attributes["Id"]),)
+        finally:
+            client.close()
     config = attributes.get("Config") or {}
     env = dict(entry.partition("=")[::2] for entry in config.get("Env") or [])
     return RootFS(attributes["Id"], lowers, (), env, config.get("WorkingDir") or "/")

@@ -277,6 +277,19 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         rootfs.image("anything")
 
 
+@pytest.mark.slow
+def test_an_image_whose_layers_are_there_needs_no_client_library(
+    docker_image: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its import takes longer than all else that a reset in a new process does."""
+    expected = rootfs.image(docker_image)
+    if (os.geteuid(), expected.lowers[0].name) != (0, "diff"):
+        missing("docker", "the daemon's layers cannot be used from here")
+    monkeypatch.setitem(sys.modules, "docker", None)
+    assert rootfs.image(docker_image) == expected
+
+
 def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path)], capture_output=True)
