@@ -599,16 +599,6 @@ def forget_prepared() -> None:
         _prepared.popitem()[1].snapshot.release()
 
 
-def is_prepared(task: Task, settings: Settings) -> bool:
-    """Whether a task is kept on disk as these settings want it.
-
-    Raises:
-        SandboxUnavailable: no such sandbox on this machine, or no such image.
-    """
-    with settings.box(task) as box:
-        return prepared.holds(_key(box, task, settings))
-
-
 def _key(box: Box, task: Task, settings: Settings) -> str:
     """What a prepared task depends on: the image, the row, the way it is prepared, what its shell is started with.
 

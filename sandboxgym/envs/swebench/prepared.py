@@ -150,11 +150,6 @@ def provide(name: str, sandbox: Sandbox, make: Callable[[], Stored], *, verify: 
         return found
 
 
-def holds(name: str) -> bool:
-    """Whether there is something under a key; not whether it is intact."""
-    return (directory() / name / _ABOUT).is_file()
-
-
 def listed() -> list[Entry]:
     """The entries, those that were not used for longest first."""
     found = []
