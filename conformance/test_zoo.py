@@ -6,6 +6,7 @@ Here each mutant meets only the checks that must find it, and each known-good en
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,12 +61,14 @@ def test_known_good_with_the_quick_budget(name: str) -> None:
 def test_specimens_are_well_described() -> None:
     names = [kept.name for kept in (*zoo.MUTANTS, *zoo.KNOWN_GOOD)]
     assert len(set(names)) == len(names)
-    assert len(zoo.MUTANTS) >= 50 and len(zoo.KNOWN_GOOD) >= 27
+    assert len(zoo.MUTANTS) >= 280 and len(zoo.KNOWN_GOOD) >= 27
     assert len({mutant.family for mutant in zoo.MUTANTS}) >= 4
     known = {check.id for check in examining.CHECKS}
     for mutant in zoo.MUTANTS:
         assert mutant.killed_by <= known, mutant.name
         assert mutant.hazard and mutant.note, mutant.name
+        assert not mutant.follows or re.fullmatch(r"[\w.-]+/[\w.-]+#[1-9]\d*", mutant.follows), mutant.name
+    assert len({mutant.follows for mutant in zoo.MUTANTS} - {""}) >= 50
 
 
 def test_every_family_of_checks_has_a_mutant() -> None:

@@ -23,6 +23,12 @@ probing=sandboxgym.envs.swebench.probing
 hooks=(--hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --budget full \
     --html docs/conformance/swebench-overlay.html
+# What trees do, and the strength of the certificate, in the time that a busy machine has.
+trees=(api restore.trace_equality restore.diverge restore.live_source restore.no_steps restore.after_done
+    fork.trace_equality fork.diverge fork.deepcopy snapshot.digest snapshot.immutable freshness streams
+    isolation.environment durable.round_trip durable.saver_gone)
+certify swebench-overlay-trees sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --strength \
+    "${trees[@]/#/--only=}"
 # The same in a namespace of an ordinary user, and by plain copies: what another backend can change.
 certify swebench-rootless sandboxgym/SWEBench-v0 --make-kwargs backend=overlay-rootless "${hooks[@]}" \
     "${only[@]/#/--only=}" --only=probes

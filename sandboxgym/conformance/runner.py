@@ -254,7 +254,8 @@ def run(
     start, watch = time.perf_counter(), Stopwatch()
     spec = subject.make_spec
     try:
-        capabilities = asdict(subject.capabilities)
+        with preserved(), quiet():  # an environment is made and closed for it
+            capabilities = asdict(subject.capabilities)
     except (Exception, SystemExit):
         capabilities = {}
     report = replace(

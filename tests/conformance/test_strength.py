@@ -161,3 +161,31 @@ def test_a_coarser_value_has_the_same_type() -> None:
 def test_the_summary_names_other_faults_that_nobody_saw() -> None:
     found = Strength((Trial("a", "left out", "caught", "x"), Trial("b", "coarser", "unseen", "y")))
     assert str(found) == "1 of 1 fields of the state exercised, 1 of 2 faults caught; never exercised: b (coarser)"
+
+
+def test_what_nobody_explains_is_tried_before_what_is_explained(monkeypatch):
+    """A field that no check sees takes all of them, so that it must not stand before others."""
+    from sandboxgym.conformance import strength as module
+    from sandboxgym.conformance.check import Result, Verdict
+
+    class Explained(Attic):
+        metadata = {"render_modes": [], "unobservable": {"diary": "nobody reads it"}}
+
+        def _capture(self) -> dict[str, Any]:
+            return {"diary": self.state["diary"], "cell": self.state["cell"], "chest": self.state["chest"]}
+
+    met: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def trial(subject, fault, passed, *_):
+        met.append((*fault.name, tuple(passed)))
+        return None
+
+    monkeypatch.setattr(module, "_trial", trial)
+    results = {id: Result(id, Verdict.PASS) for id in module.CHECKS}
+    measure(Subject(Explained), SMALL, results, seed=0, seconds=1e6)
+    fields = [field for field, fault, _ in met if fault == "left out"]
+    assert fields.index("cell") < fields.index("diary")
+    first = met[: len(met) // 3]
+    assert all(len(passed) == module.LIKELY for *_, passed in first)
+    assert {passed for field, fault, passed in first if fault == "left out"} == {module.VALUES}
+    assert all(passed[0] == "snapshot.immutable" for _, fault, passed in first if fault == "shared")
