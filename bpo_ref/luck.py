@@ -10,6 +10,7 @@ would leave the first decision's part alone, so the rest of what is left is V̂'
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import tyro
@@ -26,9 +27,8 @@ def parts(laboratory: Laboratory, args: Args) -> tuple[float, float, float]:
     """Variance of returns within a task, that less the luck of later decisions, and E δ² of the first."""
     study, memory = laboratory.study, Memory.of(args)
     for batch in range(study.pilot):
-        trees = laboratory._batch(
-            args, memory, lambda batch=batch: laboratory._draw(1 + batch), (study.seed, 3, 0, batch)
-        )
+        draw = partial(laboratory._draw, 1 + batch)
+        trees = laboratory._batch(args, memory, draw, (study.seed, 3, 0, batch))
         memory.observe(trees, assign_credit(trees, args, memory), args)
     plain, fair, own = [], [], []
     for repeat in range(study.repeats):
