@@ -23,8 +23,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -188,7 +189,8 @@ def supervise(
     while not all(way.report for way in known):
         child = _Child(arguments, known, limits, checks, listener)
         try:
-            finding = child.watch()
+            with _terminable():
+                finding = child.watch()
         finally:
             child.end()
         if finding is None:
@@ -200,6 +202,23 @@ def supervise(
             way.report = replace(way.report, seconds=time.perf_counter() - start)
     reports = [way.report for way in known if way.report is not None]
     return replace(reports[0], beside=tuple(reports[1:]))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM is an exit with clean-up: else the child would go on, and an environment that hangs for ever."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)

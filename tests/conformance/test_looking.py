@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,9 +121,32 @@ def test_an_environment_without_a_generator_is_skipped_and_not_passed():
             self._np_random = None
             return result
 
+        def restore(self, snap: Any, *, seed: int | None = None) -> Any:
+            result = super().restore(snap, seed=seed)
+            self._np_random = None
+            return result
+
     for id in ("streams.seeded", "streams.unshared"):
         found = run(Subject(Bare), only=[id], budget=SMALL)[id]
         assert found.verdict == "SKIP", found
+
+
+def test_clones_that_draw_alike_are_found_though_runs_from_one_seed_vary():
+    """All that is random is captured, and no seed changes it: every child of a snapshot repeats the others."""
+
+    class Clones(toy_envs.Dice):
+        snapshot_spec = replace(toy_envs.Dice.snapshot_spec, rng=False)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            result = super().reset(seed=seed, options=options)
+            self._np_random = np.random.default_rng()
+            return result
+
+        def restore(self, snap: Any, *, seed: int | None = None) -> Any:
+            return super().restore(snap)
+
+    found = run(Subject(Clones), only=["streams.seeded"], budget=SMALL)["streams.seeded"]
+    assert found.verdict == "FAIL" and "decides what happens" in found.message, found
 
 
 @pytest.mark.parametrize("make", [toy_envs.Corridor, toy_envs.Dice, faulty.deep_copied, faulty.Foreign])

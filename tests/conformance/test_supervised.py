@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,24 @@ def test_processes_of_a_killed_run_are_ended(tmp_path, monkeypatch):
     certified("LeavesAChild", "--only", "api.protocol", *CALL_LIMIT, status=1, tmp_path=tmp_path)
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.slow
+def test_a_terminated_run_leaves_nothing(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    environment = {**os.environ, "UNRULY_PID": str(pid), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-m", "sandboxgym.conformance", "unruly:LeavesAChild", "--quiet"]
+    process = subprocess.Popen(command, env=environment)
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    (child,) = supervised.offspring(process.pid)[:1]
+    time.sleep(2 * supervised.TICK)  # in which it looks for processes
+    process.terminate()
+    assert process.wait() == 128 + 15
+    for number in (child, int(pid.read_text())):
+        state = Path(f"/proc/{number}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.slow
