@@ -3,8 +3,8 @@
     python -m bpo_ref.luck --checkpoint runs/alfworld/start-seed0/checkpoint --config bpo_ref/configs/alfworld-tiny.yaml
 
 For each kind of V̂: the variance of returns around their task's mean, that of returns less the luck of all decisions but
-the first, and E δ² of the first decision, which is to stay. In an environment without chance of its own a perfect V̂
-would leave the first decision's part alone, so the rest of what is left is V̂'s error.
+the first, and E δ² of the first decision, which is to stay. The rest is what V̂ does not know: of later decisions, and
+of what the first is worth beyond one step. With exact values, and without chance in the environment, it would be 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(study: Study) -> str:
         ValueError: a method is none, or has forks, or no look-ahead.
     """
     laboratory = Laboratory(study)
-    rows = ["| | variance of returns | less the luck of later decisions | of which the first decision | V̂'s error |"]
+    rows = ["| | variance of returns | less the luck of later decisions | of which the first decision | the rest |"]
     rows.append("|---|---|---|---|---|")
     for method in study.methods:
         args = laboratory.settings(method)
