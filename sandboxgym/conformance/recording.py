@@ -233,7 +233,10 @@ def streams(env: AnyEnv) -> dict[str, Canonical]:
 def known_seed(env: AnyEnv) -> Any:
     """The public ``np_random_seed`` of the base environment, without making a stream; None where there is none yet."""
     base = env.unwrapped
-    if getattr(base, "_np_random_seed", None) is None and getattr(type(base), "np_random_seed", None) is gym.Env.np_random_seed:
+    if (
+        getattr(base, "_np_random_seed", None) is None
+        and getattr(type(base), "np_random_seed", None) is gym.Env.np_random_seed
+    ):
         return None  # reading it would replace np_random
     try:
         return canonical(base.np_random_seed)

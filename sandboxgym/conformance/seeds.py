@@ -111,7 +111,13 @@ def _by_seed(subject: Subject, index: int) -> str:
 
 
 def must_decide(
-    scene: Scene, env: AnyEnv, budget: Budget, call: str, future: Callable[[int], Any], captured: Any, rng: np.random.Generator
+    scene: Scene,
+    env: AnyEnv,
+    budget: Budget,
+    call: str,
+    future: Callable[[int], Any],
+    captured: Any,
+    rng: np.random.Generator,
 ) -> None:
     """Fail unless futures differ from seed to seed, each seed repeating its own; asked where one was not the captured.
 
