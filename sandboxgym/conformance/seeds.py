@@ -61,7 +61,7 @@ def told(env: AnyEnv) -> str:
 
 
 def decided(subject: Subject, random: bool) -> dict[str, str]:
-    """For the evidence: by what it was decided that futures are random, where no stream that was recognised shows it."""
+    """For the evidence: by what futures were decided to be random, where no stream that was recognised shows it."""
     if not random or subject.noise.startswith(OTHER_DRAWS):
         return {}
     return {"decided by": "seeds give different futures, each its own again; no stream that was recognised does"}
