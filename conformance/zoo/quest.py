@@ -227,6 +227,19 @@ class Quest(gym.Env[str, str]):
         streams.put(self, content["streams"])
 
 
+# Streams.
+
+
+@mutant("the seed that np_random_seed reports is lost", "restore.random_streams", "fork.unseeded_exact")
+class ReportedSeedLost(Quest):
+    """The generators are restored; the seed stays that of the environment that they are restored in."""
+
+    def apply(self, content: dict[str, Any]) -> None:
+        own = self._np_random_seed
+        super().apply(content)
+        self._np_random_seed = own
+
+
 # Handles.
 
 

@@ -122,7 +122,9 @@ def replay(subject: Subject, seed: int, ops: Sequence[Op]) -> list[Outcome]:
 
 
 def noise(subject: Subject) -> str:
-    """Why futures differ by themselves: not repeatable from a seed, or random through ``np_random``."""
+    """Why futures differ by themselves: not repeatable from a seed, or random through streams that can be found, or
+    through others that a seed decides (`seeds`).
+    """
     for index in (0, 1):
         control = subject.control(index, 60)
         if not control.repeatable:
@@ -137,7 +139,9 @@ def noise(subject: Subject) -> str:
             differs = first_difference(control.outcomes[: control.last], outcomes)
             if differs:
                 return f"runs with other draws differ: {differs}"
-    return ""
+    from sandboxgym.conformance.seeds import by_seed  # which needs this module
+
+    return by_seed(subject)
 
 
 def renew_streams(env: AnyEnv, seed: int) -> None:
@@ -224,6 +228,20 @@ def streams(env: AnyEnv) -> dict[str, Canonical]:
             for place, inner in _spaces(space, attribute):
                 found[f"{name}.{place}"] = _bits(getattr(inner, "_np_random", None))
     return found
+
+
+def known_seed(env: AnyEnv) -> Any:
+    """The public ``np_random_seed`` of the base environment, without making a stream; None where there is none yet."""
+    base = env.unwrapped
+    if (
+        getattr(base, "_np_random_seed", None) is None
+        and getattr(type(base), "np_random_seed", None) is gym.Env.np_random_seed
+    ):
+        return None  # reading it would replace np_random
+    try:
+        return canonical(base.np_random_seed)
+    except Exception:  # an author's own property, before it has any
+        return None
 
 
 def _own_stream(layer: Any) -> Any:

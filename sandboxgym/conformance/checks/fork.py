@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from sandboxgym.conformance import seeds as seeding
 from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
@@ -20,12 +22,14 @@ from sandboxgym.conformance.recording import (
     choose,
     comparable,
     first_difference,
+    known_seed,
     opened,
     outcome_difference,
     seed_spaces,
     streams,
 )
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
+from sandboxgym.conformance.values import show
 from sandboxgym.core import SnapshotEnv
 
 HELD = 2**30
@@ -259,16 +263,18 @@ def close_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     blind="Streams that are neither np_random nor a space's; where they matter, fork.trace_equality sees them.",
 )
 def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """The random streams of every child of ``fork(k)`` are, bit by bit, those of the source."""
+    """The random streams of every child of ``fork(k)`` are, bit by bit, those of the source; so is np_random_seed."""
     compared: set[str] = set()
     for control in controls(subject, budget):
         with Scene(subject) as scene:
             env = scene.start(control)
             scene.play(env, control.ops[: max(1, control.last // 2)])
             children = scene.fork(env, 3)
-            expected = streams(env)
+            expected, seed = streams(env), known_seed(env)
             for number, child in enumerate(children):
                 found = streams(child)
+                if seed is not None and (other := known_seed(child)) != seed:
+                    scene.fail(f"child {number} of fork(3) has np_random_seed {show(other)}, its source {show(seed)}")
                 for name, bits in expected.items():
                     if bits is not None and found.get(name) != bits:
                         scene.fail(f"child {number} of fork(3) has another random stream {name} than its source")
@@ -288,11 +294,11 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
 )
 def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too; another S
-    gives others, the same S the same, hundreds of times; where nothing is random all go on like the source; where it
-    is, not all children do the same.
+    gives others, the same S the same, hundreds of times; where all S give the same futures, nothing is random, and all
+    go on like the source; where it is, not all children do the same.
     """
     control = subject.control(0, budget.steps)
-    random_ = subject.noise.startswith("runs with other draws differ")
+    random_ = seeding.random_by(subject.noise)
     k = max(4, budget.forks)
     futures: set[Any] = set()
     distinct = 0
@@ -330,11 +336,23 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
                     scene.fail(f"fork(k, seed=S) gives the same random stream {same[0]} for two seeds S")
             seen[seed] = [played, bits]
             futures |= set(played)
-            if not subject.noise and any(future != tuple(walk.expected[1:end]) for future in played):
-                scene.fail("nothing is random, but a seeded fork goes on differently from its source")
             for child in children:
                 scene.forget(child)
-        if random_ and len(futures) == 1:
+        captured = tuple(walk.expected[1:end])
+        if not subject.noise and futures != {captured}:
+
+            def of(seed: int) -> list[tuple[Outcome, ...]]:
+                scene.restore(env, walk.snaps[1])
+                made = scene.fork(env, k, seed=seed)
+                found = [tuple(scene.play(child, ops)) for child in made]
+                for child in made:
+                    scene.forget(child)
+                return found
+
+            odd = first_difference(captured, next(future for future in futures if future != captured))
+            seeding.must_decide(scene, env, budget, f"fork({k}, seed=…) ({odd})", of, [captured] * k, rng)
+            random_ = True
+        if random_ and len(futures) == 1 and _varies(scene, walk, ops, next(iter(futures)), rng):
             for _ in range(12):
                 scene.restore(env, walk.snaps[1])
                 for child in scene.fork(env, k, seed=int(rng.integers(2**31))):
@@ -358,7 +376,25 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
                         scene.fail(f"fork number {index + 1} with one and the same seed goes on differently: {text}")
                     scene.forget(child)
                     again += 1
-    return {"futures": len(futures), "random": random_, "streams compared": distinct, "forks with one seed": again}
+    return {
+        "futures": len(futures),
+        "random": random_,
+        **seeding.decided(subject, random_),
+        "streams compared": distinct,
+        "forks with one seed": again,
+    }
+
+
+def _varies(scene: Scene, walk: Walk, ops: Sequence[Op], future: Any, rng: np.random.Generator) -> bool:
+    """Whether futures of this moment are random often enough for forks that all have one to be at fault."""
+    if scene.subject.noise.startswith(seeding.OTHER_DRAWS):
+        return True
+    mark, others = len(scene.lines), 0
+    for _ in range(seeding.LEAST):
+        scene.restore(walk.env, walk.snaps[1], seed=int(rng.integers(1, 2**31)))
+        others += tuple(scene.play(walk.env, ops)) != future
+    del scene.lines[mark:]
+    return others >= seeding.VARY
 
 
 @check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, opened, quiet, seed_spaces, written
-from sandboxgym.conformance.subject import AnyEnv, Control, Subject
+from sandboxgym.conformance.coverage import coverage
+from sandboxgym.conformance.recording import Scene, opened, outcome_difference, quiet, seed_spaces, written
+from sandboxgym.conformance.subject import AnyEnv, Control, Outcome, Subject
 from sandboxgym.conformance.values import canonical, difference
-from sandboxgym.core import Transition
+from sandboxgym.core import SnapshotEnv, Transition
 
 
 @check(
@@ -40,32 +42,121 @@ def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
 )
 def last_info(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore`` returns, exactly, the info of the captured moment, in the same situations; ``last`` of the base
-    environment, where it has one, is then the whole transition, with its reward and flags.
+    environment, where it has one, is then, and in forks, with and without a seed, the whole transition that reset or
+    step had returned, with its reward and flags.
     """
     measured = _returned(subject, budget, rng, 1, "info")
     return {**measured, "last transitions": _last(subject, budget, rng)}
 
 
 def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
-    """How many times ``last`` was compared with what it was at the captured moment."""
+    """How many times ``last`` was compared with what the base environment's reset or step had returned."""
+    with opened(subject) as env:
+        env.reset(seed=1, options=copy.deepcopy(subject.options(0)))
+        if _own_last(subject, env) is None:
+            return 0
     compared = 0
-    for control in in_time(budget, controls(subject, budget)):
+    usual, found = controls(subject, budget), coverage(subject, budget).controls
+    pool = [*usual[:1], *found[:1], *usual[1:], *found[1:]]
+    for number in budget.spending(len(pool), at_least=min(3, len(pool))):
+        control = pool[number]
+        ordinary = any(control is each for each in usual)
+        truth = _returned_by_base(subject, control) if control.repeatable else {}
         with Scene(subject) as scene:
-            env, expected = scene.start(control), {}
-            points = points_of(control, rng, 3)
+            env, taken = scene.start(control), {}
+            points = {*(points_of(control, rng, 3) if ordinary else ()), *_telling(control, rng), control.last}
             for count, op in enumerate(control.ops, start=1):
                 scene.call(env, op)
-                last = getattr(env.unwrapped, "last", None)
-                if count in points and isinstance(last, Transition):
-                    expected[count] = scene.snapshot(env), canonical(tuple(last))
-            for snap, before in expected.values():
-                for target in (env, scene.start(control)):
-                    scene.restore(target, snap)
-                    found = canonical(tuple(getattr(target.unwrapped, "last")))  # noqa: B009 (not of every base)
-                    if text := difference(before, found, "last"):
-                        scene.fail(f"after a restore the last transition is not that of the captured moment: {text}")
+                last = _own_last(subject, env)
+                if last is None:
+                    continue
+                expected = truth.get(count, last)
+                _same_last(scene, env, expected, last, f"after call {count}")
+                if count in points:
+                    taken[count] = scene.snapshot(env), expected
+            for count, (snap, expected) in taken.items():
+                other, seeded = scene.start(control), scene.start(control)
+                scene.restore(env, snap)
+                scene.restore(other, snap)
+                scene.restore(seeded, snap, seed=count)
+                places = {
+                    "after a restore": env,
+                    "after a restore in another environment": other,
+                    "after a restore with a seed": seeded,
+                    "in a fork": scene.fork(env, 1)[0],
+                    "in a seeded fork": scene.fork(env, 1, seed=count)[0],
+                }
+                for where, target in places.items():
+                    _same_last(scene, target, expected, _own_last(subject, target), where)
                     compared += 1
+                    if target is not env:
+                        scene.forget(target)
     return compared
+
+
+def _telling(control: Control, rng: np.random.Generator) -> list[int]:
+    """A few moments after calls that earned something, raised nothing and differ so from most others."""
+    rewards = [outcome.reward for outcome in control.outcomes]
+    usual = max(set(rewards), key=rewards.count)
+    found = [count for count, reward in enumerate(rewards, start=1) if reward != usual]
+    return sorted(int(count) for count in rng.permutation(found)[:3])
+
+
+def _same_last(scene: Scene, env: AnyEnv, expected: Outcome, found: Outcome | None, where: str) -> None:
+    if found != expected:
+        scene.note(f"print({scene.name(env)}.unwrapped.last)")
+        text = "there is none" if found is None else outcome_difference(expected, found)
+        scene.fail(f"{where} the last transition is not what reset() or step() had returned: {text}", {"where": where})
+
+
+def _own_last(subject: Subject, env: AnyEnv) -> Outcome | None:
+    """``last`` of the base environment, as far as it can be compared."""
+    last = getattr(env.unwrapped, "last", None)
+    return _plain(subject, env, last) if isinstance(last, Transition) else None
+
+
+def _plain(subject: Subject, env: AnyEnv, transition: Any) -> Outcome:
+    """A transition of the base environment; without observation and info where the normaliser is for wrapped ones.
+
+    A reward counts by its value: an integer in place of a float is the same reward.
+    """
+    observation, reward, terminated, truncated, info = transition
+    flags = float(reward), bool(terminated), bool(truncated)
+    base = env.unwrapped
+    if subject.normalize is not None and base is not env:
+        return Outcome(None, *map(canonical, flags))
+    return subject.outcome(base, observation, *flags, info)._replace(state=None)
+
+
+def _returned_by_base(subject: Subject, control: Control) -> dict[int, Outcome]:
+    """What the base environment returned in each call of a control run, by the number of calls made."""
+    found: dict[int, Outcome] = {}
+    with opened(subject) as env:
+        seed_spaces(env, control.seed)
+        base = env.unwrapped
+        if not isinstance(base, SnapshotEnv):
+            return {}  # whose `last` may be that of an environment behind it
+        seen: list[Outcome] = []
+
+        def recorded(method: Callable[..., Any], filled: Callable[[Any], Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = method(*args, **kwargs)
+                seen.append(_plain(subject, env, filled(result)))  # now: it may be changed later
+                return result
+
+            return call
+
+        try:  # this one is neither snapshotted nor forked: nothing copies what is put into it
+            base.reset = recorded(base.reset, lambda result: (result[0], 0.0, False, False, result[1]))  # type: ignore[method-assign]
+            base.step = recorded(base.step, lambda result: result)  # type: ignore[method-assign]
+        except AttributeError:  # it has slots
+            return {}
+        for count, op in enumerate(control.ops, start=1):
+            seen.clear()
+            raised = subject.call(env, op)[1] is None
+            if seen and not raised:
+                found[count] = seen[-1]
+    return found
 
 
 def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -> None:

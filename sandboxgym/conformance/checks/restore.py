@@ -15,13 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import elsewhere
+from sandboxgym.conformance import elsewhere, seeds
 from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
 from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.coverage import coverage, ending
-from sandboxgym.conformance.recording import Scene, Walk, comparable, first_difference, outcome_difference, streams
+from sandboxgym.conformance.recording import (
+    Scene,
+    Walk,
+    comparable,
+    first_difference,
+    known_seed,
+    outcome_difference,
+    streams,
+)
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
-from sandboxgym.conformance.values import difference
+from sandboxgym.conformance.values import difference, show
 
 SHORT = 4
 """Calls compared after each of hundreds of restores."""
@@ -411,8 +419,9 @@ def _same_streams(scene: Scene, expected: dict[str, Any], found: dict[str, Any],
     blind="Streams that are neither np_random nor a space's; where they matter, restore.trace_equality sees them.",
 )
 def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the bit state of np_random and of the spaces, in every layer, at the snapshot and after restoring it:
-    in the same environment with draws in between, and in another one; and futures after a reset without a seed.
+    """Compares the bit state of np_random and of the spaces, in every layer, and np_random_seed, at the snapshot and
+    after restoring it: in the same environment with draws in between, and in another one; and futures after a reset
+    without a seed.
     """
     compared: set[str] = set()
     with Scene(subject) as scene:
@@ -429,7 +438,7 @@ def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -
             env = scene.start(control)
             scene.play(env, control.ops[: max(1, control.last // 2)])
             snap = scene.snapshot(env)
-            expected = streams(env)
+            expected, seed = streams(env), known_seed(env)
             name = scene.name(env)
             scene.note(f"{name}.action_space.sample(), {name}.observation_space.sample()  # draws in between")
             for space in (env.action_space, env.observation_space):
@@ -439,6 +448,8 @@ def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -
                 scene.restore(target, snap)
                 where = "after a restore" if target is env else "after a restore in a new environment"
                 _same_streams(scene, expected, streams(target), where)
+                if seed is not None and (other := known_seed(target)) != seed:
+                    scene.fail(f"np_random_seed is {show(other)} {where}, it was {show(seed)} at the captured moment")
             compared |= {name for name, bits in expected.items() if bits is not None}
     if not compared:
         raise Skipped("no stream was found to compare, of np_random or of a space; see streams.exact")
@@ -459,19 +470,20 @@ def _draw(space: Any) -> None:
 )
 def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore(snap, seed=S)`` returns the captured observation; the same seed gives the same future, hundreds of
-    times, other seeds (0 is one) other streams; without randomness the future is that of the control run; the seed
-    leaves no trace afterwards, not in the handle either.
+    times, other seeds (0 is one) other streams; where all seeds give one future it is that of the control run, for then
+    nothing is random; the seed leaves no trace afterwards, not in the handle either.
     """
     control = subject.control(0, budget.steps)
     again = 0
     exact = subject.capabilities.rng or not subject.noise
-    random_ = subject.noise.startswith("runs with other draws differ")
+    random_ = seeds.random_by(subject.noise)
     with Scene(subject) as scene:
         point = max(1, control.last // 3)
         walk = scene.walk(control, [1, point])
         env, end = walk.env, control.last
         futures = set()
         ops = control.ops[1:end]
+        captured = tuple(walk.expected[1:end])
         scene.restore(env, walk.snaps[1])
         exact_bits = streams(env)
         for index in budget.spending(64, at_least=64):
@@ -480,13 +492,12 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
             scene.expect_returned(env, walk, 1, result, f"restored with seed={seed}")
             bits = streams(env)
             future = tuple(scene.play(env, ops))
-            if index < 3 and (exact or random_):
+            unlike = not subject.noise and future != captured
+            if unlike or (index < 3 and (exact or random_)):
                 scene.restore(env, walk.snaps[1], seed=seed)
                 _same_streams(scene, bits, streams(env), f"after restoring with seed={seed} again")
                 if tuple(scene.play(env, ops)) != future:
                     scene.fail(f"restore(snap, seed={seed}) twice gave two futures")
-                if not subject.noise and future != tuple(walk.expected[1:end]):
-                    scene.fail(f"nothing is random, but restore(snap, seed={seed}) changed the future")
             if index == 0:
                 first_bits = bits
                 if subject.capabilities.rng:
@@ -498,8 +509,17 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
             futures.add(future)
             if index >= 3 and (not random_ or len(futures) > 1):
                 break
-        if random_ and len(futures) == 1:
+        if subject.noise.startswith(seeds.OTHER_DRAWS) and len(futures) == 1:
             scene.fail("64 seeds gave one and the same future, although futures are random: the seed has no effect")
+        if not subject.noise and futures != {captured}:
+
+            def of(seed: int) -> tuple[Outcome, ...]:
+                scene.restore(env, walk.snaps[1], seed=seed)
+                return tuple(scene.play(env, ops))
+
+            odd = first_difference(captured, next(future for future in futures if future != captured))
+            seeds.must_decide(scene, env, budget, f"restore(snap, seed=…) ({odd})", of, captured, rng)
+            random_, exact = True, subject.capabilities.rng
         if exact or random_:
             again = _again(scene, env, walk.snaps[1], ops[:SHORT], budget)
         if exact:
@@ -509,7 +529,13 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
             result = scene.restore(env, walk.snaps[point])
             scene.expect_returned(env, walk, point, result, "restored without a seed after restores with seeds")
             scene.expect(env, walk, point, "restored without a seed after restores with seeds")
-    return {"seeds": index + 1, "futures": len(futures), "random": random_, "restores with one seed": again}
+    return {
+        "seeds": index + 1,
+        "futures": len(futures),
+        "random": random_,
+        **seeds.decided(subject, random_),
+        "restores with one seed": again,
+    }
 
 
 def _again(scene: Scene, env: AnyEnv, snap: Any, ops: Sequence[Op], budget: Budget) -> int:
