@@ -44,6 +44,7 @@ CHECKS = (
     "restore.after_done",
     "restore.diverge",
     "freshness.render",
+    "restore.whole_episode",
 )
 """The checks that a fault meets, in this order."""
 FIRST = {"shared": "snapshot.immutable", "stream": "restore.random_streams"}
