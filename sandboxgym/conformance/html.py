@@ -11,6 +11,7 @@ from typing import Any
 
 from sandboxgym.conformance import sidebyside
 from sandboxgym.conformance.causes import Cause, causes
+from sandboxgym.conformance.caveats import caveats
 from sandboxgym.conformance.check import Level
 from sandboxgym.conformance.runner import Report
 from sandboxgym.conformance.verdicts import headline, weight
@@ -140,7 +141,8 @@ def page(report: Mapping[str, Any]) -> str:
 def _banner(report: Mapping[str, Any]) -> str:
     told = ", ".join(f"{count} {verdict.lower()}" for verdict, count in report["counts"].items() if count)
     text, kind = headline(report)
-    return f'<p class="banner {kind}">{text} <span class="dim">({told})</span></p>'
+    left = "".join(f"<p>Not tested: {escape(caveat)}</p>" for caveat in caveats(report))
+    return f'<p class="banner {kind}">{escape(text)} <span class="dim">({told})</span></p>{left}'
 
 
 def _facts(report: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxgym.conformance import sidebyside
+from sandboxgym.conformance.caveats import caveats
 from sandboxgym.conformance.runner import Report
 from sandboxgym.conformance.sidebyside import plain
 from sandboxgym.conformance.verdicts import headline, weight
@@ -31,6 +32,7 @@ def text(report: Mapping[str, Any]) -> str:
         "",
         f"**{headline(report).text}.**",
         "",
+        *(f"Not tested: {caveat}.\n" for caveat in caveats(report)),
         *_strength(report.get("strength")),
         "Declared: " + "; ".join(f"{name} = {plain(value)}" for name, value in report["capabilities"].items()) + ".",
         "",

@@ -365,6 +365,11 @@ class Scene:
         self._write_op(env, op)
         return self.subject.call(env, op)[0]
 
+    def perform(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
+        """Perform one call; what it returned, canonical and as it came (None if it raised)."""
+        self._write_op(env, op)
+        return self.subject.call(env, op)
+
     def play(self, env: AnyEnv, ops: Sequence[Op]) -> list[Outcome]:
         """Perform calls."""
         return [self.call(env, op) for op in ops]
@@ -558,6 +563,10 @@ class Scene:
     def snap_name(self, snap: Any) -> str:
         """The name of a snapshot in the script."""
         return self._snaps[id(snap)][1]
+
+    def rename(self, snap: Any, name: str) -> None:
+        """Another expression for a snapshot in the script."""
+        self._snaps[id(snap)] = (snap, name)
 
     def _named(self, env: AnyEnv) -> str:
         if id(env) in self._envs:  # a fork that is its own source, say

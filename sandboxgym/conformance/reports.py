@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sandboxgym.conformance import sidebyside
+from sandboxgym.conformance.caveats import caveats
 from sandboxgym.conformance.check import Check, Level, Result, Verdict
 from sandboxgym.conformance.runner import Report, all_checks
 from sandboxgym.conformance.verdicts import headline
@@ -77,6 +78,8 @@ def terminal(report: Report, *, colour: bool = False, width: int | None = None) 
     lines.append(paint(f"budget {report.budget}, seed {report.seed}; declared: {spec or 'nothing'}", "90"))
     if report.strength is not None:
         lines += textwrap.wrap(f"strength: {report.strength}", width, subsequent_indent="    ")
+    for caveat in caveats(report.to_json()):
+        lines += textwrap.wrap(f"NOT tested: {caveat}", width, subsequent_indent="    ")
     for level in Level:
         results = [result for result in report.results if levels.get(result.id) == level]
         if not results:

@@ -29,6 +29,7 @@ import numpy as np
 
 from sandboxgym.conformance import ambient
 from sandboxgym.conformance.causes import Cause, causes
+from sandboxgym.conformance.caveats import caveats, reset_options
 from sandboxgym.conformance.check import (
     REGISTRY,
     SHORTEST,
@@ -100,6 +101,8 @@ class Report:
     """What it would have seen; None where that was not asked for."""
     machine: dict[str, float | None] = field(default_factory=dict)
     """Runnable processes before and after (mean of a minute), cores, and how long the environment takes for a call."""
+    reset_options: str = ""
+    """Which reset options were not given, in words."""
     beside: tuple[Report, ...] = ()
     """Of the same checks, on the environment made in other ways."""
 
@@ -165,7 +168,7 @@ class Report:
                     "after": list(check.after),
                 }
             results.append(entry)
-        return {
+        told = {
             "schema": SCHEMA,
             "name": self.name,
             "target": self.target,
@@ -185,8 +188,10 @@ class Report:
             "causes": [{**cause._asdict(), "checks": list(cause.checks)} for cause in self.causes],
             "results": results,
             "not_tested": [{"id": id, "reason": reason} for id, reason in self.not_tested],
+            "reset_options": self.reset_options,
             "beside": [other.to_json() for other in self.beside],
         }
+        return {**told, "caveats": caveats(told)}
 
 
 def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[str] | None = None) -> list[Check]:
@@ -258,6 +263,10 @@ def run(
             capabilities = asdict(subject.capabilities)
     except (Exception, SystemExit):
         capabilities = {}
+    try:
+        unasked = reset_options(subject)
+    except (Exception, SystemExit):  # what is wrong with it is for the checks to find
+        unasked = ""
     report = replace(
         bare(subject.name),
         target=spec.target if spec else None,
@@ -266,6 +275,7 @@ def run(
         budget=str(budget),
         levels=as_levels(levels),
         seed=seed,
+        reset_options=unasked,
         machine={"load before": load, "load after": load, "cores": os.cpu_count() or 1, "seconds per call": call},
     )
     if on_start is not None:
@@ -454,8 +464,8 @@ def versions() -> dict[str, str]:
 
 
 SHOWING = (
-    *("__main__.py", "causes.py", "html.py", "markdown.py", "plugin.py", "reports.py", "supervised.py"),
-    *("shrink.py", "sidebyside.py", "strength.py", "test_conformance.py", "verdicts.py"),
+    *("__main__.py", "causes.py", "caveats.py", "html.py", "markdown.py", "plugin.py", "reports.py", "supervised.py"),
+    *("shrink.py", "sidebyside.py", "strength.py", "test_conformance.py", "unrestored.py", "verdicts.py"),
 )
 """Modules of the suite on which no verdict depends."""
 

@@ -26,7 +26,9 @@ from sandboxgym import randomness, wrappers
 from sandboxgym.conformance.check import REGISTRY, Budget, Result, Verdict
 from sandboxgym.conformance.recording import opened, quiet, release
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject, branch, declaration, put, take
+from sandboxgym.conformance.unrestored import unrestored
 from sandboxgym.conformance.values import canonical
+from sandboxgym.conformance.verdicts import UNRESTORED
 from sandboxgym.core import SnapshotEnv
 
 Path = tuple[Any, ...]
@@ -44,6 +46,7 @@ CHECKS = (
     "restore.after_done",
     "restore.diverge",
     "freshness.render",
+    "restore.whole_episode",
 )
 """The checks that a fault meets, in this order."""
 FIRST = {"shared": ("snapshot.immutable",), "stream": ("restore.random_streams",)}
@@ -57,6 +60,7 @@ LEAST_SECONDS = 2.0
 DEPTH, WIDTH, FIELDS = 4, 32, 64
 """How deep fields are looked for, how many a value may have to be looked into, how many there may be."""
 
+_FIELDS = ("left out", "not captured")
 _STREAMS = {"np_random", "_np_random", "_np_random_seed"}
 _SPACES = {"action_space", "observation_space", "_action_space", "_observation_space"}
 _INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", *_STREAMS, *_SPACES}
@@ -70,7 +74,8 @@ class Trial:
     field: str
     """Of the state; or the name of a stream or a wrapper; ``the whole`` of what is one step old."""
     fault: str
-    """``left out``, ``coarser``, ``shared``, ``stale``, ``stream`` or ``wrapper``."""
+    """``left out``, ``coarser``, ``shared``, ``stale``, ``stream``, ``wrapper``; or ``not captured``, of an attribute
+    that changes in play and that a restore does not bring back: nothing was put in there."""
     outcome: str
     """``caught``, ``unseen``, ``never varied``, ``explained`` (no check saw it, and the environment's metadata
     say why: ``unobservable``), ``without effect`` or ``not tried``."""
@@ -86,11 +91,13 @@ class Strength:
     reason: str = ""
     """Why there are no trials."""
     seconds: float = 0.0
+    layered: bool = False
+    """The fields are attributes, not those of the value of ``_capture``."""
 
     @property
     def fields(self) -> tuple[Trial, ...]:
         """The trials that say whether a field was exercised."""
-        return tuple(trial for trial in self.trials if trial.fault == "left out")
+        return tuple(trial for trial in self.trials if trial.fault in _FIELDS)
 
     @property
     def unexercised(self) -> tuple[Trial, ...]:
@@ -105,19 +112,27 @@ class Strength:
     @property
     def unseen(self) -> tuple[Trial, ...]:
         """Other faults that changed something and that no check saw."""
-        return tuple(trial for trial in self.trials if trial.fault != "left out" and trial.outcome == "unseen")
+        return tuple(trial for trial in self.trials if trial.fault not in _FIELDS and trial.outcome == "unseen")
+
+    @property
+    def unrestored(self) -> tuple[str, ...]:
+        """Attributes that change in play, are not captured and differ after a restore, and nobody says why."""
+        return tuple(trial.field for trial in self.unexercised if trial.fault == "not captured")
 
     def __str__(self) -> str:
         if self.reason:
             return f"not measured: {self.reason}"
-        tried = [trial for trial in self.trials if trial.outcome in ("caught", "unseen")]
+        tried = [t for t in self.trials if t.outcome in ("caught", "unseen") and t.fault != "not captured"]
         caught = sum(trial.outcome == "caught" for trial in tried)
         explained = sum(trial.outcome == "explained" for trial in self.fields)
         text = f"{self.exercised} of {len(self.fields)} fields of the state exercised"
         text += f" ({explained} explained)" if explained else ""
         text += f", {caught} of {len(tried)} faults caught"
-        missed = [trial.field for trial in self.unexercised] + [f"{t.field} ({t.fault})" for t in self.unseen]
-        return f"{text}; never exercised: {', '.join(missed)}" if missed else text
+        text += "" if self.layered else " (in captured fields only)"
+        missed = [trial.field for trial in self.unexercised if trial.fault == "left out"]
+        missed += [f"{t.field} ({t.fault})" for t in self.unseen]
+        text += f"; never exercised: {', '.join(missed)}" if missed else ""
+        return text + (f"; {UNRESTORED}: {', '.join(self.unrestored)}" if self.unrestored else "")
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -125,6 +140,7 @@ class Strength:
             "summary": str(self),
             "fields": len(self.fields),
             "exercised": self.exercised,
+            "unrestored": list(self.unrestored),
             "trials": [asdict(trial) for trial in self.trials],
             "reason": self.reason,
             "seconds": round(self.seconds, 2),
@@ -150,11 +166,16 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
         with quiet():
             seen = _Seen.of(subject, budget, clock)
             faults = list(_faults(subject, seen))
+            lost = _lost(subject, seen, clock)
     except Exception as error:
         return Strength(reason=f"its state cannot be looked at: {type(error).__qualname__}: {error}")
     trials = [
         Trial(name(path), "left out", "never varied", f"the same in {seen.count} snapshots of {seen.episodes} episodes")
         for path in seen.constant
+    ]
+    trials += [
+        Trial(name(path), "not captured", "unseen", f"{UNRESTORED}: differs after a restore {where}")
+        for path, where in list(lost.items())[:FIELDS]
     ]
     if not faults and not trials:
         return Strength(reason="its state is out of reach: it is no SnapshotEnv, and no attribute of it changes")
@@ -178,7 +199,7 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     trials += [_missed(fault, clock, passed) for fault in left]
     trials = [
         replace(trial, outcome="explained", note=reasons[trial.field])
-        if trial.fault == "left out"
+        if trial.fault in _FIELDS
         and trial.outcome in ("unseen", "never varied", "not tried")
         and trial.field in reasons
         else trial
@@ -186,7 +207,15 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     ]
     order = [fault.name for fault in faults]
     trials.sort(key=lambda t: order.index((t.field, t.fault)) if (t.field, t.fault) in order else -1)
-    return Strength(tuple(trials), seconds=clock.spent)
+    return Strength(tuple(trials), seconds=clock.spent, layered=seen.layered)
+
+
+def _lost(subject: Subject, seen: _Seen, clock: _Clock) -> dict[tuple[str, ...], str]:
+    """What `unrestored` finds; nothing where the environment cannot be followed so."""
+    try:
+        return unrestored(subject, seen.runs[:LIKELY], lambda: clock.spent > clock.limit / 2)
+    except Exception:  # what is wrong with its restores is for the checks to find
+        return {}
 
 
 def _likely(kind: str) -> Callable[[str], int]:

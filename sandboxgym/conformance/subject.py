@@ -156,6 +156,8 @@ class Subject:
     seed: int = 0
     source: str | None = None
     _controls: dict[tuple[int, int], Control] = field(default_factory=dict, repr=False)
+    _whole: dict[tuple[str, int], tuple[Control, ...]] = field(default_factory=dict, repr=False)
+    """See `whole`; apart from the others, which every check plays."""
 
     def __post_init__(self) -> None:
         if self.make_spec is None:
@@ -193,6 +195,7 @@ class Subject:
         if seed != self.seed:
             self.seed = seed
             self._controls.clear()
+            self._whole.clear()
             self.__dict__.pop("noise", None)
 
     def options(self, index: int) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from sandboxgym.conformance.caveats import unended
+
 ASIDE = {
     "api": "API check",
     "resources": "resource check",
@@ -30,6 +32,8 @@ COUNTS = (
 )
 """Measurements that count independent trials, the most telling first."""
 SURE = 0.999
+UNRESTORED = "changes in play, not restored"
+"""Of attributes that no snapshot holds; see `strength`."""
 
 
 class Headline(NamedTuple):
@@ -66,9 +70,18 @@ def headline(report: Mapping[str, Any]) -> Headline:
         kinds = {theme: aside.count(theme) for theme in ASIDE if theme in aside}
         told = ", ".join(f"{count} {ASIDE[theme]}{'s' * (count > 1)} failed" for theme, count in kinds.items())
         return Headline(f"{faithful}; {told}", "fail")
+    but = _but(report) if compared else ""
     if report["counts"].get("INCONCLUSIVE"):
-        return Headline(f"{faithful}: no check fails, but some could not tell", "inconclusive")
-    return Headline(f"{faithful}: no check fails", "pass")
+        return Headline(f"{faithful}: no check fails, but some could not tell{but}", "inconclusive")
+    return Headline(f"{faithful}: no check fails{but}", "pass")
+
+
+def _but(report: Mapping[str, Any]) -> str:
+    """What whoever reads only the headline must know."""
+    ended = unended({result["id"]: result for result in report["results"]})
+    lost = (report.get("strength") or {}).get("unrestored", ())
+    text = f"; {ended}: what happens after the end was not tested" if ended else ""
+    return text + (f"; {UNRESTORED}: {', '.join(lost)}" if lost else "")
 
 
 def weight(result: Mapping[str, Any]) -> Weight:

@@ -68,6 +68,7 @@ class Explained(Attic):
 def test_a_field_that_shows_nowhere_and_one_that_never_varies_are_named() -> None:
     found = strength(Attic)
     told = outcomes(found)
+    assert "(in captured fields only)" in str(found) and not found.unrestored
     assert told["cell", "left out"] == "caught"
     assert told["chest.open", "left out"] == "never varied"
     assert told["diary", "left out"] == "unseen"
@@ -160,7 +161,8 @@ def test_a_coarser_value_has_the_same_type() -> None:
 
 def test_the_summary_names_other_faults_that_nobody_saw() -> None:
     found = Strength((Trial("a", "left out", "caught", "x"), Trial("b", "coarser", "unseen", "y")))
-    assert str(found) == "1 of 1 fields of the state exercised, 1 of 2 faults caught; never exercised: b (coarser)"
+    text = "1 of 1 fields of the state exercised, 1 of 2 faults caught (in captured fields only)"
+    assert str(found) == f"{text}; never exercised: b (coarser)"
 
 
 def test_what_nobody_explains_is_tried_before_what_is_explained(monkeypatch):

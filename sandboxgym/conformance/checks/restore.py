@@ -18,6 +18,7 @@ import numpy as np
 from sandboxgym.conformance import elsewhere, seeds
 from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
 from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
+from sandboxgym.conformance.checks import restore_lasting as restore_lasting  # registers its checks
 from sandboxgym.conformance.coverage import coverage, ending
 from sandboxgym.conformance.recording import (
     Scene,
@@ -30,6 +31,7 @@ from sandboxgym.conformance.recording import (
 )
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
 from sandboxgym.conformance.values import difference, show
+from sandboxgym.conformance.whole import whole_episodes
 
 SHORT = 4
 """Calls compared after each of hundreds of restores."""
@@ -315,7 +317,10 @@ def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     """
     tried = 0
     endings = set()
-    for control in [*controls(subject, budget), *longer(subject, budget), *coverage(subject, budget).controls]:
+    usual = [*controls(subject, budget), *longer(subject, budget), *coverage(subject, budget).controls]
+    if all(control.ended is None for control in usual):
+        usual += whole_episodes(subject, budget)
+    for control in usual:
         if control.ended is None:
             continue
         endings.add(ending(control))
@@ -336,7 +341,7 @@ def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
                     scene.expect(env, walk, following, "reset() after restoring a finished episode")
             tried += 1
     if not tried:
-        raise Skipped(f"no episode ended within {budget.steps} steps")
+        raise Skipped(f"no episode ended within {max(control.last for control in usual) - 1} steps")
     return {"finished episodes": tried, "endings": sorted(endings)}
 
 
