@@ -59,7 +59,8 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "expert_kwargs": ((), (), ("no equals sign",)), "sft_data": (None, None, "./no-such-file.jsonl"),
     "sft_episodes": (2, 5), "sft_lr": (3e-3, 0.0), "sft_observation_weight": (0.2, 0.0, 1.0),
     "eval_episodes": (1, 3), "eval_untrained": (False, True), "eval_every": (1, 10), "save_every": (1, 10),
-    "eval_temperature": (1.0, 0.5, 0.0),
+    "eval_temperature": (1.0, 0.5, 0.0), "lookahead_least": (0.0, 0.1, 10.0),
+    "network": ("none", "none", "lookahead", "baseline", "both"), "split_variance": ("returns", "returns", "fair"),
 }  # fmt: skip
 """Values that look valid, and some that are not, by field."""
 APART = {"algo": "drawn every time", "out": "a folder of the test"}
