@@ -21,11 +21,12 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from types import FrameType
+from typing import IO, Any, NoReturn
 
 from sandboxgym import interpreter, leftovers
 
-_PATIENCE = 15.0
+_PATIENCE = 60.0
 """Seconds that an interrupted worker has to clean up."""
 
 
@@ -195,6 +196,7 @@ def serve() -> None:
     notes = _Notes()
     logging.getLogger("sandboxgym").addHandler(notes)
     busy = threading.Event()
+    signal.signal(signal.SIGINT, _interrupted)
     threading.Thread(target=_follow_owner, args=(busy,), daemon=True).start()
     try:
         for line in sys.stdin:
@@ -212,6 +214,12 @@ def serve() -> None:
     except (KeyboardInterrupt, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         sys.exit(130)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """Begin to clean up: a second interruption, by an owner that ends meanwhile, say, must not cut that short."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _follow_owner(busy: threading.Event) -> None:
