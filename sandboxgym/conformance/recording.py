@@ -186,9 +186,28 @@ def quiet() -> Iterator[None]:
 
 
 def seed_spaces(env: AnyEnv, seed: int) -> None:
-    """Seed both spaces, differently: alike, nobody would see that one was restored from the other."""
-    env.action_space.seed(seed)
-    env.observation_space.seed(seed + 1)  # streams that are swapped must show
+    """Seed the spaces of every layer, all differently: alike, nobody would see that one was restored from another."""
+    for _, space, offset in _spaces_of_layers(env):
+        space.seed(seed + offset)
+
+
+def seeding(name: str, env: AnyEnv, seed: int) -> str:
+    """The line of a script that does what `seed_spaces` does."""
+    return ", ".join(f"{name}.{path}.seed({seed + offset})" for path, _, offset in _spaces_of_layers(env))
+
+
+def _spaces_of_layers(env: AnyEnv) -> Iterator[tuple[str, gym.Space[Any], int]]:
+    """Each space once, with how it is reached from the outermost layer and what its seed is above the first's.
+
+    A wrapper that changes the space of observations hides the one below, whose stream is captured too.
+    """
+    seen: list[gym.Space[Any]] = []
+    for depth, layer in enumerate(layers(env)):
+        for name in ("action_space", "observation_space"):
+            space = getattr(layer, name, None) if depth else getattr(layer, name)
+            if isinstance(space, gym.Space) and not any(space is other for other in seen):
+                yield ".".join(["env"] * depth + [name]), space, len(seen)
+                seen.append(space)
 
 
 def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str | None:
@@ -355,10 +374,9 @@ class Scene:
         return env
 
     def seed_spaces(self, env: AnyEnv, seed: int) -> None:
-        """Seed the spaces of the outermost layer."""
+        """Seed the spaces of all layers."""
         seed_spaces(env, seed)
-        name = self.name(env)
-        self.lines.append(f"{name}.action_space.seed({seed}), {name}.observation_space.seed({seed + 1})")
+        self.lines.append(seeding(self.name(env), env, seed))
 
     def call(self, env: AnyEnv, op: Op) -> Outcome:
         """Perform one call."""
@@ -595,7 +613,7 @@ class Scene:
             if walk.control.repeatable:
                 tail += ["", "control = make_env()  # never interrupted"]
                 seed = walk.control.seed
-                tail.append(f"control.action_space.seed({seed}), control.observation_space.seed({seed + 1})")
+                tail.append(seeding("control", walk.env, seed))
                 tail += [written("control", op) for op in walk.control.ops[:index]]
                 tail.append(f"expected = {written('control', walk.control.ops[index])}")
                 tail += ['print("expected", expected)']

@@ -264,7 +264,8 @@ def run(
     except (Exception, SystemExit):
         capabilities = {}
     try:
-        unasked = reset_options(subject)
+        with preserved(), quiet():  # here too: what closing changes for good could not be seen to change afterwards
+            unasked = reset_options(subject)
     except (Exception, SystemExit):  # what is wrong with it is for the checks to find
         unasked = ""
     report = replace(

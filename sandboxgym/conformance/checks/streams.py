@@ -13,7 +13,7 @@ import numpy as np
 
 from sandboxgym.conformance import generators
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.recording import Scene, first_difference, opened, release
+from sandboxgym.conformance.recording import Scene, first_difference, opened, release, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject, put, take
 
 TRIALS = 24
@@ -96,8 +96,7 @@ def _effect_after_restore(subject: Subject, control: Control, path: str, trial: 
 
 
 def _begin(subject: Subject, env: AnyEnv, control: Control, point: int) -> None:
-    env.action_space.seed(control.seed)
-    env.observation_space.seed(control.seed + 1)
+    seed_spaces(env, control.seed)
     for op in control.ops[:point]:
         subject.call(env, op)
 

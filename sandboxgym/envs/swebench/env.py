@@ -33,7 +33,7 @@ from sandboxgym.errors import (
     SnapshotNotSupported,
     from_handler,
 )
-from sandboxgym.sandbox.base import Limits, Result, SandboxError
+from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
 
@@ -86,6 +86,8 @@ class EpisodeState:
     editor: Editor = field(repr=False)
     tests: str
     """How the tests went that the agent ran last: ``passed``, ``failed``, ``not run``."""
+    gone: str = ""
+    """Why the sandbox is gone, where it ended by itself after the last step; `sandbox` is the task's beginning then."""
 
     def release(self) -> None:
         """Give back the files."""
@@ -204,7 +206,10 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
         "render_modes": ["ansi"],
         "render_fps": 4,
-        "unobservable": {"editor.history": 'only the editor writes it, which the tools "bash" do not have'},
+        "unobservable": {
+            "editor.history": 'only the editor writes it, which the tools "bash" do not have',
+            "gone": "only a sandbox that ends by itself between two steps sets it",
+        },
     }
     snapshot_spec = SnapshotSpec(kind="filesystem", cost="constant", rng=False, cross_host=False)
     immutable_state = True
@@ -224,6 +229,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     _steps: int
     _editor: Editor
     _tests: str
+    _gone: str
+    """Why the next step finds no sandbox; see `EpisodeState.gone`."""
     _shown: str
 
     def __init__(
@@ -417,16 +424,12 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
         Whose fault it was is found out by starting another one at the beginning of the task.
         """
-        task, start = self._at()
+        task, _ = self._at()
         log.warning("%s: the sandbox ended", task.instance_id, exc_info=not isinstance(error, SandboxError))
         self._throw_away()
         reason = "infra failure"
         try:
-            try:
-                self._stand_on(start.snapshot)
-            except SnapshotError:  # it was given up meanwhile
-                start = self._start = pristine(task, self._settings)
-                self._stand_on(start.snapshot)
+            self._stand_at_start()
             self._live()
             reason = "sandbox ended"
         except Exception as another:
@@ -434,6 +437,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
                 raise
             log.warning("%s: nor can another one be had", task.instance_id, exc_info=True)
             self._throw_away()
+        _, start = self._at()
         self._digest, self._editor, self._tests = start.digest, Editor(), "not run"
         self.timing = {"command": 0.0, "grading": 0.0}
         cause = _cause(error)
@@ -511,7 +515,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     def _forget(self) -> None:
         self._task = self._start = self._box = self._image = self._current = self._digest = None
         self._stale, self._seed = True, None
-        self._steps, self._editor, self._tests, self._shown = 0, Editor(), "not run", ""
+        self._steps, self._editor, self._tests, self._gone, self._shown = 0, Editor(), "not run", "", ""
 
     def _playing(self) -> tuple[Task, Pristine]:
         self._check_reset("its task")
@@ -531,7 +535,15 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     def _stand_on(self, snapshot: SandboxSnapshot) -> None:
         held = snapshot.retain()
         self._change()
-        self._current, self._stale, self._seed = held, True, None
+        self._current, self._stale, self._seed, self._gone = held, True, None, ""
+
+    def _stand_at_start(self) -> None:
+        task, start = self._at()
+        try:
+            self._stand_on(start.snapshot)
+        except SnapshotError:  # it was given up meanwhile
+            self._start = pristine(task, self._settings)
+            self._stand_on(self._start.snapshot)
 
     def _opened(self) -> Box:
         """The sandbox, in whatever state."""
@@ -551,6 +563,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     def _live(self) -> Box:
         """The sandbox in the present state."""
+        if self._gone:
+            raise SandboxClosed(self._gone)
         older = self._box is not None
         box = self._opened()
         if self._stale:
@@ -639,12 +653,30 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     def _capture(self) -> EpisodeState:
         task, _ = self._at()
-        snapshot = self._frozen(strict=self.strict)
+        try:
+            snapshot = self._frozen(strict=self.strict)
+        except (SandboxClosed, SandboxFull) as error:
+            # What runs inside may end the sandbox at any time. That is a state like any other: the next step says so.
+            if not self._is_gone():
+                raise
+            self._throw_away()
+            self._stand_at_start()
+            self._gone = _cause(error)
+            snapshot = self._frozen(strict=self.strict)
         if self._last is not None and not set(snapshot.lossy) <= set(self._last.info["lossy"]):
             # Some of it only the attempt could tell.
             self._last = self._last._replace(info={**self._last.info, "lossy": list(snapshot.lossy)})
         held = snapshot.retain() if snapshot is self._current else snapshot
-        return EpisodeState(task.instance_id, task.digest, held, self._steps, self._editor, self._tests)
+        return EpisodeState(task.instance_id, task.digest, held, self._steps, self._editor, self._tests, self._gone)
+
+    def _is_gone(self) -> bool:
+        """Whether the live sandbox has ended."""
+        try:
+            if self._box is not None:
+                self._box.sandbox.backend.processes()
+        except SandboxError:
+            return True
+        return self._box is None
 
     def _apply(self, state: EpisodeState) -> None:
         try:
@@ -667,7 +699,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             unpacked.release()
         else:
             self._stand_on(state.sandbox)
-        self._steps, self._editor, self._tests = state.steps, state.editor, state.tests
+        self._steps, self._editor, self._tests, self._gone = state.steps, state.editor, state.tests, state.gone
 
     def _reseed(self, seed: int) -> None:
         if self._settings.snapshot != "filesystem":
@@ -683,17 +715,20 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
         except SandboxError as error:  # such as directories nested deeper than a path can be long
             raise SnapshotNotSupported(f"this snapshot stays in its process: {_cause(error)}") from error
-        return durable.pack([state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests])
+        gone = [state.gone] if state.gone else []
+        return durable.pack(
+            [state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests, *gone]
+        )
 
     @classmethod
     def _decode(cls, data: bytes) -> EpisodeState:
         values = durable.unpack(data)
-        kinds = (str, str, bytes, int, dict, str)
-        typed = isinstance(values, list) and len(values) == len(kinds) and all(map(isinstance, values, kinds))
+        kinds = (str, str, bytes, int, dict, str, str)  # the last only where the sandbox is gone
+        typed = isinstance(values, list) and 6 <= len(values) <= len(kinds) and all(map(isinstance, values, kinds))
         if not typed or not 0 <= values[3] < _MOST_STEPS:
             raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {brief(values)}")
-        task_id, digest, packed, steps, history, tests = values
-        return EpisodeState(task_id, digest, packed, steps, Editor.from_plain(history), tests)
+        task_id, digest, packed, steps, history, *rest = values
+        return EpisodeState(task_id, digest, packed, steps, Editor.from_plain(history), *rest)
 
     def _config(self) -> dict[str, Any]:
         # Not the list of tasks: any that has this one will do.

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import resource
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+from components import missing
 from gymnasium.utils.env_checker import check_env
 
 import sandboxgym
@@ -20,7 +22,8 @@ from sandboxgym.envs.swebench import boxes, extraction, grading, mini
 from sandboxgym.envs.swebench.tasks import TaskNotFound
 from sandboxgym.envs.swebench.tools import MARKER
 from sandboxgym.errors import ResetNeeded, SnapshotMismatch
-from sandboxgym.sandbox.base import SandboxUnavailable, SnapshotLossy
+from sandboxgym.sandbox import criu
+from sandboxgym.sandbox.base import SandboxFull, SandboxUnavailable, SnapshotLossy
 
 pytestmark = pytest.mark.slow
 
@@ -565,6 +568,46 @@ def test_a_full_disk_ends_the_episode(make_env: Maker, backend_of: Callable[[str
     _, reward, terminated, _, info = env.step("ls") if not env.unwrapped.last.terminated else env.unwrapped.last
     assert (reward, terminated, info["verdict"]) == (0, True, "sandbox ended")
     assert "disk" in info["infra_failure"]
+    start(env)
+    assert output(env.step("ls /testbed/big")) == "ls: cannot access '/testbed/big': No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("backend", "snapshot"), [("overlay", "filesystem"), ("overlay", "full"), ("overlay-rootless", "filesystem")]
+)
+def test_a_sandbox_that_ends_by_itself_is_a_state_like_any_other(
+    backend: str, snapshot: str, make_env: Maker, backend_of: Callable[[str], dict[str, Any]]
+) -> None:
+    if snapshot == "full" and (reason := criu.why_unavailable()):
+        missing("criu", reason)
+    env = make_env(**backend_of(backend), limits={"disk": 20_000_000}, snapshot=snapshot)
+    start(env)
+    assert not env.step("(sleep 0.3; exec head -c 200000000 /dev/zero > /testbed/big) > /dev/null 2>&1 &")[2]
+    inside = env.unwrapped._box.sandbox.backend
+    for _ in range(200):
+        try:
+            inside.processes()
+        except SandboxFull:
+            break
+        time.sleep(0.1)
+    info = dict(env.unwrapped.last.info)
+    snap = env.snapshot()
+    (child,) = env.fork(1)
+    assert env.unwrapped.last.info == info and not info["masked"]
+    ways = [lambda: env, lambda: child]
+    if snapshot == "filesystem":  # such snapshots leave their process
+        loaded = sandboxgym.Snapshot.from_bytes(snap.to_bytes())
+        ways.append(lambda: (env.restore(loaded), env)[1])
+    ends = []
+    for way in (*ways, lambda: (env.restore(snap), env)[1]):
+        player = way()
+        assert player.unwrapped.grade().reason == "sandbox ended"
+        observation, reward, terminated, _, after = player.step("ls")
+        assert (reward, terminated, after["verdict"], after["masked"]) == (0, True, "sandbox ended", True)
+        assert "disk" in observation and "disk" in after["infra_failure"]
+        ends.append((observation, after))
+    assert all(end == ends[0] for end in ends)
+    child.close()
     start(env)
     assert output(env.step("ls /testbed/big")) == "ls: cannot access '/testbed/big': No such file or directory"
 
