@@ -45,7 +45,7 @@ from sandboxgym.sandbox.base import SandboxError
 
 BACKENDS = ("overlay", "overlay-rootless", "docker", "copy")
 STEP, RESET = 3.0, 0.2
-"""The aims: what a step may cost in commands, and seconds that a reset to a prepared row may take."""
+"""What a step may cost in commands, and seconds that a reset to a prepared row may take."""
 COMMITS = 20
 """Of the repository, after the first; each changes a hundredth of the files."""
 STEPS = 5
@@ -421,7 +421,7 @@ def measure(
         rows = {name: bench.row for name, bench in benches.items()}
         return [
             *tables(rows, exec_.times if exec_ else None, harness.times if harness else None),
-            *aims(rows),
+            *limits(rows),
             *notes,
             str(beside),
         ]
@@ -502,9 +502,9 @@ def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> 
     return [*lines, ""]
 
 
-def aims(rows: dict[str, Row]) -> list[str]:
-    """What was aimed at and what was found."""
-    lines = ["### Aims", "", "| at the median | aim | " + " | ".join(rows) + " |", "|---|---|" + "---|" * len(rows)]
+def limits(rows: dict[str, Row]) -> list[str]:
+    """What it may take at most, and what it took."""
+    lines = ["### What it may take", "", "| at the median | at most | " + " | ".join(rows) + " |", "|---|---|" + "---|" * len(rows)]
     ratios = [row.step.median / row.execute.median for row in rows.values()]
     lines.append(f"| a step of `true`, in commands | {STEP:g} | {_told(ratios, STEP, '{:.1f}')} |")
     for what, times in (
@@ -517,8 +517,8 @@ def aims(rows: dict[str, Row]) -> list[str]:
     return [*lines, ""]
 
 
-def _told(values: Sequence[float], aim: float, form: str) -> str:
-    return " | ".join(form.format(value) + ("" if value <= aim else ", missed") for value in values)
+def _told(values: Sequence[float], most: float, form: str) -> str:
+    return " | ".join(form.format(value) + ("" if value <= most else ", more") for value in values)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ __sg_noted=1 __sg_said=1 __sg_trapped= # of the command: its flags and its statu
 __sg_less= __sg_omitted= # whether large variables are left out of the state, and which were
 __sg_prompts= # whether prompts are expanded during commands
 __sg_inside= __sg_opts= __sg_posix= __sg_known= # of the mode that these lines run in
+__sg_functions= __sg_own=0 # the names of all functions; the length of that if all are of this file
 __sg_hidden= __sg_off= # functions called `builtin` or `enable`; builtins that are disabled
 __sg_then=(__sg_pass)
 __sg_plain=$'trap -- \'__sg_abort\' SIGRTMAX\n'
@@ -155,6 +156,12 @@ __sg_end() {
   __sg_said=1
 }
 
+# Set __sg_functions to the names of all functions that begin with a word.
+__sg_list() {
+  { builtin compgen -A function "$1"; builtin printf '\0'; } 1<>@DIR@/state.$((1 - __sg_slot))
+  builtin mapfile -d '' -n 1 -t __sg_functions <@DIR@/state.$((1 - __sg_slot))
+}
+
 # The whole state in one file, a NUL after each section; the two files take turns, so that a complete one always exists.
 # Files are written over (<>) and not emptied first (>|), which can take a file system a millisecond and more: what comes
 # after the end is of earlier times.
@@ -170,11 +177,13 @@ __sg_dump() {
     fi
     if ((${#__sg_last} > 4096)); then __sg_dumped= __sg_omitted+=$'_\n'; fi
   fi
+  # To print the functions of this file takes longer than all the rest, and they cannot be removed: are there others?
+  __sg_list ''
   {
     builtin pwd; builtin printf '\0'
     if [[ $__sg_less ]]; then __sg_declare_small; else builtin declare -p; fi; builtin printf '\0'
-    builtin declare -f; builtin printf '\0'
-    builtin declare -F; builtin printf '\0'
+    if ((${#__sg_functions} != __sg_own)); then builtin declare -f; fi; builtin printf '\0'
+    if ((${#__sg_functions} != __sg_own)); then builtin declare -F; fi; builtin printf '\0'
     builtin alias -p; builtin printf '\0'
     builtin shopt -p; builtin printf '\0'
     builtin set +o; builtin printf '\0'
@@ -271,4 +280,7 @@ __sg_abort() {
 builtin trap -- __sg_abort RTMAX
 
 builtin readonly -f \
-  __sg_{declare_small,pass,enter,guard,look,repair,leave,parses,prepare,refuse,begin,end,dump,resume,unfinished,abort}
+  __sg_{declare_small,list,pass,enter,guard,look,repair,leave,parses,prepare,refuse,begin,end,dump,resume,unfinished,abort}
+
+__sg_list __sg_
+__sg_own=$((${#__sg_functions} ? ${#__sg_functions} : -1)) # there are always others where they cannot be listed

@@ -585,7 +585,8 @@ class Shell:
         deadline = time.monotonic() + PATIENCE
         pause = _BETWEEN
         while not done and time.monotonic() < deadline:
-            bash.abort()
+            if not bash.at_prompt():  # there nothing is left to be dropped, and bash may end of the signal (shell.bash)
+                bash.abort()
             with contextlib.suppress(SandboxClosed):  # which waiting will tell
                 kill_started(self._backend, command.since, older=command.older, shell=self.pid)
             bash.interrupt()

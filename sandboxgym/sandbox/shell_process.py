@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.reading import FLAGS, beginning, check_regular, regular_file, start_of
-from sandboxgym.sandbox.shell_state import ShellState, parse_limits
+from sandboxgym.sandbox.shell_state import Parser, ShellState, parse_limits
 from sandboxgym.sandbox.terminal import encode
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class BashProcess:
         self._modes = _modes(process.terminal)
         self._received = b""
         self._limits: Mapping[str, bytes] | None = None
+        self._parser: Parser | None = None
         self._typed = f". {shlex.quote(inside + '/init')} >/dev/null 2>&1\n".encode()
 
     @classmethod
@@ -314,7 +315,9 @@ class BashProcess:
         """The state in a dump."""
         if self._limits is None:
             self._limits = parse_limits(self._read("limits", _MAX_LIMITS))
-        return ShellState.parse(dump, limits=self._limits)
+        if self._parser is None:
+            self._parser = Parser(self._limits)
+        return self._parser.parse(dump)
 
     def close(self) -> None:
         """Kill the bash and what it started. Once."""

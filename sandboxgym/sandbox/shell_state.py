@@ -131,40 +131,7 @@ class ShellState:
             dump: the content of a state file; what follows the end is ignored.
             limits: the soft limits that the shell started with (`parse_limits`).
         """
-        parts = dump.split(b"\0", len(SECTIONS) + 1)
-        if parts[len(SECTIONS) : len(SECTIONS) + 1] != [b"end"]:
-            last = [part[:100] for part in parts[-2:]]
-            raise SnapshotCorrupt(f"expected a shell's state in {len(SECTIONS)} sections and its end, found {last}")
-        raw = dict(zip(SECTIONS, parts))
-        return cls(
-            cwd=raw["cwd"].removesuffix(b"\n"),
-            variables=_parse_variables(raw["variables"]),
-            functions=_without_own(raw["functions"]),
-            function_attributes=b"".join(
-                b"declare -f%s %s\n" % match
-                for match in _FUNCTION_ATTRIBUTES.findall(raw["function_attributes"])
-                if not match[1].startswith(OWN)
-            ),
-            aliases=raw["aliases"],
-            shopts=_COMPATIBILITY.sub(b"", raw["shopts"]),
-            options=raw["options"],
-            umask=raw["umask"].strip(),
-            limits={
-                letter: value
-                for letter, value in parse_limits(raw["limits"]).items()
-                if limits.get(letter, value) != value
-            },
-            traps=raw["traps"].replace(_ABORT, b""),
-            flags=raw["flags"],
-            status=int(raw["status"]),
-            last=raw["last"],
-            positional=raw["positional"],
-            history=_last_entries(raw["history"].removesuffix(b"\n")),
-            directories=raw["directories"],
-            disabled=b"\n".join(sorted(set(raw["disabled"].split()))),
-            hidden=raw["hidden"],
-            omitted=raw["omitted"],
-        )
+        return Parser(limits).parse(dump)
 
     def script(self) -> bytes:
         """Bash source that gives a new shell, in which shell.bash was sourced, this state."""
@@ -263,25 +230,102 @@ def parse_limits(text: bytes) -> dict[str, bytes]:
     return {letter.decode(): value for letter, value in _LIMIT.findall(text) if letter != b"p"}
 
 
-def _parse_variables(text: bytes) -> dict[bytes, Variable]:
-    variables = {}
-    at = 0
-    while at < len(text):
-        match = _DECLARATION.match(text, at)
-        if match is None:
-            line = _ONE_LINE.match(text, at)
-            raise SnapshotCorrupt(f"expected what declare -p prints, found {line and line[0][:200]!r}")
-        letters, name, value = match.groups()
-        at = match.end()
-        if name == b"PROMPT_COMMAND" and value is not None:
-            for hook in HOOK:
-                value = value.replace(hook, b"")
-            if value in (b'""', b"$''"):
-                continue
-        if name not in _INTERNAL and not name.startswith(OWN):
-            variables[name] = Variable(letters.decode().strip("-"), value)
-            _check_number(len(variables))
-    return variables
+class Parser:
+    """Reads what shell.bash printed, again and again; what is as it was the last time is not read again.
+
+    Args:
+        limits: the soft limits that the shell started with (`parse_limits`).
+    """
+
+    def __init__(self, limits: Mapping[str, bytes]) -> None:
+        self._limits = limits
+        self._read: dict[str, tuple[bytes, Any]] = {}
+        self._declared: list[tuple[bytes, bytes, Variable | None]] = []
+        self._places: dict[bytes, int] = {}
+
+    def parse(self, dump: bytes) -> ShellState:
+        """The state in the content of a state file; see `ShellState.parse`."""
+        parts = dump.split(b"\0", len(SECTIONS) + 1)
+        if parts[len(SECTIONS) : len(SECTIONS) + 1] != [b"end"]:
+            last = [part[:100] for part in parts[-2:]]
+            raise SnapshotCorrupt(f"expected a shell's state in {len(SECTIONS)} sections and its end, found {last}")
+        raw = dict(zip(SECTIONS, parts))
+        return ShellState(
+            cwd=raw["cwd"].removesuffix(b"\n"),
+            variables=self._variables(raw["variables"]),
+            functions=self._kept(raw, "functions", _without_own),
+            function_attributes=self._kept(raw, "function_attributes", _attributes_of_functions),
+            aliases=raw["aliases"],
+            shopts=self._kept(raw, "shopts", lambda text: _COMPATIBILITY.sub(b"", text)),
+            options=raw["options"],
+            umask=raw["umask"].strip(),
+            limits=self._kept(raw, "limits", self._changed_limits),
+            traps=raw["traps"].replace(_ABORT, b""),
+            flags=raw["flags"],
+            status=int(raw["status"]),
+            last=raw["last"],
+            positional=raw["positional"],
+            history=self._kept(raw, "history", lambda text: _last_entries(text.removesuffix(b"\n"))),
+            directories=raw["directories"],
+            disabled=b"\n".join(sorted(set(raw["disabled"].split()))),
+            hidden=raw["hidden"],
+            omitted=raw["omitted"],
+        )
+
+    def _kept(self, raw: Mapping[str, bytes], section: str, read: Callable[[bytes], Any]) -> Any:
+        text = raw[section]
+        if section not in self._read or self._read[section][0] != text:
+            self._read[section] = text, read(text)
+        return self._read[section][1]
+
+    def _changed_limits(self, text: bytes) -> dict[str, bytes]:
+        now = parse_limits(text)
+        return {letter: value for letter, value in now.items() if self._limits.get(letter, value) != value}
+
+    def _variables(self, text: bytes) -> dict[bytes, Variable]:
+        # Of some hundred declarations a command changes a few. Where the text goes on with what followed the last
+        # time, the expression would find just that: it looks at nothing beyond the end of a declaration.
+        before, places = self._declared, self._places
+        declared: list[tuple[bytes, bytes, Variable | None]] = []
+        variables: dict[bytes, Variable] = {}
+        at = following = 0
+        while at < len(text):
+            if following < len(before) and text.startswith(before[following][0], at):
+                entry = before[following]
+            else:
+                entry = _declaration_at(text, at)
+                following = places.get(entry[1], len(before))
+            following += 1
+            declared.append(entry)
+            written, name, variable = entry
+            at += len(written)
+            if variable is not None:
+                variables[name] = variable
+                _check_number(len(variables))
+        self._declared, self._places = declared, {name: place for place, (_, name, _) in enumerate(declared)}
+        return variables
+
+
+def _declaration_at(text: bytes, at: int) -> tuple[bytes, bytes, Variable | None]:
+    """A declaration as it is written, its name, and what it declares; None if that is no part of the state."""
+    match = _DECLARATION.match(text, at)
+    if match is None:
+        line = _ONE_LINE.match(text, at)
+        raise SnapshotCorrupt(f"expected what declare -p prints, found {line and line[0][:200]!r}")
+    letters, name, value = match.groups()
+    if name == b"PROMPT_COMMAND" and value is not None:
+        for hook in HOOK:
+            value = value.replace(hook, b"")
+        if value in (b'""', b"$''"):
+            return match[0], name, None
+    if name in _INTERNAL or name.startswith(OWN):
+        return match[0], name, None
+    return match[0], name, Variable(letters.decode().strip("-"), value)
+
+
+def _attributes_of_functions(text: bytes) -> bytes:
+    found = _FUNCTION_ATTRIBUTES.findall(text)
+    return b"".join(b"declare -f%s %s\n" % match for match in found if not match[1].startswith(OWN))
 
 
 def _check_number(variables: int) -> None:

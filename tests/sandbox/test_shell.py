@@ -432,13 +432,22 @@ def test_a_function_named_like_the_null_command_runs_only_when_it_is_called(box:
 
 
 def test_a_late_interrupt_does_not_drop_the_next_command(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is sent again and again until the command ends; bash may notice the last one at its prompt."""
+    """Ctrl-C is sent again and again until the command ends; bash may notice the last one at its prompt.
+
+    Rarely, bash 5.2 crashes of a signal there. A new one then has the last state that was captured, and that is said.
+    """
     monkeypatch.setattr(shell_module, "GRACE", 0.0)
     monkeypatch.setattr(shell_module, "_BETWEEN", 0.0005)
+    lost = 0
     for number in range(25):
         assert box.interact(f"x={number}; echo set; cat", timeout=60, until="set").running
-        box.interrupt()
-        assert box.execute("echo $x", timeout=20).output == f"{number}\n"
+        interrupted = box.interrupt()
+        after = box.execute("echo $x; echo ran", timeout=20)
+        assert after.output.endswith("\nran\n")
+        if after.output != f"{number}\nran\n":
+            assert interrupted.ended or after.replaced
+            lost += 1
+    assert lost <= 2
 
 
 def test_output_is_bounded(make: Maker) -> None:

@@ -15,7 +15,7 @@ from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 from sandboxgym.sandbox.shell import Shell
-from sandboxgym.sandbox.shell_state import MOST_VARIABLES, SECTIONS, ShellState, Variable, parse_limits
+from sandboxgym.sandbox.shell_state import MOST_VARIABLES, SECTIONS, Parser, ShellState, Variable, parse_limits
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
@@ -302,6 +302,70 @@ def test_values_with_line_ends_as_older_versions_of_bash_print_them() -> None:
         b"b": Variable("a", b'([0]="x\ndeclare -- y=1" [1]=")")'),
         b"c": Variable("", b'""'),
     }
+
+
+PIECES = st.sampled_from(
+    [
+        *(b'declare -x a="one"\n', b'declare -x a="one\ntwo"\n', b"declare -x a\n", b"declare -- a=$'x'\n"),
+        *(
+            b'declare -- b=""\n',
+            b'declare -a b=([0]="x\ndeclare -- y=1" [1]=")")\n',
+            b"declare -a b=()\n",
+            b"declare -- y=1\n",
+        ),
+        *(
+            b'declare -- __sg_x="1"\n',
+            b'declare -- PROMPT_COMMAND="date"\n',
+            b'declare -- c="\ndeclare -- b=\\"\\"\n"\n',
+        ),
+        *(b'declare -- d="not closed\n', b"no declaration\n", b'declare -- e="x"y\n', b"declare -- e=", b"\n"),
+    ]
+)
+TEXTS = {
+    **{name: [b""] for name in SECTIONS},
+    "cwd": [b"/\n"],
+    "status": [b"0", b"7"],
+    "functions": [b"", b"f () \n{ \n    :\n}\n__sg_f () \n{ \n    :\n}\n", b"g () \n{ \n    :\n}\n"],
+    "function_attributes": [b"", b"declare -fx f\n"],
+    "shopts": [b"shopt -s extglob\n", b"shopt -u compat31\nshopt -s extglob\n"],
+    "limits": [b"open files    (-n) 1024\n", b"open files    (-n) 512\n"],
+    "history": [b"", b"    1  \x1els\n"],
+}
+DUMPS = st.fixed_dictionaries(
+    {name: st.sampled_from(texts) for name, texts in TEXTS.items()} | {"variables": st.lists(PIECES).map(b"".join)}
+)
+
+
+@given(st.lists(DUMPS, min_size=2, max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_what_was_read_before_changes_nothing(dumps: list[dict[str, bytes]]) -> None:
+    def read(parser: Parser, sections: dict[str, bytes]) -> ShellState | str:
+        try:
+            return parser.parse(b"\0".join([*(sections[name] for name in SECTIONS), b"end", b""]))
+        except SnapshotCorrupt as error:
+            return str(error)
+
+    limits = {"n": b"1024"}
+    parser = Parser(limits)
+    for sections in dumps:
+        found, expected = read(parser, sections), read(Parser(limits), sections)
+        assert found == expected
+        if isinstance(found, ShellState) and isinstance(expected, ShellState):
+            assert list(found.variables) == list(expected.variables)
+
+
+@pytest.mark.parametrize("name", ["a-b", "__SG_x", "_", "compgen", "."])
+def test_a_function_is_part_of_the_state_whatever_it_is_called(pair: Pair, name: str) -> None:
+    shell = pair.shell()
+    try:
+        shell.execute(f"shopt -s nocasematch extglob; function {name} {{ echo called; }}", timeout=20)
+        state = shell.state()
+        shell.execute(f"unset -f {name}", timeout=20)
+        without = shell.state()
+    finally:
+        shell.close()
+    assert state is not None and without is not None and without.functions == b""
+    assert pair.output(state, name) == "called\n"
 
 
 def test_limits_are_parsed_by_letter() -> None:

@@ -33,6 +33,7 @@ from sandboxgym.sandbox.boxes import runtime
 from sandboxgym.sandbox.layers import OverlayTree
 from sandboxgym.sandbox.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.shell_state import ShellState
 from sandboxgym.sandbox.written import Written, changes, look, untouched
 
 KEPT = 64
@@ -308,6 +309,7 @@ class Box:
         self.network = network
         self.start: Pristine | None = None
         """What its files came of, if that is known: what was not written since need not be read."""
+        self._written_out: tuple[ShellState, str] | None = None
 
     @property
     def shares_root(self) -> bool:
@@ -482,7 +484,10 @@ class Box:
         if state.omitted:
             return None
         kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
-        return replace(state, variables=kept, status=0, last=b"").script().decode("utf-8", "surrogateescape")
+        state = replace(state, variables=kept, status=0, last=b"")
+        if self._written_out is None or self._written_out[0] != state:
+            self._written_out = state, state.script().decode("utf-8", "surrogateescape")
+        return self._written_out[1]
 
 
 def _meet(path: str, place: str) -> bool:
