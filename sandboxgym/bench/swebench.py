@@ -25,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ STEP, RESET = 3.0, 0.2
 """What a step may cost in commands, and seconds that a reset to a prepared row may take."""
 COMMITS = 20
 """Of the repository, after the first; each changes a hundredth of the files."""
-STEPS = 5
-"""Of `true`, in each repetition."""
+STEPS = 10
+"""Of `true` in a row, in each repetition."""
 TAG = "sandboxgym-bench-row"
 """Name of the image that is made; its tag is this process."""
 _IDENTITY = ("-c", "user.name=Bench", "-c", "user.email=bench@example.invalid", "-c", "gc.auto=0")
@@ -238,19 +238,23 @@ class Bench:
         self.row.begin_new.seconds.append(begin)
 
     def steps(self) -> None:
-        """Steps beside their commands, in turn: nothing is written, or a file of the repository is."""
+        """Commands, and the same as steps: nothing is written, or a file of the repository is.
+
+        Each in a row of its kind, the first of which does not count: bash writes its state down after a command, which
+        whoever comes next waits for, the next command or the step that reads it.
+        """
         sandbox = self.env.unwrapped._box.sandbox
-        self._step("true")
-        for _ in range(STEPS):
-            with self.row.execute.one():
-                sandbox.execute("true")
-            with self.row.step.one():
-                self._step("true")
+        self._row(lambda: sandbox.execute("true"), self.row.execute, STEPS)
+        self._row(lambda: self._step("true"), self.row.step, STEPS)
         writing = "echo more >> README.md"
-        with self.row.execute_writing.one():
-            sandbox.execute(writing)
-        with self.row.step_writing.one():
-            self._step(writing)
+        self._row(lambda: sandbox.execute(writing), self.row.execute_writing, 1)
+        self._row(lambda: self._step(writing), self.row.step_writing, 1)
+
+    def _row(self, call: Callable[[], object], times: Times, number: int) -> None:
+        call()
+        for _ in range(number):
+            with times.one():
+                call()
 
     def snapshots(self) -> None:
         """Each until a step was made: by the same environment, after going back, by a fork."""
@@ -504,7 +508,8 @@ def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> 
 
 def limits(rows: dict[str, Row]) -> list[str]:
     """What it may take at most, and what it took."""
-    lines = ["### What it may take", "", "| at the median | at most | " + " | ".join(rows) + " |", "|---|---|" + "---|" * len(rows)]
+    head = "| at the median | at most | " + " | ".join(rows) + " |"
+    lines = ["### What it may take", "", head, "|---|---|" + "---|" * len(rows)]
     ratios = [row.step.median / row.execute.median for row in rows.values()]
     lines.append(f"| a step of `true`, in commands | {STEP:g} | {_told(ratios, STEP, '{:.1f}')} |")
     for what, times in (
