@@ -31,9 +31,8 @@ from sandboxgym.cli.screen import harmless, nbytes_text
 from sandboxgym.cli.swebench_jobs import Answer, Job, carry_out
 from sandboxgym.envs.swebench import arguments, record
 from sandboxgym.envs.swebench.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
+from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxError, SandboxUnavailable
-
-BACKENDS = ("auto", "overlay", "overlay-rootless", "docker", "copy")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     rows.add_argument("--dataset", default="mini", help="mini, verified, lite, full, or a file (default: mini)")
     rows.add_argument("--image", help="for rows that run on this machine's tool chain")
     boxes = argparse.ArgumentParser(add_help=False)
-    boxes.add_argument("--backend", default="auto", choices=BACKENDS)
+    boxes.add_argument("--backend", default="auto", choices=("auto", *backends.names()))
     boxes.add_argument("--jobs", type=int, default=1, metavar="N", help="rows worked on at one time (default: 1)")
     boxes.add_argument("--network", action="store_true", help="as for environments made with network=True")
     boxes.add_argument("--allow-unsafe", action="store_true", help="permit a backend that isolates nothing")

@@ -1,53 +1,146 @@
-"""Backends by their names, with the environment and the directory that go with a root file system."""
+"""Backends by their names, with the environment and the directory that go with a root file system.
+
+A package of somebody else adds one by an entry point of the group `GROUP`, or a program by `register`; environments,
+trees and the conformance suite then take its name as they take ours.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, NamedTuple
 
+from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxUnavailable, clean_environment
 
-NAMES = ("overlay", "overlay-rootless", "docker", "copy")
-"""In the order in which they are tried."""
+GROUP = "sandboxgym.sandbox_backends"
+"""Of the entry points: ``NAME = "package.module:FACTORY"``, where the factory is a `Factory`."""
 
 
-def make_backend(
-    name: str,
-    rootfs: str | os.PathLike[str] | RootFS,
-    limits: Limits,
-    network: bool,
-    allow_unsafe: bool,
-    env: Mapping[str, str] | None,
-) -> tuple[Any, dict[str, str], str]:
-    """A backend with its processes' environment and directory."""
-    if name == "docker":
-        from sandboxgym.sandbox.docker import DockerBackend
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a sandbox is asked for, as given to `make_sandbox`."""
 
-        image = os.fspath(rootfs) if not isinstance(rootfs, RootFS) else rootfs.id
-        if not image.startswith("docker:"):
-            raise SandboxUnavailable(f"the docker backend runs images: expected rootfs='docker:IMAGE', found {image!r}")
-        image = image.removeprefix("docker:")
-        container = DockerBackend(image, limits=limits, network=network, env=env)
-        settings = _image_settings(image)
-        return container, clean_environment(settings, env), settings.workdir
+    rootfs: str | os.PathLike[str] | RootFS
+    limits: Limits
+    network: bool
+    allow_unsafe: bool
+    env: Mapping[str, str] | None
+
+
+class Made(NamedTuple):
+    """A backend, and what the processes in it start with."""
+
+    backend: Any
+    """A `base.Backend`; each takes the trees of its own kind only, which a type cannot say."""
+    env: Mapping[str, str]
+    """The whole environment of a process; see `clean_environment`."""
+    workdir: str
+    """Where the shell starts."""
+
+
+Factory = Callable[[Request], Made]
+"""Makes a backend, not started. Raises `SandboxUnavailable` where it cannot run or does not have what is asked for."""
+
+_registered: dict[str, Factory] = {}
+
+
+def register(name: str, factory: Factory) -> None:
+    """Make a backend known to `make_sandbox` by a name, in this process.
+
+    Raises:
+        ValueError: the name is taken, or is no name.
+    """
+    if not name.replace("-", "").replace("_", "").isalnum() or name == "auto":
+        raise ValueError(f"expected a name of letters, digits and hyphens, found {brief(name, 80)}")
+    if name in names():
+        raise ValueError(f"there is a backend {name!r} already")
+    _registered[name] = factory
+
+
+def unregister(name: str) -> None:
+    """Forget what `register` was told.
+
+    Raises:
+        KeyError: it was told of no such backend.
+    """
+    del _registered[name]
+
+
+@functools.cache
+def _installed() -> dict[str, metadata.EntryPoint]:
+    return {found.name: found for found in metadata.entry_points(group=GROUP)}
+
+
+def names() -> tuple[str, ...]:
+    """All that `make_sandbox` takes but ``"auto"``, our own first."""
+    return tuple(dict.fromkeys((*NAMES, *_registered, *_installed())))
+
+
+def make_backend(name: str, request: Request) -> Made:
+    """A backend with its processes' environment and directory.
+
+    Raises:
+        SandboxUnavailable: it cannot be had here.
+        ValueError: there is no backend of this name.
+    """
+    factory = _OWN.get(name) or _registered.get(name)
+    if factory is None:
+        if name not in _installed():
+            raise ValueError(f"expected a backend of auto, {', '.join(names())}, found {brief(name, 80)}")
+        try:
+            factory = _installed()[name].load()
+        except (ImportError, AttributeError) as error:
+            raise SandboxUnavailable(f"the backend {name!r} cannot be loaded: {error}") from error
+    return Made(*factory(request))
+
+
+def _docker(request: Request) -> Made:
+    from sandboxgym.sandbox.docker import DockerBackend
+
+    rootfs = request.rootfs
+    image = os.fspath(rootfs) if not isinstance(rootfs, RootFS) else rootfs.id
+    if not image.startswith("docker:"):
+        raise SandboxUnavailable(f"the docker backend runs images: expected rootfs='docker:IMAGE', found {image!r}")
+    image = image.removeprefix("docker:")
+    container = DockerBackend(image, limits=request.limits, network=request.network, env=request.env)
+    settings = _image_settings(image)
+    return Made(container, clean_environment(settings, request.env), settings.workdir)
+
+
+def _copy(request: Request) -> Made:
+    from sandboxgym.sandbox.plain import CopyBackend
     from sandboxgym.sandbox.rootfs import resolve
 
-    if name == "copy":
-        from sandboxgym.sandbox.plain import CopyBackend
+    found = None if request.rootfs == "host" else resolve(request.rootfs)
+    copied = CopyBackend(found, limits=request.limits, allow_unsafe=request.allow_unsafe, env=request.env)
+    env = clean_environment(found or RootFS("", ()), request.env)
+    return Made(copied, env, "/" if found is None else found.workdir)
 
-        found = None if rootfs == "host" else resolve(rootfs)
-        copied = CopyBackend(found, limits=limits, allow_unsafe=allow_unsafe, env=env)
-        return copied, clean_environment(found or RootFS("", ()), env), "/" if found is None else found.workdir
+
+def _overlay(request: Request, *, rootless: bool) -> Made:
     from sandboxgym.sandbox.namespace import OverlayBackend
+    from sandboxgym.sandbox.rootfs import resolve
 
-    found = resolve(rootfs)
-    rootless = name == "overlay-rootless"
+    found = resolve(request.rootfs)
     if not rootless and os.geteuid() != 0:
         raise SandboxUnavailable("the overlay backend needs root; overlay-rootless does not")
-    overlay = OverlayBackend(found, limits=limits, network=network, rootless=rootless, env=env)
-    return overlay, clean_environment(found, env), found.workdir
+    overlay = OverlayBackend(found, limits=request.limits, network=request.network, rootless=rootless, env=request.env)
+    return Made(overlay, clean_environment(found, request.env), found.workdir)
+
+
+_OWN: dict[str, Factory] = {
+    "overlay": functools.partial(_overlay, rootless=False),
+    "overlay-rootless": functools.partial(_overlay, rootless=True),
+    "docker": _docker,
+    "copy": _copy,
+}
+NAMES = tuple(_OWN)
+"""Our own, in the order in which ``"auto"`` tries them."""
 
 
 def _image_settings(name: str) -> RootFS:
@@ -55,7 +148,7 @@ def _image_settings(name: str) -> RootFS:
     from sandboxgym.sandbox.docker_client import connect, image_attributes
 
     with contextlib.closing(connect()) as client:
-        config = image_attributes(client, name).get("Config") or {}
+        config: dict[str, Any] = image_attributes(client, name).get("Config") or {}
     env = dict(entry.partition("=")[::2] for entry in config.get("Env") or [])
     return RootFS(name, (), env=env, workdir=config.get("WorkingDir") or "/")
 

@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from sandboxgym import leftovers
 from sandboxgym.brief import brief
@@ -483,9 +484,9 @@ class CopyBackend:
         """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""
         return new_shell_directory(self.control)
 
-    def twin(self) -> CopyBackend:
+    def twin(self) -> Self:
         """Another backend with the same settings and a root of its own."""
-        return CopyBackend(self._rootfs, limits=self._limits, allow_unsafe=True, env=self._env)
+        return type(self)(self._rootfs, limits=self._limits, allow_unsafe=True, env=self._env)
 
     def close(self) -> None:
         """End every process and delete the root. Idempotent."""

@@ -647,7 +647,8 @@ def make_sandbox(
 
     Args:
         backend: ``"overlay"`` (needs root), ``"overlay-rootless"``, ``"docker"``, ``"copy"`` (isolates nothing), or
-            ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``.
+            ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``; or one that was
+            registered (`backends.register`, or an entry point of the group ``sandboxgym.sandbox_backends``).
         rootfs: ``"host"`` for this machine's tool chain, ``"docker:IMAGE"``, the path of an unpacked root file system.
         limits: what it may use.
         network: give it the machine's network.
@@ -659,16 +660,16 @@ def make_sandbox(
 
     Raises:
         SandboxUnavailable: no such sandbox can run here; the message says why.
+        ValueError: there is no such backend; the message names those that there are.
     """
-    if backend not in ("auto", *backends.NAMES):
-        raise ValueError(f"expected a backend of auto, {', '.join(backends.NAMES)}, found {backend!r}")
     limits = limits or Limits()
+    request = backends.Request(rootfs, limits, network, allow_unsafe, env)
     reasons = []
     for name in backends.NAMES if backend == "auto" else (backend,):
         try:
             if backend == "auto":
                 backends.check(name)
-            made, environment, folder = backends.make_backend(name, rootfs, limits, network, allow_unsafe, env)
+            made, environment, folder = backends.make_backend(name, request)
         except (SandboxUnavailable, ImportError) as error:
             if backend != "auto":
                 raise

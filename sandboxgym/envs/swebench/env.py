@@ -33,6 +33,7 @@ from sandboxgym.errors import (
     SnapshotNotSupported,
     from_handler,
 )
+from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
@@ -67,7 +68,6 @@ MASKED = ("sandbox ended", "infra failure", "needs network")
 """Verdicts that say nothing about the work: ``info["masked"]``."""
 _LOSES = {"docker": ("file.mtime", "file.shm", "file.xattr")}
 """What snapshots of a backend lack, by the names of the conformance suite's probes; else nothing is known."""
-_BACKENDS = ("auto", "overlay", "overlay-rootless", "docker", "copy")
 # Within one line of no great length: each beginning looks through all that it may span.
 _LINE = re.compile(r"^.{1,500}$", re.MULTILINE)
 _PYTEST = re.compile(r"=*[^\S\n]*(?:.*, )?\d+ (passed|failed|errors?)\b.* in [\d.]+s")
@@ -257,8 +257,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
     ) -> None:
         if not isinstance(tools, str) or tools not in PROMPTS:
             raise ValueError(f"tools: expected {' or '.join(map(repr, PROMPTS))}, found {brief(tools, 80)}")
-        if backend not in _BACKENDS:
-            raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, found {brief(backend, 80)}")
+        if backend not in (known := ("auto", *backends.names())):
+            raise ValueError(f"backend: expected one of {', '.join(known)}, found {brief(backend, 80)}")
         if snapshot not in get_args(SnapshotMode):
             raise ValueError(
                 f"snapshot: expected one of {', '.join(get_args(SnapshotMode))}, found {brief(snapshot, 80)}"
