@@ -36,6 +36,7 @@ from sandboxgym.conformance.check import Check, Result, Verdict
 from sandboxgym.conformance.janitor import offspring, started
 from sandboxgym.conformance.runner import Listener, Report
 from sandboxgym.conformance.subject import Subject
+from sandboxgym.conformance.verdicts import NOT_RUN
 
 VARIABLE = "SANDBOXGYM_CONFORMANCE_WATCHED"
 """Environment variable with the child's descriptors; the child removes it."""
@@ -273,9 +274,10 @@ def _record(
     if begun and way.deaths < DEATHS and left:
         return
     times = f" for the {way.deaths}. time" if way.deaths > 1 else ""
+    why = finding.text.partition(";")[0]
+    reason = f"{at} had to be ended{times} ({why})" if begun else why
     for check in left:
-        reason = f"not run: {at} had to be ended{times}" if begun else f"not run: {finding.text.partition(';')[0]}"
-        note(check, Result(check.id, Verdict.SKIP, reason))
+        note(check, Result(check.id, Verdict.SKIP, NOT_RUN + reason))
     order = [way.results[check.id] for check in checks]
     way.report = replace(way.head or _bare(name), results=tuple(order))
 

@@ -126,6 +126,31 @@ def test_too_much_memory_is_inconclusive(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_snapshot_that_is_too_large_is_the_finding_and_bounds_hold(tmp_path, monkeypatch):
+    """A quarter of the limit each. Beyond it is only what is taken between two looks at the memory."""
+    monkeypatch.setenv("UNRULY_MIB", "256")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+    file, begun, peak = tmp_path / "report.json", time.monotonic(), 0
+    command = [sys.executable, "-m", "sandboxgym.conformance", "unruly:TwoGigabytes", "--quiet", "--memory-limit", "1"]
+    process = subprocess.Popen([*command, "--level", "1", "--json", str(file)], stdout=subprocess.PIPE, text=True)
+    while process.poll() is None:
+        peak = max(peak, supervised.memory([process.pid, *supervised.offspring(process.pid)]))
+        time.sleep(0.05)
+    assert process.wait() == 2 and time.monotonic() - begun < 300
+    assert 0.75 * 2**30 < peak < 2 * 2**30
+    report = json.loads(file.read_text())
+    large = "more than 1024 MiB of memory were held, where a snapshot takes 256 MiB"
+    ended = [result for result in report["results"] if result["verdict"] == "INCONCLUSIVE"]
+    assert len(ended) == supervised.DEATHS and all(large in result["message"] for result in ended)
+    left = [result["message"] for result in report["results"] if result["message"].startswith("not run: ")]
+    total = len(report["results"])
+    headline = (
+        f"Not certified: {len(left)} of {total} checks did not run, for {ended[-1]['id']} had to be ended for the 3. "
+    )
+    assert left and f"{headline}time ({large})" in process.communicate()[0]
+
+
+@pytest.mark.slow
 def test_processes_of_a_killed_run_are_ended(tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     monkeypatch.setenv("UNRULY_PID", str(pid))

@@ -132,3 +132,14 @@ class WaitsInAFolder(Counter):
                 file.write(str(claimed))
             threading.Event().wait()
         return super().snapshot()
+
+
+class TwoGigabytes(Counter):
+    """Correct; a snapshot takes as many MiB as a variable says, 2048 without it."""
+
+    def _capture(self) -> Any:
+        mib = int(os.environ.get("UNRULY_MIB", "2048"))
+        return {**super()._capture(), "world": os.urandom(1 << 20) * mib}
+
+    def _apply(self, state: Any) -> None:
+        super()._apply(state)
