@@ -51,6 +51,7 @@ _reapers: dict[str, Reaper | str] = {  # of this package: a process that has not
     "copy": "sandboxgym.sandbox.plain_processes:reap",
     "docker": "sandboxgym.sandbox.docker_images:reap",
     "browser": "sandboxgym.envs.webshop.chromium:reap",
+    "conformance": "sandboxgym.conformance.scratch:clear",
 }
 _claimed: dict[Path, int] = {}
 _reaped_by: set[int] = set()
@@ -178,14 +179,15 @@ def register_reaper(kind: str, reaper: Reaper | str) -> None:
     _reapers[kind] = reaper
 
 
-def reap(*, dry_run: bool = False) -> list[Leftover]:
+def reap(root: Path | None = None, *, dry_run: bool = False) -> list[Leftover]:
     """Remove the run directories whose owner is gone; another process that is doing so is left to it.
 
     Args:
+        root: where they are; by default `runtime_dir`.
         dry_run: only say what would be removed.
     """
     try:
-        root = runtime_dir(create=False)
+        root = root or runtime_dir(create=False)
     except PermissionError as error:
         log.warning("%s", error)
         return []

@@ -15,7 +15,6 @@ import logging
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from sandboxgym.conformance import scratch
 from sandboxgym.conformance.subject import AnyEnv, layers
 from sandboxgym.conformance.values import Canonical, canonical
 
@@ -303,7 +303,8 @@ def _files(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def private_temporary() -> Iterator[Path]:
     """Temporary files of this process go to a folder of its own, so that other processes are not counted."""
-    path = Path(tempfile.mkdtemp(prefix="sandboxgym-conformance-"))
+    made = scratch.folder()
+    path = Path(made.name)
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(path)
     try:
@@ -314,4 +315,4 @@ def private_temporary() -> Iterator[Path]:
             os.environ.pop("TMPDIR", None)
         else:
             os.environ["TMPDIR"] = variable
-        shutil.rmtree(path, ignore_errors=True)
+        made.cleanup()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxgym import interpreter
+from sandboxgym.conformance import scratch
 from sandboxgym.conformance.subject import MakeSpec, Op, Outcome, Subject
 
 TIMEOUT = 120
@@ -80,7 +81,7 @@ def start(
     """Begin what `run` does; `finish` has the outcomes. Or, in another role, what `main` calls for it."""
     if subject.make_spec is None:
         raise Unreachable("the factory has no importable name (give make_spec)")
-    folder = tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-")
+    folder = scratch.folder()
     try:
         hooks = {name: getattr(subject, name) for name in ("normalize",) if getattr(subject, name) is not None}
         content = (subject.make_spec, registered(subject.make_spec), list(jobs), hooks, separate)

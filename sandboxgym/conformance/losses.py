@@ -15,14 +15,13 @@ import os
 import secrets
 import shlex
 import socketserver
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.conformance import snags
+from sandboxgym.conformance import scratch, snags
 from sandboxgym.conformance.recording import Scene
 from sandboxgym.conformance.shell_probes import located, start
 from sandboxgym.conformance.subject import AnyEnv, Subject
@@ -214,7 +213,7 @@ def _outside() -> Iterator[dict[str, tuple[str, ...]]]:
     greeting = secrets.token_hex(snags.HELLO // 2)
     handler = type("Greeting", (_Echo,), {"greeting": greeting.encode()})
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sandboxgym-outside-")))
+        folder = Path(stack.enter_context(scratch.folder()))
         folder.chmod(0o755)
         name = f"sandboxgym-{greeting}"
         makers: list[Callable[[], socketserver.BaseServer]] = [

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandboxgym.conformance import scratch
 from sandboxgym.conformance.shell_probes import MARK
 
 KINDS = {"b": "before", "a": "after", "f": "fork", "t": "task", "r": "reset"}
@@ -213,7 +214,7 @@ def own_folders() -> Iterator[list[Path]]:
         folders = []
         for parent in {tempfile.gettempdir(), "/var/tmp", os.path.expanduser("~"), os.getcwd()}:
             with contextlib.suppress(OSError):
-                made = tempfile.TemporaryDirectory(prefix=".sandboxgym-conformance-", dir=parent)
+                made = scratch.folder(parent, hidden=True)
                 folders.append(Path(stack.enter_context(made)))
                 folders[-1].chmod(0o777)
         yield folders

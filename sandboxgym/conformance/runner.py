@@ -465,8 +465,9 @@ def versions() -> dict[str, str]:
 
 
 SHOWING = (
-    *("__main__.py", "causes.py", "caveats.py", "html.py", "markdown.py", "plugin.py", "reports.py", "supervised.py"),
-    *("shrink.py", "sidebyside.py", "strength.py", "test_conformance.py", "unrestored.py", "verdicts.py"),
+    *("__main__.py", "causes.py", "caveats.py", "html.py", "janitor.py", "markdown.py", "plugin.py", "reports.py"),
+    *("scratch.py", "shrink.py", "sidebyside.py", "strength.py", "supervised.py", "test_conformance.py"),
+    *("unrestored.py", "verdicts.py"),
 )
 """Modules of the suite on which no verdict depends."""
 

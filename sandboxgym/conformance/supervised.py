@@ -30,11 +30,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from sandboxgym import interpreter
-from sandboxgym.conformance import pulse
+from sandboxgym import interpreter, leftovers
+from sandboxgym.conformance import janitor, pulse, scratch
 from sandboxgym.conformance.check import Check, Result, Verdict
+from sandboxgym.conformance.janitor import offspring, started
 from sandboxgym.conformance.runner import Listener, Report
 from sandboxgym.conformance.subject import Subject
+from sandboxgym.conformance.verdicts import NOT_RUN
 
 VARIABLE = "SANDBOXGYM_CONFORMANCE_WATCHED"
 """Environment variable with the child's descriptors; the child removes it."""
@@ -93,8 +95,10 @@ class Watched:
 
         self.traces = os.fdopen(traces, "wb")  # kept open: the handler writes to its descriptor
         faulthandler.enable(self.traces)
+        self.done: list[tuple[Report | None, dict[str, Result], bool]]
         with os.fdopen(state, "rb") as file:
-            self.done: list[tuple[Report | None, dict[str, Result], bool]] = pickle.load(file)
+            run, self.done = pickle.load(file)
+        scratch.use(run)
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
@@ -186,22 +190,38 @@ def supervise(
     limits = limits or Limits()
     known = [_Way() for _ in range(ways)]
     start = time.perf_counter()
-    while not all(way.report for way in known):
-        child = _Child(arguments, known, limits, checks, listener)
-        try:
-            with _terminable():
-                finding = child.watch()
-        finally:
-            child.end()
-        if finding is None:
-            break
-        way = known[child.way]
-        way.deaths += 1
-        _record(way, child.at, finding, checks, name, listener)
-        if way.report is not None:
-            way.report = replace(way.report, seconds=time.perf_counter() - start)
+    with _run_directory() as run:
+        while not all(way.report for way in known):
+            child = _Child(arguments, known, limits, checks, listener, run)
+            try:
+                with _terminable():
+                    finding = child.watch()
+            finally:
+                child.end()
+            if finding is None:
+                break
+            with contextlib.suppress(OSError):  # what cannot be removed yet is tried again in the end
+                scratch.clear(run)
+            leftovers.reap()  # its environments' own: sandboxes, browsers
+            way = known[child.way]
+            way.deaths += 1
+            _record(way, child.at, finding, checks, name, listener)
+            if way.report is not None:
+                way.report = replace(way.report, seconds=time.perf_counter() - start)
     reports = [way.report for way in known if way.report is not None]
     return replace(reports[0], beside=tuple(reports[1:]))
+
+
+@contextlib.contextmanager
+def _run_directory() -> Iterator[Path]:
+    """What the children make for themselves is recorded here; it goes with this process, also if that is killed."""
+    run = leftovers.claim(scratch.KIND).absolute()
+    try:
+        with janitor.waiting(run):
+            yield run
+    finally:
+        with contextlib.suppress(OSError):  # the next process that claims tries again, for its owner will be gone
+            leftovers.give_back(run)
 
 
 @contextlib.contextmanager
@@ -254,9 +274,10 @@ def _record(
     if begun and way.deaths < DEATHS and left:
         return
     times = f" for the {way.deaths}. time" if way.deaths > 1 else ""
+    why = finding.text.partition(";")[0]
+    reason = f"{at} had to be ended{times} ({why})" if begun else why
     for check in left:
-        reason = f"not run: {at} had to be ended{times}" if begun else f"not run: {finding.text.partition(';')[0]}"
-        note(check, Result(check.id, Verdict.SKIP, reason))
+        note(check, Result(check.id, Verdict.SKIP, NOT_RUN + reason))
     order = [way.results[check.id] for check in checks]
     way.report = replace(way.head or _bare(name), results=tuple(order))
 
@@ -283,6 +304,7 @@ class _Child:
         limits: Limits,
         checks: Sequence[Check],
         listener: Listener | None,
+        run: Path,
     ) -> None:
         self.known, self.limits, self.listener = known, limits, listener
         self.checks = {check.id: check for check in checks}
@@ -293,7 +315,7 @@ class _Child:
         with tempfile.TemporaryFile() as pulses, tempfile.TemporaryFile() as state:
             pulses.truncate(mmap.PAGESIZE)
             self.page = mmap.mmap(pulses.fileno(), mmap.PAGESIZE)
-            state.write(pickle.dumps([(way.report, way.results, way.extras) for way in known]))
+            state.write(pickle.dumps((run, [(way.report, way.results, way.extras) for way in known])))
             state.flush()
             state.seek(0)
             self.messages, told = os.pipe()
@@ -312,6 +334,7 @@ class _Child:
             finally:
                 os.close(told)
                 os.close(printed)
+        janitor.entrust(run, self.process.pid)
         os.set_blocking(self.messages, False)
         os.set_blocking(self.output, False)
 
@@ -523,24 +546,3 @@ def _proportional(pid: int) -> int:
     except OSError:
         return 0
     return sum(int(kib) * 1024 for kib in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE))
-
-
-def offspring(pid: int) -> list[int]:
-    """The children of a process and theirs, where the kernel lists them."""
-    found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in file.read_text().split()]
-        except (OSError, ValueError):
-            continue
-        for child in children:
-            found += [child, *offspring(child)]
-    return found
-
-
-def started(pid: int) -> str:
-    """When a process was started, by which it differs from a later one of its number; empty if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

@@ -32,6 +32,8 @@ COUNTS = (
 )
 """Measurements that count independent trials, the most telling first."""
 SURE = 0.999
+NOT_RUN = "not run: "
+"""Begins the message of a check that was left out because the run had to be ended."""
 UNRESTORED = "changes in play, not restored"
 """Of attributes that no snapshot holds; see `strength`."""
 
@@ -56,12 +58,17 @@ class Weight(NamedTuple):
 
 
 def headline(report: Mapping[str, Any]) -> Headline:
-    """The verdict of a report in its JSON form: faithful or not, and what else fails."""
+    """The verdict of a report in its JSON form: faithful or not, and what else fails; or why that was not found out."""
     failed = [result["id"].partition(".")[0] for result in report["results"] if result["verdict"] == "FAIL"]
     aside = [theme for theme in failed if theme in ASIDE]
     total = sum(report["counts"].values())
     if len(aside) < len(failed):
         return Headline(f"Not faithful: {len(failed)} of {total} checks fail", "fail")
+    reasons = [result["message"] for result in report["results"] if result["message"].startswith(NOT_RUN)]
+    if reasons:
+        why = reasons[0].removeprefix(NOT_RUN)
+        text = f"Not certified: {len(reasons)} of {total} checks did not run, for {why}"
+        return Headline(text, "fail" if failed else "inconclusive")
     compared = any(
         result["id"].startswith(("restore.", "fork.")) and result["verdict"] == "PASS" for result in report["results"]
     )

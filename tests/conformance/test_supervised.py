@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxgym import leftovers
 from sandboxgym.conformance import supervised
 from sandboxgym.conformance.__main__ import main
 from sandboxgym.conformance.check import Verdict
@@ -124,6 +126,31 @@ def test_too_much_memory_is_inconclusive(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_snapshot_that_is_too_large_is_the_finding_and_bounds_hold(tmp_path, monkeypatch):
+    """A quarter of the limit each. Beyond it is only what is taken between two looks at the memory."""
+    monkeypatch.setenv("UNRULY_MIB", "256")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+    file, begun, peak = tmp_path / "report.json", time.monotonic(), 0
+    command = [sys.executable, "-m", "sandboxgym.conformance", "unruly:TwoGigabytes", "--quiet", "--memory-limit", "1"]
+    process = subprocess.Popen([*command, "--level", "1", "--json", str(file)], stdout=subprocess.PIPE, text=True)
+    while process.poll() is None:
+        peak = max(peak, supervised.memory([process.pid, *supervised.offspring(process.pid)]))
+        time.sleep(0.05)
+    assert process.wait() == 2 and time.monotonic() - begun < 300
+    assert 0.75 * 2**30 < peak < 2 * 2**30
+    report = json.loads(file.read_text())
+    large = "more than 1024 MiB of memory were held, where a snapshot takes 256 MiB"
+    ended = [result for result in report["results"] if result["verdict"] == "INCONCLUSIVE"]
+    assert len(ended) == supervised.DEATHS and all(large in result["message"] for result in ended)
+    left = [result["message"] for result in report["results"] if result["message"].startswith("not run: ")]
+    total = len(report["results"])
+    headline = (
+        f"Not certified: {len(left)} of {total} checks did not run, for {ended[-1]['id']} had to be ended for the 3. "
+    )
+    assert left and f"{headline}time ({large})" in process.communicate()[0]
+
+
+@pytest.mark.slow
 def test_processes_of_a_killed_run_are_ended(tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     monkeypatch.setenv("UNRULY_PID", str(pid))
@@ -148,6 +175,46 @@ def test_a_terminated_run_leaves_nothing(tmp_path, monkeypatch):
     for number in (child, int(pid.read_text())):
         state = Path(f"/proc/{number}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["the watching process", "the run", "a run that nobody watches"])
+def test_a_killed_run_leaves_nothing(killed, tmp_path, monkeypatch):
+    """Not its folders, nor run directories that the environment claimed in them."""
+    temporary, told = tmp_path / "tmp", tmp_path / "told"
+    temporary.mkdir()
+    for name, value in {"TMPDIR": temporary, "UNRULY_PID": told}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("SANDBOXGYM_RUNTIME", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+    inside = ["--in-process"] if killed == "a run that nobody watches" else []
+    command = [sys.executable, "-m", "sandboxgym.conformance", "unruly:WaitsInAFolder", "--quiet", *inside]
+    process = subprocess.Popen([*command, "--only", "resources.dropped"])
+    while not (told.exists() and told.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    (folder,) = temporary.glob("sandboxgym-conformance-*")
+    assert folder in Path(told.read_text()).parents
+    children = supervised.offspring(process.pid)
+    os.kill(next(each for each in children if runs(each)) if killed == "the run" else process.pid, signal.SIGKILL)
+    assert process.wait(60) == (1 if killed == "the run" else -signal.SIGKILL)
+    if inside:
+        assert folder.exists()
+        leftovers.reap(temporary / f"sandboxgym-{os.getuid()}")
+    assert until(lambda: not folder.exists() and not list(temporary.glob("sandboxgym-*/[!.]*")))
+    assert until(lambda: not any(map(supervised.started, children)))
+
+
+def runs(pid):
+    """Whether a process runs the suite, rather than to wait for another's end."""
+    return "python" in Path(f"/proc/{pid}/comm").read_text()
+
+
+def until(condition, seconds=15):
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return met
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from sandboxgym import SnapshotEnv
+from sandboxgym import SnapshotEnv, leftovers
 
 
 class Counter(SnapshotEnv[int, int]):
@@ -116,3 +117,29 @@ class LeavesAChild(Counter):
         with open(os.environ["UNRULY_PID"], "w") as file:
             file.write(str(process.pid))
         threading.Event().wait()
+
+
+class WaitsInAFolder(Counter):
+    """Has files in a temporary folder of the suite, some of which are locked away, and never goes on."""
+
+    def snapshot(self) -> Any:
+        folder = tempfile.gettempdir()
+        if "sandboxgym-conformance-" in folder:
+            os.makedirs(os.path.join(folder, "mine", "locked"))
+            os.chmod(os.path.join(folder, "mine"), 0)
+            claimed = leftovers.claim("copy")
+            with open(os.environ["UNRULY_PID"], "w") as file:
+                file.write(str(claimed))
+            threading.Event().wait()
+        return super().snapshot()
+
+
+class TwoGigabytes(Counter):
+    """Correct; a snapshot takes as many MiB as a variable says, 2048 without it."""
+
+    def _capture(self) -> Any:
+        mib = int(os.environ.get("UNRULY_MIB", "2048"))
+        return {**super()._capture(), "world": os.urandom(1 << 20) * mib}
+
+    def _apply(self, state: Any) -> None:
+        super()._apply(state)

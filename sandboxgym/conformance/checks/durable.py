@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import elsewhere
+from sandboxgym.conformance import elsewhere, scratch
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, finds, own_future, points_of
 from sandboxgym.conformance.checks.snapshot import identity
@@ -60,7 +59,7 @@ def savable(subject: Subject) -> str | None:
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
     """A temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-") as name:
+    with scratch.folder() as name:
         yield Path(name)
 
 
@@ -220,7 +219,7 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     compared = 0
     ways = (("killed", False, True), ("ended without closing its environments", False, False))
     for how, closes, stays in (*ways, ("closed its environments and ended", True, False)):
-        with folder() as path, tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-") as temporary:
+        with folder() as path, scratch.folder() as temporary:
             own = {"TMPDIR": temporary} if closes and subject.capabilities.cross_host else {}
             try:
                 with elsewhere.saver(subject, jobs, path, closes=closes, stays=stays, variables=own) as (saved, end):

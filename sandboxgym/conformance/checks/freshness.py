@@ -58,13 +58,14 @@ def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
     compared = 0
     usual, found = controls(subject, budget), coverage(subject, budget).controls
     pool = [*usual[:1], *found[:1], *usual[1:], *found[1:]]
+    pool, some = (pool[:2], 1) if budget.waits else (pool, 3)
     for number in budget.spending(len(pool), at_least=min(3, len(pool))):
         control = pool[number]
         ordinary = any(control is each for each in usual)
         truth = _returned_by_base(subject, control) if control.repeatable else {}
         with Scene(subject) as scene:
             env, taken = scene.start(control), {}
-            points = {*(points_of(control, rng, 3) if ordinary else ()), *_telling(control, rng), control.last}
+            points = {*(points_of(control, rng, some) if ordinary else ()), *_telling(control, rng, some), control.last}
             for count, op in enumerate(control.ops, start=1):
                 scene.call(env, op)
                 last = _own_last(subject, env)
@@ -74,32 +75,34 @@ def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
                 _same_last(scene, env, expected, last, f"after call {count}")
                 if count in points:
                     taken[count] = scene.snapshot(env), expected
-            for count, (snap, expected) in taken.items():
-                other, seeded = scene.start(control), scene.start(control)
+            # New ones would cost a start for each moment; these come from the last transition of another moment.
+            other, seeded = scene.start(control), scene.start(control)
+            for turn, (count, (snap, expected)) in enumerate(taken.items(), start=number):
                 scene.restore(env, snap)
-                scene.restore(other, snap)
-                scene.restore(seeded, snap, seed=count)
-                places = {
-                    "after a restore": env,
-                    "after a restore in another environment": other,
-                    "after a restore with a seed": seeded,
-                    "in a fork": scene.fork(env, 1)[0],
-                    "in a seeded fork": scene.fork(env, 1, seed=count)[0],
-                }
+                places = {"after a restore": env}
+                # Where each of these takes long, half of them at one moment and half at the next.
+                if not (budget.waits and turn % 2):
+                    scene.restore(other, snap)
+                    places["after a restore in another environment"] = other
+                    places["in a seeded fork"] = scene.fork(env, 1, seed=count)[0]
+                if not budget.waits or turn % 2:
+                    scene.restore(seeded, snap, seed=count)
+                    places["after a restore with a seed"] = seeded
+                    places["in a fork"] = scene.fork(env, 1)[0]
                 for where, target in places.items():
                     _same_last(scene, target, expected, _own_last(subject, target), where)
                     compared += 1
-                    if target is not env:
+                    if where.endswith("fork"):
                         scene.forget(target)
     return compared
 
 
-def _telling(control: Control, rng: np.random.Generator) -> list[int]:
-    """A few moments after calls that earned something, raised nothing and differ so from most others."""
+def _telling(control: Control, rng: np.random.Generator, some: int) -> list[int]:
+    """Some moments after calls that earned something, raised nothing and differ so from most others."""
     rewards = [outcome.reward for outcome in control.outcomes]
     usual = max(set(rewards), key=rewards.count)
     found = [count for count, reward in enumerate(rewards, start=1) if reward != usual]
-    return sorted(int(count) for count in rng.permutation(found)[:3])
+    return sorted(int(count) for count in rng.permutation(found)[:some])
 
 
 def _same_last(scene: Scene, env: AnyEnv, expected: Outcome, found: Outcome | None, where: str) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from sandboxgym.conformance import scratch
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
 from sandboxgym.conformance.clock import Stopwatch
 from sandboxgym.conformance.recording import Scene, choose, outcome_difference, seed_spaces
@@ -236,7 +237,7 @@ class Program:
         if not callable(getattr(taken.snap, "save", None)) or not callable(getattr(type(taken.snap), "load", None)):
             return
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-")
+            self._folder = scratch.folder()
         path = os.path.join(self._folder.name, "saved.snapshot")
         name = self.scene.snap_name(taken.snap)
         try:
@@ -561,7 +562,7 @@ def _silent() -> Iterator[None]:
     from hypothesis.configuration import set_hypothesis_home_dir
     from hypothesis.reporting import with_reporter
 
-    with tempfile.TemporaryDirectory(prefix="sandboxgym-conformance-") as folder:
+    with scratch.folder() as folder:
         set_hypothesis_home_dir(folder)
         try:
             with with_reporter(lambda text: None):

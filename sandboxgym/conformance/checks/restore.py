@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import elsewhere, seeds
+from sandboxgym.conformance import elsewhere, scratch, seeds
 from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
 from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks import restore_lasting as restore_lasting  # registers its checks
@@ -885,7 +884,7 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
 def _across(subject: Subject, control: Control) -> str | int:
     """The restored one lives in another process, the source here."""
     point = max(1, control.last // 3)
-    with Scene(subject) as scene, TemporaryDirectory(prefix="sandboxgym-conformance-") as folder:
+    with Scene(subject) as scene, scratch.folder() as folder:
         source = scene.start(control)
         own = own_future(scene, source, control)
         scene.play(source, control.ops[:point])
