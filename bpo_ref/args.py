@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from bpo_ref.backends import BackendName
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.ranges import check_combinations, check_ranges
+from bpo_ref.sampling.backends import BackendName
 from sandboxgym.prompts import PromptName
 
 Algo = Literal[

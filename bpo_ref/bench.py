@@ -27,16 +27,16 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from bpo_ref import packing
 from bpo_ref.args import Args, Network, resolved
 from bpo_ref.baselines import Memory
-from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
-from bpo_ref.generate import Generator, forward
-from bpo_ref.policy import ChatPolicy
+from bpo_ref.learning import packing
+from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import Generator, forward
+from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
-from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
 from bpo_ref.train import Trainer, assign_credit
 from sandboxgym import SnapshotEnv, Unicode, interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout

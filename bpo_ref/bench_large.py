@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from bpo_ref import packing
-from bpo_ref.backends import BackendName, make_backend
 from bpo_ref.bench import GROUP, WORDS, paths_of
-from bpo_ref.generate import Generator, forward
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
+from bpo_ref.learning.tiny import tiny_tokenizer
 from bpo_ref.memory import SHAPES, Shape
-from bpo_ref.models import CausalLM, add_adapter, checkpoint_layers
-from bpo_ref.tiny import tiny_tokenizer
+from bpo_ref.sampling.backends import BackendName, make_backend
+from bpo_ref.sampling.generate import Generator, forward
 from sandboxgym import interpreter
 
 ALL_SHAPES = {

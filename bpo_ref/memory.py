@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import TaskSpread
-from bpo_ref.generate import JOINED, SLACK
+from bpo_ref.sampling.generate import JOINED, SLACK
 
 Layout = Literal["ddp", "fsdp2", "zero3"]
 NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}

@@ -27,16 +27,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref import packing, parallel, zero3
-from bpo_ref.backends import make_backend
+from bpo_ref import parallel, zero3
 from bpo_ref.baselines import plain_key
-from bpo_ref.chat import ChatFormat
-from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
-from bpo_ref.lookahead import check_prompt
-from bpo_ref.masks import VERDICTS
-from bpo_ref.models import (
+from bpo_ref.learning import packing
+from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from bpo_ref.learning.models import (
     ActorCritic,
     CausalLM,
     WithoutAdapter,
@@ -52,8 +49,12 @@ from bpo_ref.models import (
     refresh,
     settle_cpu,
 )
-from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
+from bpo_ref.lookahead import check_prompt
 from bpo_ref.runlog import RunLog, described_failures, tracking, write_report
+from bpo_ref.sampling.backends import make_backend
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.masks import VERDICTS
+from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 

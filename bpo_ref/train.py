@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.annotate import annotate, sampler_mismatch
 from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import (
     ForkSample,
@@ -44,19 +43,20 @@ from bpo_ref.baselines import (
     state_key,
     summarize,
 )
-from bpo_ref.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
-from bpo_ref.checkpoint import CheckpointError
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
-from bpo_ref.generate import forward
+from bpo_ref.learning.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
+from bpo_ref.learning.checkpoint import CheckpointError
+from bpo_ref.learning.models import CausalLM
+from bpo_ref.learning.rescore import annotate, sampler_mismatch
+from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.masks import end_counts, without_masked
-from bpo_ref.models import CausalLM
 from bpo_ref.oracle import value_scores
 from bpo_ref.run import Interrupted, Run, TrainingFailed
 from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
+from bpo_ref.sampling.generate import forward
+from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.schedules import make_schedule
-from bpo_ref.value_network import ValueNetwork
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 # ------------------------------------------------------------------------------------------------------------- credit

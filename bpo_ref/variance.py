@@ -43,19 +43,19 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from bpo_ref import packing
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
-from bpo_ref.batch import collate, micro_batches, rows_of
-from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
-from bpo_ref.generate import Generator, forward
+from bpo_ref.learning import packing
+from bpo_ref.learning.batch import collate, micro_batches, rows_of
+from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.models import eos_ids, load_policy, settle_cpu
-from bpo_ref.policy import ChatPolicy
 from bpo_ref.presets import PRESETS
 from bpo_ref.run import MAY_CHANGE, gives_key
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import Generator, forward
+from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import aggregate, assign_credit, draw_tasks, policy_loss
 from sandboxgym.prompts import make_prompt

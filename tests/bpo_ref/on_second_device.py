@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bpo_ref import generate, packing, run, train
-from bpo_ref.annotate import annotate
-from bpo_ref.continuous import ContinuousSession
-from bpo_ref.generate import Generator, forward
-from bpo_ref.models import CausalLM, compute_in, load_policy, lowered_twin
+from bpo_ref import run, train
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import CausalLM, compute_in, load_policy, lowered_twin
+from bpo_ref.learning.rescore import annotate
+from bpo_ref.sampling import generate
+from bpo_ref.sampling.continuous import ContinuousSession
+from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.train import Args, Trainer
 
 DEVICE = second_device.register()

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from bpo_ref.baselines import Memory
 from bpo_ref.eval import Score
-from bpo_ref.generate import Generation
-from bpo_ref.models import ActorCritic
-from bpo_ref.policy import Turn
+from bpo_ref.learning.models import ActorCritic
+from bpo_ref.sampling.generate import Generation
+from bpo_ref.sampling.policy import Turn
 from bpo_ref.train import Args, Trainer, resolved
 from sandboxgym.tree import Action, Context, Envs
 

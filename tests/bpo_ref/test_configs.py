@@ -19,8 +19,8 @@ from test_train import metrics, results_of
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bpo_ref import memory as memory_module
+from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.memory import SHAPES, Shape, memory, shape_of
-from bpo_ref.models import add_adapter, load_policy
 from bpo_ref.train import Args, parse_args, resolved
 
 CONFIGS = Path(memory_module.__file__).parent / "configs"

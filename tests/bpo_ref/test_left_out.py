@@ -14,10 +14,10 @@ from test_estimators import grow
 from test_loss import gradient, made, settings
 from test_train import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
 
-from bpo_ref.annotate import annotate, sampler_mismatch
-from bpo_ref.batch import Critique, collate, rows_of
-from bpo_ref.generate import Generation
-from bpo_ref.policy import Turn
+from bpo_ref.learning.batch import Critique, collate, rows_of
+from bpo_ref.learning.rescore import annotate, sampler_mismatch
+from bpo_ref.sampling.generate import Generation
+from bpo_ref.sampling.policy import Turn
 from bpo_ref.train import Args, Trainer, assign_credit, cut_actions, leave_out, policy_loss, returns_differ
 from sandboxgym.tree import Node, RolloutTree
 from sandboxgym.tree import Path as TreePath

@@ -13,9 +13,9 @@ import wordgame
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from bpo_ref.generate import Generation, Generator, StaleSession
-from bpo_ref.models import compute_in, lowered_twin, refresh
+from bpo_ref.learning.models import compute_in, lowered_twin, refresh
 from bpo_ref.run import Run
+from bpo_ref.sampling.generate import Generation, Generator, StaleSession
 from bpo_ref.train import Args, Trainer
 
 SMALL = {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -24,10 +24,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from bpo_ref import packing
-from bpo_ref.generate import forward
-from bpo_ref.models import ActorCritic
-from bpo_ref.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import ActorCritic
+from bpo_ref.learning.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
+from bpo_ref.sampling.generate import forward
 
 VOCABULARY = 40
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}

@@ -13,9 +13,9 @@ import wordgame
 from checkpoints import small_checkpoint
 
 from bpo_ref import parallel, run
-from bpo_ref.checkpoint import STATE, load_checkpoint
 from bpo_ref.config import ConfigError
-from bpo_ref.models import load_policy
+from bpo_ref.learning.checkpoint import STATE, load_checkpoint
+from bpo_ref.learning.models import load_policy
 from bpo_ref.run import Run, appears
 from bpo_ref.train import Args, Trainer
 

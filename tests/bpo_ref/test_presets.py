@@ -44,8 +44,8 @@ from bpo_ref.baselines import (
     state_key,
     summarize,
 )
-from bpo_ref.batch import Critique
 from bpo_ref.config import ConfigError
+from bpo_ref.learning.batch import Critique
 from bpo_ref.oracle import FIRST, value_scores
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import assign_credit, back_up

@@ -27,11 +27,11 @@ from wordgame import Keyed
 from bpo_ref import eval as evaluation
 from bpo_ref import train
 from bpo_ref.baselines import TaskSpread
-from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
-from bpo_ref.models import load_policy
-from bpo_ref.policy import collect_demonstrations
+from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
+from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
+from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
 from sandboxgym.tree import Envs
 from sandboxgym.tree_file import load_trees

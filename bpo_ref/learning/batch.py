@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from bpo_ref.generate import Generation
-from bpo_ref.packing import by_prefix
+from bpo_ref.learning.packing import by_prefix
+from bpo_ref.sampling.generate import Generation
 from sandboxgym.tree import Edge, Path, RolloutTree
 
 if TYPE_CHECKING:

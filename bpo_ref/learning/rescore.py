@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from bpo_ref.batch import Batch, Critique, collate, rows_of_path, token_batches
+from bpo_ref.learning.batch import Batch, Critique, collate, rows_of_path, token_batches
 from sandboxgym.tree import RolloutTree
 
 if TYPE_CHECKING:
