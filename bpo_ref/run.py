@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref import parallel, zero3
 from bpo_ref.baselines import plain_key
 from bpo_ref.config import ConfigError
+from bpo_ref.distributed import fsdp2, zero3
 from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -50,7 +50,7 @@ from bpo_ref.learning.models import (
     settle_cpu,
 )
 from bpo_ref.lookahead import check_prompt
-from bpo_ref.runlog import RunLog, described_failures, tracking, write_report
+from bpo_ref.run_log import RunLog, described_failures, tracking, write_report
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.masks import VERDICTS
@@ -164,13 +164,13 @@ class Run:
         if self.zero3:
             optimizer = self.model.optimizer_state()
         elif self.sharded:
-            optimizer = parallel.optimizer_state(self.model, self.optimizer)
+            optimizer = fsdp2.optimizer_state(self.model, self.optimizer)
         else:
             optimizer = self.optimizer.state_dict()
         head = None
         if self.args.critic:
             head = self.network.value_head
-            head = parallel.full_state(head) if self.sharded else head.state_dict()
+            head = fsdp2.full_state(head) if self.sharded else head.state_dict()
         return {
             "args": json.loads(json.dumps(asdict(self.args))),
             "stage": self.stage,
@@ -188,7 +188,7 @@ class Run:
             if self.zero3:
                 self.model.load_optimizer_state(saved["optimizer"])
             elif self.sharded:
-                parallel.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
+                fsdp2.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
             else:
                 self.optimizer.load_state_dict(saved["optimizer"])
             self.step, self.counters = saved["step"], saved["counters"]
@@ -235,7 +235,7 @@ class Run:
         if self.zero3:
             whole = self.model.full_state()
         elif self.sharded:
-            whole = parallel.full_state(self.policy)
+            whole = fsdp2.full_state(self.policy)
         return whole
 
     def done(self) -> int:
@@ -289,7 +289,7 @@ class Run:
     @property
     def sharded(self) -> bool:
         """Whether weights are spread over the processes."""
-        return self.zero3 or (parallel.wanted() and self.accelerator.num_processes > 1)
+        return self.zero3 or (fsdp2.wanted() and self.accelerator.num_processes > 1)
 
     def _build(self, resuming: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
         """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
@@ -362,12 +362,12 @@ class Run:
     def _check_packing(self) -> None:
         """The model was tried out on the CPU; where it trains, attention may be another."""
         if self.args.pack == "tree":
-            with zero3.gathered(self.model) if self.zero3 else parallel.gathered(self.policy):
+            with zero3.gathered(self.model) if self.zero3 else fsdp2.gathered(self.policy):
                 packing.check(self.policy)
 
     def _shard(self, model: nn.Module) -> None:
         dtype = torch.float32 if isinstance(model, nn.Linear) else getattr(torch, self.args.dtype)  # the value head
-        parallel.shard(model, device=self.accelerator.device, dtype=dtype)
+        fsdp2.shard(model, device=self.accelerator.device, dtype=dtype)
 
     def _engine(self, model: CausalLM, optimizer: torch.optim.Optimizer | None = None) -> zero3.Sharded:
         """The model spread by DeepSpeed."""
@@ -375,12 +375,12 @@ class Run:
         return zero3.Sharded(model, optimizer, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
 
     def _gathered(self) -> AbstractContextManager[None]:
-        """Within it, processes may run as many forward passes as they like; see `parallel`."""
+        """Within it, processes may run as many forward passes as they like; see `fsdp2`."""
         reference = self.reference if self.args.kl_in == "reward" else None
         if self.zero3:
             return zero3.gathered(self.model, *([reference] if reference else []))
         held = (self.policy, reference)
-        return parallel.gathered(*(model for model in held if isinstance(model, nn.Module)))
+        return fsdp2.gathered(*(model for model in held if isinstance(model, nn.Module)))
 
     def _enter_rl(self) -> None:
         """The supervised policy becomes the start and the reference; what was learnt by adapters is merged into it."""

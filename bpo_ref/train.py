@@ -8,7 +8,7 @@ credited with (credit and baseline), how much a step counts (its weight). The re
 Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
 where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), which episodes
 are left out (`masks.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
-(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `runlog.py`,
+(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `run_log.py`,
 `plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
 On many GPUs: data parallel or sharded (`parallel.py`, `zero3.py`), through accelerate. Left out: inference servers.
 """
@@ -45,15 +45,15 @@ from bpo_ref.baselines import (
 )
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
+from bpo_ref.experiments.value_oracle import value_scores
 from bpo_ref.learning.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import annotate, sampler_mismatch
 from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.oracle import value_scores
 from bpo_ref.run import Interrupted, Run, TrainingFailed
-from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
+from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.schedules import make_schedule

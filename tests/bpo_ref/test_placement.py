@@ -12,8 +12,9 @@ import torch
 import wordgame
 from checkpoints import small_checkpoint
 
-from bpo_ref import parallel, run
+from bpo_ref import run
 from bpo_ref.config import ConfigError
+from bpo_ref.distributed import fsdp2
 from bpo_ref.learning.checkpoint import STATE, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.run import Run, appears
@@ -88,10 +89,10 @@ def test_only_the_first_process_is_asked_for_the_optimizers_state(monkeypatch: p
     told: list[tuple[dict[str, Any], Any]] = []
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(
-        parallel, "set_optimizer_state_dict", lambda model, optimizer, state, options: told.append((state, options))
+        fsdp2, "set_optimizer_state_dict", lambda model, optimizer, state, options: told.append((state, options))
     )
     state = {"state": {"weight": 1}, "param_groups": []}
-    parallel.load_optimizer_state(None, None, state)  # type: ignore[arg-type]
+    fsdp2.load_optimizer_state(None, None, state)  # type: ignore[arg-type]
     ((mine, options),) = told
     assert mine == (state if rank == 0 else {})
     assert options.full_state_dict and options.broadcast_from_rank0

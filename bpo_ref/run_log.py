@@ -194,7 +194,7 @@ def write_report(
     processes: int,
 ) -> None:
     """``results.md``, ``results.json`` and ``learning_curve.png`` of a finished run."""
-    from bpo_ref.plots import learning_curve
+    from bpo_ref.experiments.plots import learning_curve
 
     rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
     rows[f"{args.algo}@{last}"] = f"after {args.algo}"

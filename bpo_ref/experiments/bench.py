@@ -1,6 +1,6 @@
 """What the trainer's shortcuts are worth: ratios of runs that take turns in one process, never times alone.
 
-python -m bpo_ref.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
+python -m bpo_ref.experiments.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
 CPU seconds of one thread are compared, not the clock (but where waiting is what is measured): on a machine that does
 other things as well, too, they mean the same from run to run. ``docs/results/trainer-speed.md`` holds what was printed.
@@ -331,9 +331,9 @@ def right(answer: str) -> float:
     return float(len(answer) % 2 == 0)
 
 
-ONE_TURN = "bpo_ref.bench:bench/OneTurn-v0"
+ONE_TURN = "bpo_ref.experiments.bench:bench/OneTurn-v0"
 if "bench/OneTurn-v0" not in gym.registry:
-    gym.register("bench/OneTurn-v0", entry_point="bpo_ref.bench:OneTurn")
+    gym.register("bench/OneTurn-v0", entry_point="bpo_ref.experiments.bench:OneTurn")
 
 
 class Spending:
@@ -431,7 +431,7 @@ def bench_trl(repeats: int) -> list[str]:
         for repeat in range(repeats):
             for side in found:
                 arguments = ("--side", side, "--folder", folder, "--out", f"{folder}/{side}{repeat}")
-                command = interpreter.module_command("bpo_ref.bench", "trl-side", *arguments)
+                command = interpreter.module_command("bpo_ref.experiments.bench", "trl-side", *arguments)
                 out = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
                 if out.returncode:
                     raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
@@ -457,7 +457,7 @@ def bench_trl(repeats: int) -> list[str]:
 
 def bench_lookahead(repeats: int, start: str | None = None) -> list[str]:
     """Updates with and without it, on embedded games from a supervised start: made here, or a checkpoint's folder."""
-    config = Args(**read_config(Args, Path(__file__).with_name("configs") / "alfworld-tiny.yaml"))
+    config = Args(**read_config(Args, Path(__file__).parents[1] / "configs" / "alfworld-tiny.yaml"))
     kwargs = (*config.env_kwargs, "features=true")
     config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=(), lr_decay="constant")
     lines = ["| setting | forked steps a generated token | scored tokens a generated token | update with / without |"]

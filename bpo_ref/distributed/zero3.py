@@ -1,4 +1,4 @@
-"""Weights spread over processes by DeepSpeed's ZeRO-3: the promises of `parallel`, kept with its engine.
+"""Weights spread over processes by DeepSpeed's ZeRO-3: the promises of `fsdp2`, kept with its engine.
 
 ``accelerate launch`` with a configuration of kind DEEPSPEED asks for it. Of that file the number of processes and the
 settings of ZeRO (sizes of buckets) are taken; precision, clipping and the optimizer are the trainer's. The engine is
@@ -9,7 +9,7 @@ What this module promises:
 1. `Sharded.gathered` fills a plain twin of the model with the whole weights: nothing is communicated while it is used,
    and DeepSpeed's hooks, which gather and release layer by layer, are not in its way.
 2. Outside, every process has to run the same number of forward and backward passes (`Run._accumulate` sees to it).
-3. `Sharded.full_state` and `Sharded.optimizer_state` have the form of those in `parallel`, whatever the number of
+3. `Sharded.full_state` and `Sharded.optimizer_state` have the form of those in `fsdp2`, whatever the number of
    processes: a run may go on with another number of them, or with FSDP2.
 """
 
