@@ -6,11 +6,10 @@ Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it f
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
 Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
-where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), which episodes
-are left out (`masks.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
-(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `run_log.py`,
-`plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
-On many GPUs: data parallel or sharded (`parallel.py`, `zero3.py`), through accelerate. Left out: inference servers.
+where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), the state of a
+run (`run.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms: `sampling/` from chats to sampled turns,
+`learning/` the network and its batches, `distributed/` weights spread over many GPUs, `experiments/` what is measured
+with all of it: the quality of the estimators, the paper's tables. Left out: inference servers.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from bpo_ref.experiments.value_oracle import value_scores
 from bpo_ref.learning.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.learning.models import CausalLM
-from bpo_ref.learning.rescore import annotate, sampler_mismatch
+from bpo_ref.learning.rescore import rescore, sampler_mismatch
 from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run import Interrupted, Run, TrainingFailed
@@ -607,7 +606,7 @@ class Trainer(Run):
             edge.reward -= args.invalid_penalty * (not edge.valid)
         trees = self._differing(trees) if args.dynamic_sampling else trees
         measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
-        annotate(trees, args, measure, reference, self.accelerator.device)
+        rescore(trees, args, measure, reference, self.accelerator.device)
         if ahead is not None:
             ahead.set_controls(trees, scored(self._logps, args, self.accelerator.device))
             self.rollout_costs |= {name: self._sum(count) for name, count in ahead.counts().items()}

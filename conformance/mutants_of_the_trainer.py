@@ -44,7 +44,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "baselines": (*CREDIT, "test_schedules.py"),
     "loss": LOSS,
     "loop": LOOP,
-    "annotate": ("test_loop.py", "test_loss.py", "test_packing.py", "test_backends.py"),
+    "rescore": ("test_loop.py", "test_loss.py", "test_packing.py", "test_backends.py"),
     "batch": (*LOSS, "test_packing.py"),
     "packing": ("test_packing.py",),
     "generate": ("test_generate.py", "test_packing.py", "test_loss.py"),
@@ -295,8 +295,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "if self.reference is not None:",
         ),
         "temperature forgotten in training": (
-            'packed, temperature = self.args.pack == "tree", self.args.temperature',
-            'packed, temperature = self.args.pack == "tree", 1.0',
+            "self.args.temperature\n        return forward(model, batch.ids,",
+            "1.0\n        return forward(model, batch.ids,",
         ),
         "invalid actions rewarded": (
             "edge.reward -= args.invalid_penalty * (not edge.valid)\n        trees = self._differing",
@@ -311,7 +311,7 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "trees = self._rollouts((args.seed, 2, 0))",
         ),
     },
-    "annotate": {
+    "rescore": {
         "KL in the reward of the wrong sign": (
             "edge.reward -= penalty * float(apart[i, span].sum())",
             "edge.reward += penalty * float(apart[i, span].sum())",

@@ -3,9 +3,8 @@
     python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
 
 Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes what
-the tables are made of to one file (`archive.py`), which takes the folders' place: it is small enough to be committed
-beside a table, and makes it again. Metrics, as the BPO paper
-defines them:
+the tables are made of to one file (`experiments/archive.py`), which takes the folders' place: it is small enough to be
+committed beside a table, and makes it again. Metrics, as the BPO paper defines them:
 
 - steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
   evaluations, linear between them;

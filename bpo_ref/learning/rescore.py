@@ -1,4 +1,4 @@
-"""What the trainer's own forward pass tells of finished rollouts, before credit is assigned."""
+"""Finished rollouts scored by the trainer's own forward pass: values, log-probabilities and KL, before credit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Measure: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
 """Log-probabilities, entropies and, of a value head, values of the sampled tokens, [B, T-1] each."""
 
 
-def annotate(
+def rescore(
     trees: Sequence[RolloutTree],
     args: Args,
     policy: Measure,

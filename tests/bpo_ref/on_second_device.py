@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from bpo_ref import run, train
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, compute_in, load_policy, lowered_twin
-from bpo_ref.learning.rescore import annotate
+from bpo_ref.learning.rescore import rescore
 from bpo_ref.sampling import generate
 from bpo_ref.sampling.continuous import ContinuousSession
 from bpo_ref.sampling.generate import Generator, forward
@@ -256,7 +256,7 @@ def waits_of_annotate(trainer: Trainer, prompts: int) -> int:
     args = replace(trainer.args, tis=1.0, kl=0.1, kl_in="reward", micro_tokens=10**6)
     measure = lambda batch: trainer._forward(trainer.network, batch)  # noqa: E731
     with second_device.waits() as found:
-        annotate(trees, args, measure, measure, DEVICE)
+        rescore(trees, args, measure, measure, DEVICE)
     return len(found)
 
 
