@@ -524,7 +524,7 @@ class Trainer(Run):
             loss = -(logps * weights[:, 1:]).sum() / total
             if values is not None:
                 loss = loss + 0.0 * values.sum()  # every parameter takes part in the reduction over processes
-            self._backward_of(loss)
+            self.strategy.backward(loss)
             losses.append(float(loss.detach()))
 
         batches = by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens)
@@ -684,7 +684,7 @@ class Trainer(Run):
             error, _ = value_loss(values, batch, args)
             stats["value_loss"] = error.detach() / learnt
             loss = loss + args.value_weight * error / learnt
-        self._backward_of(loss)
+        self.strategy.backward(loss)
         return {"loss": float(loss.detach()), **{name: float(value) for name, value in stats.items()}}
 
     def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -424,28 +424,28 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "run": {
         "loss not scaled by the processes": (
-            "loss = loss * self.accelerator.num_processes",
-            "loss = loss * 1",
+            "self.accelerator.backward(loss * self.accelerator.num_processes)",
+            "self.accelerator.backward(loss)",
         ),
         "value head at the policy's rate": (
             '"scale": args.value_lr / args.lr',
             '"scale": 1.0',
         ),
         "gradients add up": (
-            "            self.optimizer.zero_grad()\n",
-            "            pass\n",
+            "optimizer.zero_grad()\n    return norm",
+            "pass\n    return norm",
         ),
         "gradients are not clipped": (
-            "norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)",
-            "norm: Any = clip(self.model.parameters(), 1e9)",
+            "norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)",
+            "norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), 1e9)",
         ),
         "norms decay": (
             'groups.append({"params": vectors, "scale": 1.0, "weight_decay": 0.0})',
             'groups.append({"params": vectors, "scale": 1.0, "weight_decay": args.weight_decay})',
         ),
         "optimizer forgets on resuming": (
-            '                self.optimizer.load_state_dict(saved["optimizer"])\n',
-            "                pass\n",
+            '            self.strategy.load_optimizer_state(saved["optimizer"])\n',
+            "            pass\n",
         ),
         "the value head forgets on resuming": (
             'whole.value_head.load_state_dict(saved["value_head"])',

@@ -84,7 +84,7 @@ def trainer_of(out: Path, model: Path, **options: Any) -> Trainer:
 def strays(trainer: Trainer) -> list[str]:
     """What the trainer keeps from step to step, and not on its device."""
     kept: dict[str, Any] = dict(trainer.network.named_parameters()) | dict(trainer.network.named_buffers())
-    for i, state in enumerate(trainer.optimizer.state_dict()["state"].values()):
+    for i, state in enumerate(trainer.strategy.optimizer.state_dict()["state"].values()):
         kept |= {f"{name} {i}": value for name, value in state.items() if name != "step"}
     if isinstance(trainer.reference, torch.nn.Module):
         kept |= {f"reference {name}": value for name, value in trainer.reference.named_parameters()}
@@ -376,7 +376,7 @@ def test_optimizer_state_and_weights_left_behind_are_found(
     trainer = trainer_of(tmp_path, model, algo="grpo", updates=1)
     trainer.run()
     assert not strays(trainer)
-    state = next(iter(trainer.optimizer.state.values()))
+    state = next(iter(trainer.strategy.optimizer.state.values()))
     state["exp_avg"] = state["exp_avg"].cpu()
     assert strays(trainer) == ["exp_avg 0"]
     with pytest.raises(RuntimeError, match=OTHER):

@@ -739,7 +739,9 @@ def test_tasks_of_a_batch_differ_while_there_are_enough() -> None:
 def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "weight_decay": 0.1, "algo": "ppo"}))
     try:
-        decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+        decay = {
+            id(p): group["weight_decay"] for group in trainer.strategy.optimizer.param_groups for p in group["params"]
+        }
         named = list(trainer.network.named_parameters())
         assert len(decay) == len(named)
         assert {decay[id(p)] for name, p in named if p.ndim > 1 and "value_head" not in name} == {0.1}
