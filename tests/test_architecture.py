@@ -87,6 +87,31 @@ def test_no_room_of_the_trainer_has_too_many_files() -> None:
     assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
 
 
+def test_rooms_of_the_trainer_import_in_one_direction() -> None:
+    """As docs/development/architecture.md says."""
+    modules = modules_of(ROOT / "bpo_ref")
+    imports = {name: imports_of(name, path, modules) for name, path in modules.items()}
+
+    def reached(room: str) -> set[str]:
+        mine = {name for name in modules if name.startswith(f"bpo_ref.{room}")}
+        return {name.removeprefix("bpo_ref.").partition(".")[0] for one in mine for name in imports[one] - mine}
+
+    assert reached("learning") == {"config"}
+    assert reached("distributed") == {"learning", "config"}
+    assert reached("sampling") == {"learning", "config"}
+    users = {name.split(".")[1] for name, found in imports.items() if "bpo_ref.train" in found}
+    assert users == {"experiments"}
+
+
+def test_the_map_names_every_room_of_the_trainer_and_every_module_at_its_top() -> None:
+    page = (ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
+    folder = ROOT / "bpo_ref"
+    rooms = {f"{path.parent.name}/" for path in folder.glob("*/*.py")}
+    names = rooms | {path.name for path in folder.glob("*.py") if not path.name.startswith("__")}
+    assert len(names) > 10
+    assert not {name for name in names if f"`{name}`" not in page}
+
+
 @pytest.mark.parametrize(
     ("first", "closes"),
     [
