@@ -7,7 +7,7 @@ credited with (credit and baseline), how much a step counts (its weight). The re
 
 Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
 where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), the state of a
-run (`run.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms: `sampling/` from chats to sampled turns,
+run (`session.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms: `sampling/` from chats to sampled turns,
 `learning/` the network and its batches, `distributed/` weights spread over many GPUs, `experiments/` what is measured
 with all of it: the quality of the estimators, the paper's tables. Left out: inference servers.
 """
@@ -51,11 +51,11 @@ from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import rescore, sampler_mismatch
 from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.run import Interrupted, Run, TrainingFailed
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.schedules import make_schedule
+from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 # ------------------------------------------------------------------------------------------------------------- credit
@@ -448,7 +448,7 @@ def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
 # --------------------------------------------------------------------------------------------------------------- loop
 
 
-class Trainer(Run):
+class Trainer(TrainingSession):
     """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step)."""
 
     def __init__(self, args: Args) -> None:

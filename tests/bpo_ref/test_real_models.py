@@ -31,7 +31,7 @@ from test_train import (
     results_of,
 )
 
-from bpo_ref import run as run_module
+from bpo_ref import session as session_module
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.batch import rows_of
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
@@ -429,7 +429,7 @@ def test_adapters_without_peft_are_a_clear_error(folders: dict[str, Path], monke
 
 # Processes.
 
-FSDP2 = Path(run_module.__file__).parent / "configs" / "accelerate" / "fsdp2.yaml"
+FSDP2 = Path(session_module.__file__).parent / "configs" / "accelerate" / "fsdp2.yaml"
 RECORDER = Path(__file__).with_name("record_gradients.py")
 
 

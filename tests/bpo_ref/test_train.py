@@ -757,7 +757,7 @@ def test_how_long_processes_wait_for_each_other_is_a_setting(tmp_path: Path, mon
         seen.extend(given["kwargs_handlers"])
         raise InterruptedError
 
-    monkeypatch.setattr("bpo_ref.run.Accelerator", accelerator)
+    monkeypatch.setattr("bpo_ref.session.Accelerator", accelerator)
     for options in ({}, {"process_timeout": 0.5}):
         with pytest.raises(InterruptedError):
             Trainer(Args(**{**TINY, "out": str(tmp_path), **options}))

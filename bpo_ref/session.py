@@ -79,7 +79,7 @@ class TrainingFailed(Exception):
     """The run cannot go on as it is; the message says why, and what can be done."""
 
 
-class Run:
+class TrainingSession:
     """The state of a run: where it is, what it has spent, what it has scored."""
 
     lower_once: bool | None = None
