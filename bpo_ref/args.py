@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from bpo_ref.backends import BackendName
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.ranges import check_combinations, check_ranges
+from bpo_ref.sampling.backends import BackendName
 from sandboxgym.prompts import PromptName
 
 Algo = Literal[
@@ -223,7 +223,7 @@ class Args:
     probability: the estimate stays unbiased, and a little of its gain is left."""
     network: Network = "none"
     """Where a small network on the environment's ``info["features"]``, learned from earlier batches, stands in for the
-    running means: in look-ahead, in the ``pooled`` or ``value`` baseline, or in both (`value_network.py`)."""
+    running means: in look-ahead, in the ``pooled`` or ``value`` baseline, or in both (`learning/value_network.py`)."""
     split_variance: Literal["returns", "fair"] = "returns"
     """What ``split`` goes by: the variance of returns, or of returns less the luck of later decisions (look-ahead)."""
     value_decay: float = 0.9

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from bpo_ref.config import ConfigError
-from bpo_ref.value_network import Example, Features, ValueNetwork, told_of
+from bpo_ref.learning.value_network import Example, Features, ValueNetwork, told_of
 from sandboxgym.tree import Edge, Node, Path, RolloutTree
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import gymnasium as gym
 import yaml
 
-from bpo_ref.backends import BackendName, make_backend
-from bpo_ref.masks import VERDICTS, end_counts
+from bpo_ref.sampling.backends import BackendName, make_backend
+from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.prompts import PromptName, make_prompt
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
@@ -207,7 +207,7 @@ class Args:
 
 def defaults(checkpoint: str) -> Args:
     """How the trainer evaluated a checkpoint of its own; the class's defaults for other folders and names."""
-    from bpo_ref.checkpoint import args_of
+    from bpo_ref.learning.checkpoint import args_of
 
     saved = args_of(Path(checkpoint))
     mine = {field.name for field in fields(Args)} - {"env_kwargs", "temperature", "episodes"}
@@ -226,9 +226,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
     import tyro
 
-    from bpo_ref.chat import ChatFormat
-    from bpo_ref.models import eos_ids, load_policy, settle_cpu
-    from bpo_ref.policy import ChatPolicy
+    from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
+    from bpo_ref.sampling.chat import ChatFormat
+    from bpo_ref.sampling.policy import ChatPolicy
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint")

@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 
 from bpo_ref.baselines import StateKey, ValueTable, plain_key
-from bpo_ref.batch import by_length
 from bpo_ref.config import ConfigError
-from bpo_ref.packing import by_prefix
-from bpo_ref.value_network import Features, ValueNetwork, told_of
+from bpo_ref.learning.batch import by_length
+from bpo_ref.learning.packing import by_prefix
+from bpo_ref.learning.value_network import Features, ValueNetwork, told_of
 from sandboxgym.prompts import Prompt
 from sandboxgym.tree import Edge, Node, RolloutTree
 from sandboxgym.wrappers import outcomes

@@ -6,11 +6,10 @@ Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it f
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
 Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
-where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), which episodes
-are left out (`masks.py`), tensors (`batch.py`), shared prefixes (`packing.py`), the network (`models.py`), sampling
-(`generate.py`, `chat.py`, `policy.py`), processes, checkpoints (`run.py`), scores, reports (`eval.py`, `runlog.py`,
-`plots.py`), the quality of the estimators (`variance.py`), the paper's tables (`study.py`).
-On many GPUs: data parallel or sharded (`parallel.py`, `zero3.py`), through accelerate. Left out: inference servers.
+where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), the state of a
+run (`session.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms: `sampling/` from chats to sampled turns,
+`learning/` the network and its batches, `distributed/` weights spread over many GPUs, `experiments/` what is measured
+with all of it: the quality of the estimators, the paper's tables. Left out: inference servers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.annotate import annotate, sampler_mismatch
 from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import (
     ForkSample,
@@ -44,19 +42,20 @@ from bpo_ref.baselines import (
     state_key,
     summarize,
 )
-from bpo_ref.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
-from bpo_ref.checkpoint import CheckpointError
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
-from bpo_ref.generate import forward
+from bpo_ref.experiments.value_oracle import value_scores
+from bpo_ref.learning.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
+from bpo_ref.learning.checkpoint import CheckpointError
+from bpo_ref.learning.models import CausalLM
+from bpo_ref.learning.rescore import rescore, sampler_mismatch
+from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.masks import end_counts, without_masked
-from bpo_ref.models import CausalLM
-from bpo_ref.oracle import value_scores
-from bpo_ref.run import Interrupted, Run, TrainingFailed
-from bpo_ref.runlog import batch_metrics, batch_totals, rollout_costs, write_samples
+from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, write_samples
+from bpo_ref.sampling.generate import forward
+from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.schedules import make_schedule
-from bpo_ref.value_network import ValueNetwork
+from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 # ------------------------------------------------------------------------------------------------------------- credit
@@ -449,7 +448,7 @@ def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
 # --------------------------------------------------------------------------------------------------------------- loop
 
 
-class Trainer(Run):
+class Trainer(TrainingSession):
     """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step)."""
 
     def __init__(self, args: Args) -> None:
@@ -525,7 +524,7 @@ class Trainer(Run):
             loss = -(logps * weights[:, 1:]).sum() / total
             if values is not None:
                 loss = loss + 0.0 * values.sum()  # every parameter takes part in the reduction over processes
-            self._backward_of(loss)
+            self.strategy.backward(loss)
             losses.append(float(loss.detach()))
 
         batches = by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens)
@@ -607,7 +606,7 @@ class Trainer(Run):
             edge.reward -= args.invalid_penalty * (not edge.valid)
         trees = self._differing(trees) if args.dynamic_sampling else trees
         measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
-        annotate(trees, args, measure, reference, self.accelerator.device)
+        rescore(trees, args, measure, reference, self.accelerator.device)
         if ahead is not None:
             ahead.set_controls(trees, scored(self._logps, args, self.accelerator.device))
             self.rollout_costs |= {name: self._sum(count) for name, count in ahead.counts().items()}
@@ -685,7 +684,7 @@ class Trainer(Run):
             error, _ = value_loss(values, batch, args)
             stats["value_loss"] = error.detach() / learnt
             loss = loss + args.value_weight * error / learnt
-        self._backward_of(loss)
+        self.strategy.backward(loss)
         return {"loss": float(loss.detach()), **{name: float(value) for name, value in stats.items()}}
 
     def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:

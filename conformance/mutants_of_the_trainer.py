@@ -44,7 +44,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "baselines": (*CREDIT, "test_schedules.py"),
     "loss": LOSS,
     "loop": LOOP,
-    "annotate": ("test_loop.py", "test_loss.py", "test_packing.py", "test_backends.py"),
+    "rescore": ("test_loop.py", "test_loss.py", "test_packing.py", "test_backends.py"),
     "batch": (*LOSS, "test_packing.py"),
     "packing": ("test_packing.py",),
     "generate": ("test_generate.py", "test_packing.py", "test_loss.py"),
@@ -295,8 +295,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "if self.reference is not None:",
         ),
         "temperature forgotten in training": (
-            'packed, temperature = self.args.pack == "tree", self.args.temperature',
-            'packed, temperature = self.args.pack == "tree", 1.0',
+            "self.args.temperature\n        return forward(model, batch.ids,",
+            "1.0\n        return forward(model, batch.ids,",
         ),
         "invalid actions rewarded": (
             "edge.reward -= args.invalid_penalty * (not edge.valid)\n        trees = self._differing",
@@ -311,7 +311,7 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "trees = self._rollouts((args.seed, 2, 0))",
         ),
     },
-    "annotate": {
+    "rescore": {
         "KL in the reward of the wrong sign": (
             "edge.reward -= penalty * float(apart[i, span].sum())",
             "edge.reward += penalty * float(apart[i, span].sum())",
@@ -424,28 +424,28 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "run": {
         "loss not scaled by the processes": (
-            "loss = loss * self.accelerator.num_processes",
-            "loss = loss * 1",
+            "self.accelerator.backward(loss * self.accelerator.num_processes)",
+            "self.accelerator.backward(loss)",
         ),
         "value head at the policy's rate": (
             '"scale": args.value_lr / args.lr',
             '"scale": 1.0',
         ),
         "gradients add up": (
-            "            self.optimizer.zero_grad()\n",
-            "            pass\n",
+            "optimizer.zero_grad()\n    return norm",
+            "pass\n    return norm",
         ),
         "gradients are not clipped": (
-            "norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)",
-            "norm: Any = clip(self.model.parameters(), 1e9)",
+            "norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)",
+            "norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), 1e9)",
         ),
         "norms decay": (
             'groups.append({"params": vectors, "scale": 1.0, "weight_decay": 0.0})',
             'groups.append({"params": vectors, "scale": 1.0, "weight_decay": args.weight_decay})',
         ),
         "optimizer forgets on resuming": (
-            '                self.optimizer.load_state_dict(saved["optimizer"])\n',
-            "                pass\n",
+            '            self.strategy.load_optimizer_state(saved["optimizer"])\n',
+            "            pass\n",
         ),
         "the value head forgets on resuming": (
             'whole.value_head.load_state_dict(saved["value_head"])',

@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import sandboxgym
-from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
+from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer, words_of
 from sandboxgym.adapters.trl import TRLEnvironments, show
 
 TEMPLATE = """{% for m in messages %}{{ ('<|assistant|>' if m.role == 'assistant' else '<|user|>') + m.content -}}

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bpo_ref import generate, packing, run, train
-from bpo_ref.annotate import annotate
-from bpo_ref.continuous import ContinuousSession
-from bpo_ref.generate import Generator, forward
-from bpo_ref.models import CausalLM, compute_in, load_policy, lowered_twin
+from bpo_ref import session, train
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import CausalLM, compute_in, load_policy, lowered_twin
+from bpo_ref.learning.rescore import rescore
+from bpo_ref.sampling import generate
+from bpo_ref.sampling.continuous import ContinuousSession
+from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.train import Args, Trainer
 
 DEVICE = second_device.register()
@@ -82,7 +84,7 @@ def trainer_of(out: Path, model: Path, **options: Any) -> Trainer:
 def strays(trainer: Trainer) -> list[str]:
     """What the trainer keeps from step to step, and not on its device."""
     kept: dict[str, Any] = dict(trainer.network.named_parameters()) | dict(trainer.network.named_buffers())
-    for i, state in enumerate(trainer.optimizer.state_dict()["state"].values()):
+    for i, state in enumerate(trainer.strategy.optimizer.state_dict()["state"].values()):
         kept |= {f"{name} {i}": value for name, value in state.items() if name != "step"}
     if isinstance(trainer.reference, torch.nn.Module):
         kept |= {f"reference {name}": value for name, value in trainer.reference.named_parameters()}
@@ -171,7 +173,7 @@ def test_the_cpu_never_holds_the_weights_of_a_trainer_in_fp32(
         assert {weight.device for weight in found[0].parameters()} == {DEVICE}
         return found
 
-    on_device.setattr(run, "load_policy", counted)
+    on_device.setattr(session, "load_policy", counted)
     trainer = trainer_of(tmp_path / "run", deep, **options)
     numbers = sum(weight.numel() for weight in trainer.policy.parameters())
     assert len(loaded) == 1 + ("kl" in options) and max(loaded) < numbers / 4
@@ -254,7 +256,7 @@ def waits_of_annotate(trainer: Trainer, prompts: int) -> int:
     args = replace(trainer.args, tis=1.0, kl=0.1, kl_in="reward", micro_tokens=10**6)
     measure = lambda batch: trainer._forward(trainer.network, batch)  # noqa: E731
     with second_device.waits() as found:
-        annotate(trees, args, measure, measure, DEVICE)
+        rescore(trees, args, measure, measure, DEVICE)
     return len(found)
 
 
@@ -374,7 +376,7 @@ def test_optimizer_state_and_weights_left_behind_are_found(
     trainer = trainer_of(tmp_path, model, algo="grpo", updates=1)
     trainer.run()
     assert not strays(trainer)
-    state = next(iter(trainer.optimizer.state.values()))
+    state = next(iter(trainer.strategy.optimizer.state.values()))
     state["exp_avg"] = state["exp_avg"].cpu()
     assert strays(trainer) == ["exp_avg 0"]
     with pytest.raises(RuntimeError, match=OTHER):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bpo_ref.distributed.zero3 import Zero3
 from bpo_ref.train import Trainer, parse_args
 
 
@@ -19,16 +20,16 @@ class Recorder(Trainer):
         super()._accumulate(batches, backward, idle=idle)
 
     def _optimizer_step(self) -> None:
-        gradients = self._of_the_engine() if self.zero3 else self._of_weights()
+        gradients = self._of_the_engine() if isinstance(self.strategy, Zero3) else self._of_weights()
         if self.accelerator.is_main_process:
             torch.save(gradients, self.out / f"gradients-{self.stage}-{self.step}.pt")
         super()._optimizer_step()
 
     def _of_weights(self) -> dict[str, Tensor]:
         learnt = {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
-        assert all(isinstance(parameter, DTensor) == self.sharded for parameter in learnt.values())
+        assert all(isinstance(parameter, DTensor) == self.strategy.sharded for parameter in learnt.values())
         return {
-            name: parameter.grad.full_tensor() if self.sharded else parameter.grad.clone()
+            name: parameter.grad.full_tensor() if self.strategy.sharded else parameter.grad.clone()
             for name, parameter in learnt.items()
         }
 

@@ -18,10 +18,11 @@ from tabular import MDP, TabularEnv, TabularPolicy
 from torch import Tensor, nn
 
 from bpo_ref.baselines import Memory
+from bpo_ref.distributed.replicated import Replicated
 from bpo_ref.eval import Score
-from bpo_ref.generate import Generation
-from bpo_ref.models import ActorCritic
-from bpo_ref.policy import Turn
+from bpo_ref.learning.models import ActorCritic
+from bpo_ref.sampling.generate import Generation
+from bpo_ref.sampling.policy import Turn
 from bpo_ref.train import Args, Trainer, resolved
 from sandboxgym.tree import Action, Context, Envs
 
@@ -96,12 +97,12 @@ class LoopTrainer(Trainer):
     ) -> None:
         self.args = args = resolved(args)
         self.accelerator = Accelerator(cpu=True)
-        self.zero3 = False
+        self.strategy = Replicated(self.accelerator, dtype=torch.float32, clip=args.max_grad_norm)
         self.mdp, self.silent = mdp, silent
         self.out = Path(args.out)
         self.envs = Envs(lambda: SeveralTasks(mdp))
         policy = Table(mdp.logits)
-        self.network = self.model = ActorCritic(policy) if args.critic else policy
+        self.strategy.network = self.strategy.model = ActorCritic(policy) if args.critic else policy
         if values is not None and args.critic:
             with torch.no_grad():
                 self.model.value_head.weight[0] = torch.tensor(values)
@@ -109,7 +110,7 @@ class LoopTrainer(Trainer):
         groups = [{"params": list(policy.parameters()), "scale": 1.0}]
         if args.critic:
             groups.append({"params": list(self.model.value_head.parameters()), "scale": args.value_lr / args.lr})
-        self.optimizer = torch.optim.SGD(groups, lr=args.lr)
+        self.strategy.optimizer = torch.optim.SGD(groups, lr=args.lr)
         self.memory = Memory.of(args)
         self.stage, self.step, self._interrupted = "rl", 0, False
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}

@@ -17,12 +17,12 @@ from tqdm import TMonitor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bpo_ref import eval as eval_module
-from bpo_ref import packing
-from bpo_ref.backends import Backend, BackendName, make_backend
-from bpo_ref.continuous import ContinuousGenerator, GenerationFailed
-from bpo_ref.generate import ContextOverflow, StaleSession, score
-from bpo_ref.models import build_tiny
-from bpo_ref.policy import ChatPolicy
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import build_tiny
+from bpo_ref.sampling.backends import Backend, BackendName, make_backend
+from bpo_ref.sampling.continuous import ContinuousGenerator, GenerationFailed
+from bpo_ref.sampling.generate import ContextOverflow, StaleSession, score
+from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.train import Args, Trainer
 
 VOCABULARY, STOPS, LIMIT = 40, (2, 7, 11), 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpo_ref import bench_large
-from bpo_ref.bench_large import ALL_SHAPES, BENCHES, LARGE, model_of
-from bpo_ref.memory import SHAPES, shape_of
+from bpo_ref.experiments import bench_large
+from bpo_ref.experiments.bench_large import ALL_SHAPES, BENCHES, LARGE, model_of
+from bpo_ref.experiments.gpu_memory import SHAPES, shape_of
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ from test_real_models import launch_sharded
 from test_train import metrics, results_of
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from bpo_ref import memory as memory_module
-from bpo_ref.memory import SHAPES, Shape, memory, shape_of
-from bpo_ref.models import add_adapter, load_policy
+from bpo_ref.experiments import gpu_memory
+from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory, shape_of
+from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.train import Args, parse_args, resolved
 
-CONFIGS = Path(memory_module.__file__).parent / "configs"
+CONFIGS = Path(gpu_memory.__file__).parents[1] / "configs"
 LARGE = sorted(path for path in CONFIGS.glob("*.yaml") if "qwen" in path.stem or "llama" in path.stem)
 ENVS = {
     "alfworld": {"games": "embedded"},
@@ -183,7 +183,7 @@ def test_what_a_block_keeps_is_counted_to_a_third() -> None:
 def test_what_is_counted_fits_a_gpu_of_80_gb(path: Path, layout: Any, r: int) -> None:
     args = resolved(parse_args(["--config", str(path), "--lora-r", str(r)]))
     parts = memory(args, SHAPES[args.model], layout=layout, gpus=8)
-    assert memory_module.peak(parts) < 75e9
+    assert gpu_memory.peak(parts) < 75e9
 
 
 def test_sharding_divides_what_is_held_and_not_what_is_computed_with() -> None:
@@ -201,15 +201,15 @@ def test_sharding_divides_what_is_held_and_not_what_is_computed_with() -> None:
 )
 def test_paths_at_the_same_time(algo: Any, rows: int) -> None:
     """bpo-split: 4 root paths fork three times, 12 paths; these can fork on twice, once and not at all, 12 more."""
-    assert memory_module.most_rows(resolved(Args(algo=algo))) == rows
+    assert gpu_memory.most_rows(resolved(Args(algo=algo))) == rows
 
 
 def test_a_task_may_have_four_times_the_root_paths_where_they_are_shared_out() -> None:
-    assert memory_module.most_rows(resolved(Args(algo="rloo", allocation="spread"))) == 4 * 7
+    assert gpu_memory.most_rows(resolved(Args(algo="rloo", allocation="spread"))) == 4 * 7
 
 
 def test_the_documented_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    memory_module.main([])
+    gpu_memory.main([])
     printed = capsys.readouterr().out
     page = (CONFIGS.parents[1] / "docs" / "training.md").read_text()
-    assert printed in page, f"docs/training.md lacks what python -m bpo_ref.memory prints:\n{printed}"
+    assert printed in page, f"docs/training.md lacks what python -m bpo_ref.experiments.gpu_memory prints:\n{printed}"

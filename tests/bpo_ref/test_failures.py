@@ -27,10 +27,10 @@ from test_train import (  # noqa: F401 - fixtures
 from wordgame import Perishing, Talkative, WordGame
 
 from bpo_ref import train
-from bpo_ref.checkpoint import load_checkpoint
 from bpo_ref.eval import evaluate
-from bpo_ref.policy import collect_demonstrations
-from bpo_ref.run import TrainingFailed
+from bpo_ref.learning.checkpoint import load_checkpoint
+from bpo_ref.sampling.policy import collect_demonstrations
+from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Args
 from sandboxgym.tree import Action, Envs
 

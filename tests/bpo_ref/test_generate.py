@@ -20,8 +20,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from bpo_ref.chat import ChatFormat
-from bpo_ref.generate import (
+from bpo_ref.experiments.gpu_memory import keys_and_values, shape_of
+from bpo_ref.learning.models import ActorCritic
+from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer, words_of
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import (
     JOINED,
     ContextOverflow,
     Generator,
@@ -31,9 +34,6 @@ from bpo_ref.generate import (
     score,
     token_logps,
 )
-from bpo_ref.memory import keys_and_values, shape_of
-from bpo_ref.models import ActorCritic
-from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
 
 VOCABULARY = 40
 STOPS = (2, 7, 11)  # an untrained model ends about one turn in five at a given token

@@ -14,10 +14,10 @@ from test_estimators import grow
 from test_loss import gradient, made, settings
 from test_train import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
 
-from bpo_ref.annotate import annotate, sampler_mismatch
-from bpo_ref.batch import Critique, collate, rows_of
-from bpo_ref.generate import Generation
-from bpo_ref.policy import Turn
+from bpo_ref.learning.batch import Critique, collate, rows_of
+from bpo_ref.learning.rescore import rescore, sampler_mismatch
+from bpo_ref.sampling.generate import Generation
+from bpo_ref.sampling.policy import Turn
 from bpo_ref.train import Args, Trainer, assign_credit, cut_actions, leave_out, policy_loss, returns_differ
 from sandboxgym.tree import Node, RolloutTree
 from sandboxgym.tree import Path as TreePath
@@ -85,10 +85,10 @@ def test_the_samplers_log_probabilities_are_kept_beside_the_trainers() -> None:
     def measure(batch: Any) -> Any:
         return batch.old_logps + shift, torch.full_like(batch.old_logps, 0.7), None
 
-    annotate([tree], settings(), measure, measure, torch.device("cpu"))
+    rescore([tree], settings(), measure, measure, torch.device("cpu"))
     first, second = tree.paths[0].edges
     assert first.action.data.logps == [-1.0, -2.0] and not sampler_mismatch([tree])
-    annotate([tree], settings(tis=2.0), measure, measure, torch.device("cpu"))
+    rescore([tree], settings(tis=2.0), measure, measure, torch.device("cpu"))
     assert first.action.data.logps == [-1.0, -1.75] and first.action.data.sampler_logps == [-1.0, -2.0]
     assert first.action.logp == -2.75
     batch = collate(rows_of([tree]), "cpu")

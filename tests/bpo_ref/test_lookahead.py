@@ -20,13 +20,13 @@ from torch import Tensor
 import sandboxgym
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory, ValueTable, features, mean_value, refusals, state_key, summarize
-from bpo_ref.chat import ChatFormat
 from bpo_ref.config import ConfigError
-from bpo_ref.generate import Generation, Generator, forward
+from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer
 from bpo_ref.lookahead import Candidate, Ids, LookAhead, scored
-from bpo_ref.policy import ChatPolicy, Turn
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import Generation, Generator, forward
+from bpo_ref.sampling.policy import ChatPolicy, Turn
 from bpo_ref.schedules import make_schedule
-from bpo_ref.tiny import tiny_model, tiny_tokenizer
 from bpo_ref.train import assign_credit
 from sandboxgym.core import Transition
 from sandboxgym.prompts import Prompt, React, make_prompt

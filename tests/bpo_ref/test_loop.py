@@ -126,9 +126,9 @@ def test_the_value_loss_is_a_mean_over_the_states_that_are_learnt(tmp_path: Path
 
 def test_the_value_head_has_a_rate_of_its_own_and_does_not_decay(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, algo="ppo", roots=3, value_lr=7e-2, weight_decay=0.1)
-    trainer.optimizer = trainer._adamw(trainer.network)
+    trainer.strategy.optimizer = trainer._adamw(trainer.network)
     trainer._set_lr(0.5 * LR)
-    rates = {id(p): (g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups for p in g["params"]}
+    rates = {id(p): (g["lr"], g["weight_decay"]) for g in trainer.strategy.optimizer.param_groups for p in g["params"]}
     policy, head = trainer.network.policy, trainer.network.value_head
     assert rates[id(policy.logits)] == (0.5 * LR, 0.1)
     assert [rates[id(p)] for p in head.parameters()] == [(pytest.approx(0.5 * 7e-2), 0.0)] * 2
@@ -296,9 +296,10 @@ def test_a_loss_is_scaled_by_the_number_of_processes_whose_gradients_are_average
     tmp_path: Path, processes: int
 ) -> None:
     trainer = trainer_of(tmp_path, algo="rloo", roots=2)
-    trainer.accelerator = SimpleNamespace(num_processes=processes, backward=lambda loss: loss.backward())
+    accelerator: Any = SimpleNamespace(num_processes=processes, backward=lambda loss: loss.backward())
+    trainer.strategy.accelerator = accelerator
     weight = torch.ones(1, requires_grad=True)
-    trainer._backward_of(2.0 * weight.sum())
+    trainer.strategy.backward(2.0 * weight.sum())
     assert weight.grad is not None and weight.grad.item() == 2.0 * processes
 
 

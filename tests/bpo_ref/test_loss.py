@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from bpo_ref.baselines import Memory
-from bpo_ref.chat import ChatFormat
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import make_env
-from bpo_ref.generate import Generator, token_logps
-from bpo_ref.generate import forward as forward_pass
-from bpo_ref.models import ActorCritic
-from bpo_ref.policy import ChatPolicy
+from bpo_ref.learning.models import ActorCritic
+from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer, words_of
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import Generator, token_logps
+from bpo_ref.sampling.generate import forward as forward_pass
+from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
-from bpo_ref.tiny import tiny_model, tiny_tokenizer, words_of
 from bpo_ref.train import (
     Args,
     Batch,

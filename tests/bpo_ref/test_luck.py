@@ -1,4 +1,4 @@
-"""What luck look-ahead takes off: the refusals of `bpo_ref.luck`, and its arithmetic on rollouts made up for it."""
+"""What look-ahead takes off returns: the refusals of `experiments.luck`, and its arithmetic on made-up rollouts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bpo_ref import luck
 from bpo_ref.args import Args, resolved
-from bpo_ref.variance import Study
+from bpo_ref.experiments import luck
+from bpo_ref.experiments.variance import Study
 
 
 def path(reward: float, *controls: float) -> Any:

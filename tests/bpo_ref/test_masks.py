@@ -17,8 +17,8 @@ from test_train import (  # noqa: F401 - fixtures
 from wordgame import Masking, Perishing, WordGame
 
 from bpo_ref.eval import evaluate
-from bpo_ref.masks import end_counts, without_masked
-from bpo_ref.run import TrainingFailed
+from bpo_ref.sampling.masks import end_counts, without_masked
+from bpo_ref.session import TrainingFailed
 from sandboxgym.tree import Action, Envs, ForkAt, rollout
 
 ENV_ID = "wordgame:toys/Masking-v0"

@@ -13,9 +13,9 @@ import wordgame
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from bpo_ref.generate import Generation, Generator, StaleSession
-from bpo_ref.models import compute_in, lowered_twin, refresh
-from bpo_ref.run import Run
+from bpo_ref.learning.models import compute_in, lowered_twin, refresh
+from bpo_ref.sampling.generate import Generation, Generator, StaleSession
+from bpo_ref.session import TrainingSession
 from bpo_ref.train import Args, Trainer
 
 SMALL = {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -83,7 +83,7 @@ def test_runs_that_cast_once_are_those_that_cast_at_every_token(
 ) -> None:
     scores = []
     for once in (False, True):
-        monkeypatch.setattr(Run, "lower_once", once)
+        monkeypatch.setattr(TrainingSession, "lower_once", once)
         trainer = Trainer(
             Args(
                 env_id=wordgame.ENV_ID, eval_kwargs=(), max_turns=6, context=160, max_new_tokens=4, sft_steps=2,

@@ -24,10 +24,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from bpo_ref import packing
-from bpo_ref.generate import forward
-from bpo_ref.models import ActorCritic
-from bpo_ref.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import ActorCritic
+from bpo_ref.learning.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
+from bpo_ref.sampling.generate import forward
 
 VOCABULARY = 40
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -243,19 +243,20 @@ def test_attention_that_is_wrong_where_the_model_trains_is_refused_after_placeme
     """A stand-in for a device with attention of its own: right while the model is tried out at first."""
     import wordgame
 
+    from bpo_ref.distributed.replicated import Replicated
     from bpo_ref.train import Args, Trainer
 
-    right, place = packing.sdpa_attention_forward, Trainer._place
+    right, place = packing.sdpa_attention_forward, Replicated.place
 
     def blurred(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         output, _ = right(module, query, key, value, mask, **options)
         return (output if query.shape[0] > 1 else output * 0.9), None  # of packed rows, which are one
 
-    def placed(trainer: Trainer, whole: Any) -> None:
-        place(trainer, whole)
+    def placed(strategy: Replicated, *given: Any) -> None:
+        place(strategy, *given)
         monkeypatch.setattr(packing, "sdpa_attention_forward", blurred)
 
-    monkeypatch.setattr(Trainer, "_place", placed)
+    monkeypatch.setattr(Replicated, "place", placed)
     with pytest.raises(Unpackable, match="same output packed as flat"):
         Trainer(Args(env_id=wordgame.ENV_ID, eval_kwargs=(), sft_episodes=4, context=160, out=str(tmp_path)))
 

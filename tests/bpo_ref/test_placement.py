@@ -12,17 +12,18 @@ import torch
 import wordgame
 from checkpoints import small_checkpoint
 
-from bpo_ref import parallel, run
-from bpo_ref.checkpoint import STATE, load_checkpoint
+from bpo_ref import session
 from bpo_ref.config import ConfigError
-from bpo_ref.models import load_policy
-from bpo_ref.run import Run, appears
+from bpo_ref.distributed import fsdp2
+from bpo_ref.learning.checkpoint import STATE, load_checkpoint
+from bpo_ref.learning.models import load_policy
+from bpo_ref.session import TrainingSession, appears
 from bpo_ref.train import Args, Trainer
 
 
 def process_of(folder: Path, *, number: int) -> Any:
     """Of two processes, as far as the check of `out` needs one."""
-    made = Run.__new__(Run)
+    made = TrainingSession.__new__(TrainingSession)
     made.out = folder
     made.accelerator = SimpleNamespace(  # type: ignore[assignment]
         num_processes=2, is_main_process=number == 0, wait_for_everyone=lambda: None
@@ -34,18 +35,18 @@ def process_of(folder: Path, *, number: int) -> Any:
 def test_a_folder_that_not_all_processes_see_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    monkeypatch.setattr(run, "OUT_SECONDS", 0.3)
+    monkeypatch.setattr(session, "OUT_SECONDS", 0.3)
     (tmp_path / "main").mkdir()
     (tmp_path / "other").mkdir()
     main = process_of(tmp_path / "main", number=0)
     other = process_of(tmp_path / ("main" if shared else "other"), number=1)
     sent: list[Any] = []
-    monkeypatch.setattr(run, "broadcast_object_list", lambda told: sent.extend(told) or told)
+    monkeypatch.setattr(session, "broadcast_object_list", lambda told: sent.extend(told) or told)
     found: list[bool] = []
 
     def gather(mine: list[bool]) -> list[bool]:
         """While the first process waits, the other one looks for the file, too."""
-        monkeypatch.setattr(run, "broadcast_object_list", lambda _: sent)
+        monkeypatch.setattr(session, "broadcast_object_list", lambda _: sent)
         other._gather = lambda local: [True, *local]
         try:
             other._check_out()
@@ -65,11 +66,11 @@ def test_a_folder_that_not_all_processes_see_is_refused(
 
 
 def test_a_run_looks_whether_all_processes_see_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(self: Run) -> None:
+    def blind(self: TrainingSession) -> None:
         assert self.out.is_dir()
         raise ConfigError("out: expected a folder that all processes share")
 
-    monkeypatch.setattr(Run, "_check_out", blind)
+    monkeypatch.setattr(TrainingSession, "_check_out", blind)
     with pytest.raises(ConfigError, match=r"^out: "):
         Trainer(Args(env_id=wordgame.ENV_ID, out=str(tmp_path / "run"), sft_episodes=1, trackers=()))
 
@@ -88,10 +89,10 @@ def test_only_the_first_process_is_asked_for_the_optimizers_state(monkeypatch: p
     told: list[tuple[dict[str, Any], Any]] = []
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(
-        parallel, "set_optimizer_state_dict", lambda model, optimizer, state, options: told.append((state, options))
+        fsdp2, "set_optimizer_state_dict", lambda model, optimizer, state, options: told.append((state, options))
     )
     state = {"state": {"weight": 1}, "param_groups": []}
-    parallel.load_optimizer_state(None, None, state)  # type: ignore[arg-type]
+    fsdp2.load_optimizer_state(None, None, state)  # type: ignore[arg-type]
     ((mine, options),) = told
     assert mine == (state if rank == 0 else {})
     assert options.full_state_dict and options.broadcast_from_rank0

@@ -11,9 +11,9 @@ import wordgame
 from PIL import Image
 from scipy.stats import binomtest
 
-from bpo_ref import plots
 from bpo_ref.eval import Score, evaluate, make_env, results_table
-from bpo_ref.plots import gains, learning_curve, read_scores
+from bpo_ref.experiments import plots
+from bpo_ref.experiments.plots import gains, learning_curve, read_scores
 from sandboxgym.tree import Action, Context, Envs
 
 

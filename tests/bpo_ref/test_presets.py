@@ -32,7 +32,6 @@ from test_estimators import (
     taught,
 )
 
-from bpo_ref import oracle
 from bpo_ref.baselines import (
     ForkDepth,
     ForkSample,
@@ -44,9 +43,10 @@ from bpo_ref.baselines import (
     state_key,
     summarize,
 )
-from bpo_ref.batch import Critique
 from bpo_ref.config import ConfigError
-from bpo_ref.oracle import FIRST, value_scores
+from bpo_ref.experiments import value_oracle
+from bpo_ref.experiments.value_oracle import FIRST, value_scores
+from bpo_ref.learning.batch import Critique
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import assign_credit, back_up
 from sandboxgym.tree import Envs, Node, RolloutTree, rollout
@@ -478,7 +478,7 @@ def test_the_oracle_is_not_drawn_to_where_chance_is_largest(rollouts: int, monke
     mdp = deciding_mdp(2)
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
     counted: list[int] = []
-    monkeypatch.setattr(oracle, "rollout", lambda *args, **kwargs: noted(rollout(*args, **kwargs), counted))
+    monkeypatch.setattr(value_oracle, "rollout", lambda *args, **kwargs: noted(rollout(*args, **kwargs), counted))
     scores = value_scores(envs, policy, [0] * 200, seed=(5,), width=4, rollouts=rollouts)
     # four actions at four steps, the last of which end the episode; nothing forks again
     assert counted == [200 * (1 + 4 * (3 * rollouts + 1))]

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from bpo_ref import queries
-from bpo_ref.queries import QueryPolicy, bought, score, shop, train, words_of
+from bpo_ref.experiments import queries
+from bpo_ref.experiments.queries import QueryPolicy, bought, score, shop, train, words_of
 
 
 def logp(policy: QueryPolicy, words: list[str], taken: list[bool]) -> float:

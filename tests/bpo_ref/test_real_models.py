@@ -31,14 +31,14 @@ from test_train import (
     results_of,
 )
 
-from bpo_ref import run as run_module
-from bpo_ref.batch import rows_of
-from bpo_ref.chat import ChatFormat, TemplateError
-from bpo_ref.checkpoint import CheckpointError, load_checkpoint
+from bpo_ref import session as session_module
 from bpo_ref.config import ConfigError
-from bpo_ref.generate import Generator, token_logps
-from bpo_ref.models import WithoutAdapter, add_adapter, checkpoint_layers, compute_in, eos_ids, load_policy
-from bpo_ref.policy import ChatPolicy, collect_demonstrations
+from bpo_ref.learning.batch import rows_of
+from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
+from bpo_ref.learning.models import WithoutAdapter, add_adapter, checkpoint_layers, compute_in, eos_ids, load_policy
+from bpo_ref.sampling.chat import ChatFormat, TemplateError
+from bpo_ref.sampling.generate import Generator, token_logps
+from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations
 from bpo_ref.train import Args, Trainer, resolved
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs
@@ -429,7 +429,7 @@ def test_adapters_without_peft_are_a_clear_error(folders: dict[str, Path], monke
 
 # Processes.
 
-FSDP2 = Path(run_module.__file__).parent / "configs" / "accelerate" / "fsdp2.yaml"
+FSDP2 = Path(session_module.__file__).parent / "configs" / "accelerate" / "fsdp2.yaml"
 RECORDER = Path(__file__).with_name("record_gradients.py")
 
 

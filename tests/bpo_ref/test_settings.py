@@ -14,8 +14,8 @@ import pytest
 import wordgame
 
 from bpo_ref import train
-from bpo_ref.checkpoint import CheckpointError
 from bpo_ref.config import ConfigError
+from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.train import Args, Trainer, resolved
 
 BASE: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
+from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
 
 COMMANDS = [
     "look",
@@ -123,7 +123,7 @@ def test_byte_level_pieces_are_learnt_saved_and_the_same_again(tmp_path: Path) -
 
 _FAULTS = """
 import resource, torch
-from bpo_ref.models import settle_cpu
+from bpo_ref.learning.models import settle_cpu
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -27,11 +27,11 @@ from wordgame import Keyed
 from bpo_ref import eval as evaluation
 from bpo_ref import train
 from bpo_ref.baselines import TaskSpread
-from bpo_ref.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.config import ConfigError
-from bpo_ref.models import load_policy
-from bpo_ref.policy import collect_demonstrations
+from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
+from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
+from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
 from sandboxgym.tree import Envs
 from sandboxgym.tree_file import load_trees
@@ -739,7 +739,9 @@ def test_tasks_of_a_batch_differ_while_there_are_enough() -> None:
 def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "weight_decay": 0.1, "algo": "ppo"}))
     try:
-        decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+        decay = {
+            id(p): group["weight_decay"] for group in trainer.strategy.optimizer.param_groups for p in group["params"]
+        }
         named = list(trainer.network.named_parameters())
         assert len(decay) == len(named)
         assert {decay[id(p)] for name, p in named if p.ndim > 1 and "value_head" not in name} == {0.1}
@@ -755,7 +757,7 @@ def test_how_long_processes_wait_for_each_other_is_a_setting(tmp_path: Path, mon
         seen.extend(given["kwargs_handlers"])
         raise InterruptedError
 
-    monkeypatch.setattr("bpo_ref.run.Accelerator", accelerator)
+    monkeypatch.setattr("bpo_ref.session.Accelerator", accelerator)
     for options in ({}, {"process_timeout": 0.5}):
         with pytest.raises(InterruptedError):
             Trainer(Args(**{**TINY, "out": str(tmp_path), **options}))

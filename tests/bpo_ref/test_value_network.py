@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bpo_ref.config import ConfigError
-from bpo_ref.value_network import Example, Features, ValueNetwork, told_of
+from bpo_ref.learning.value_network import Example, Features, ValueNetwork, told_of
 
 
 def batch(seed: int, *, kind: str = "find") -> list[Example]:

@@ -33,8 +33,8 @@ from test_train import (
     results_of,
 )
 
-from bpo_ref.checkpoint import load_checkpoint
 from bpo_ref.config import ConfigError
+from bpo_ref.learning.checkpoint import load_checkpoint
 
 ZERO3 = FSDP2.with_name("zero3.yaml")
 SETTINGS: dict[str, Any] = {

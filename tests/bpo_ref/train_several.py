@@ -11,8 +11,8 @@ from pathlib import Path
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bpo_ref.distributed.zero3 import Sharded
 from bpo_ref.train import Trainer, parse_args
-from bpo_ref.zero3 import Sharded
 from sandboxgym.tree import RolloutTree
 
 

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from test_train import ENVIRONMENT, TINY
 
-from bpo_ref import compare, study
-from bpo_ref.archive import ArchiveError, pack, unpack
-from bpo_ref.compare import Finished, beside, efficiency, grouped, overhead, summary
-from bpo_ref.study import STUDIES, commands, main
+from bpo_ref.experiments import sweep, tables
+from bpo_ref.experiments.archive import ArchiveError, pack, unpack
+from bpo_ref.experiments.sweep import STUDIES, commands, main
+from bpo_ref.experiments.tables import Finished, beside, efficiency, grouped, overhead, summary
 from bpo_ref.train import parse_args, resolved
 
 CONFIGS = Path(__file__).parents[2] / "bpo_ref" / "configs"
@@ -132,10 +132,10 @@ def test_tables_are_made_again_from_a_file_of_the_runs(tmp_path: Path, capsys: p
         (run / "results.json").write_text(json.dumps({**results, "args": {**results["args"], "out": "/home/me"}}))
     data = tmp_path / "data" / "page" / "scores.jsonl"
     words = ["--overhead", "--plot", "gains"]
-    compare.main([*map(str, runs), "--out", str(tmp_path / "one"), "--data", str(data), *words])
-    compare.main([str(data), "--out", str(tmp_path / "two"), *words])
-    tables = [(tmp_path / f"{name}-table.md").read_text() for name in ("one", "two")]
-    assert tables[0] == tables[1] and "c_snap" in tables[0]
+    tables.main([*map(str, runs), "--out", str(tmp_path / "one"), "--data", str(data), *words])
+    tables.main([str(data), "--out", str(tmp_path / "two"), *words])
+    made = [(tmp_path / f"{name}-table.md").read_text() for name in ("one", "two")]
+    assert made[0] == made[1] and "c_snap" in made[0]
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert "/home/me" not in data.read_text() and "sft" not in data.read_text()
     again = tmp_path / "again.jsonl"
@@ -153,7 +153,7 @@ COMMITTED = sorted((DOCS / "data").glob("*/scores.jsonl"))
 
 @pytest.mark.parametrize("data", COMMITTED, ids=lambda path: path.parent.name)
 def test_a_committed_table_is_that_of_the_committed_scores(data: Path, tmp_path: Path) -> None:
-    compare.main([str(data), "--out", str(tmp_path / "table")])
+    tables.main([str(data), "--out", str(tmp_path / "table")])
     assert (tmp_path / "table-table.md").read_text() == (DOCS / f"{data.parent.name}-table.md").read_text()
 
 
@@ -170,12 +170,12 @@ def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.C
     (tmp_path / "grpo-seed1").mkdir()
     start = fake_run(tmp_path / "start-seed0", "sft", [0.2], norm=1.0)
     (start / "metrics.jsonl").write_text("")
-    compare.main([str(run), str(tmp_path / "grpo-seed1"), str(start), "--out", str(tmp_path / "table")])
+    tables.main([str(run), str(tmp_path / "grpo-seed1"), str(start), "--out", str(tmp_path / "table")])
     printed = capsys.readouterr()
     assert "| grpo | 1 |" in printed.out and "start" not in printed.out.replace("start | end", "")
     assert "grpo-seed1" in printed.err and "start-seed0" in printed.err
     with pytest.raises(SystemExit):
-        compare.main([str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
+        tables.main([str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
     assert "expected finished runs" in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_runs_of_one_update_and_runs_whose_start_is_unknown(tmp_path: Path, caps
         (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().partition("\n")[0])
     scores = (runs[2] / "scores.jsonl").read_text().splitlines()
     (runs[2] / "scores.jsonl").write_text(scores[1] + "\n")
-    compare.main([*map(str, runs), "--out", str(tmp_path / "new" / "folder" / "table"), "--plot", "gains"])
+    tables.main([*map(str, runs), "--out", str(tmp_path / "new" / "folder" / "table"), "--plot", "gains"])
     printed = capsys.readouterr()
     assert "| rloo | 1 | 0.200 | 0.400 (0.400)" in printed.out and "| 0 |" in printed.out
     assert "late-seed0" in printed.err and "late" not in printed.out
@@ -206,9 +206,9 @@ def test_a_run_that_was_stopped_does_not_count_as_finished(tmp_path: Path, monke
     begun: list[Path] = []
 
     def stopping(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
-        begun.extend(map(study.folder_of, commands))
+        begun.extend(map(sweep.folder_of, commands))
 
-    monkeypatch.setattr(study, "run_all", stopping)
+    monkeypatch.setattr(sweep, "run_all", stopping)
     with pytest.raises(SystemExit, match=r"stopped before the end: .*start-seed0.*; the same command goes on"):
         main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
     assert begun == [tmp_path / "start-seed0"]

@@ -47,7 +47,7 @@ def _parts(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def unpack(path: Path, folder: Path) -> list[Path]:
-    """Folders of runs, made of such a file in ``folder``: what `compare` reads of them is there.
+    """Folders of runs, made of such a file in ``folder``: what `tables` reads of them is there.
 
     Raises:
         ArchiveError: naming the line that `pack` does not write.

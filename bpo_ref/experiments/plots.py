@@ -1,7 +1,7 @@
 """Learning curves, and what variants gained, from the logs of runs.
 
-python -m bpo_ref.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
-python -m bpo_ref.plots --out ablation.png --plot gains runs/k-sweep/*-seed*
+python -m bpo_ref.experiments.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
+python -m bpo_ref.experiments.plots --out ablation.png --plot gains runs/k-sweep/*-seed*
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the trainer's own forward pass tells of finished rollouts, before credit is assigned."""
+"""Finished rollouts scored by the trainer's own forward pass: values, log-probabilities and KL, before credit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from bpo_ref.batch import Batch, Critique, collate, rows_of_path, token_batches
+from bpo_ref.learning.batch import Batch, Critique, collate, rows_of_path, token_batches
 from sandboxgym.tree import RolloutTree
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Measure: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
 """Log-probabilities, entropies and, of a value head, values of the sampled tokens, [B, T-1] each."""
 
 
-def annotate(
+def rescore(
     trees: Sequence[RolloutTree],
     args: Args,
     policy: Measure,

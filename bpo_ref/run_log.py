@@ -14,8 +14,8 @@ from accelerate.utils import LoggerType, ProjectConfiguration
 
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, results_table
-from bpo_ref.masks import VERDICTS
-from bpo_ref.policy import ChatPolicy, episode_text
+from bpo_ref.sampling.masks import VERDICTS
+from bpo_ref.sampling.policy import ChatPolicy, episode_text
 from sandboxgym.tree import Clock, Failure, RolloutTree
 from sandboxgym.tree_file import save_trees
 from sandboxgym.tree_page import write_page
@@ -194,7 +194,7 @@ def write_report(
     processes: int,
 ) -> None:
     """``results.md``, ``results.json`` and ``learning_curve.png`` of a finished run."""
-    from bpo_ref.plots import learning_curve
+    from bpo_ref.experiments.plots import learning_curve
 
     rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
     rows[f"{args.algo}@{last}"] = f"after {args.algo}"

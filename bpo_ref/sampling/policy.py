@@ -12,11 +12,11 @@ from typing import Any
 
 import gymnasium as gym
 
-from bpo_ref.backends import Backend
-from bpo_ref.chat import ChatFormat
 from bpo_ref.config import ConfigError
-from bpo_ref.generate import Generation
-from bpo_ref.packing import common_prefix
+from bpo_ref.learning.packing import common_prefix
+from bpo_ref.sampling.backends import Backend
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import Generation
 from sandboxgym.prompts import Exchange, Prompt
 from sandboxgym.tree import Action, Context, Envs, Path, PathKey, described, logger
 

@@ -1,4 +1,4 @@
-"""Weights spread over processes by DeepSpeed's ZeRO-3: the promises of `parallel`, kept with its engine.
+"""Weights spread over processes by DeepSpeed's ZeRO-3: the promises of `fsdp2`, kept with its engine.
 
 ``accelerate launch`` with a configuration of kind DEEPSPEED asks for it. Of that file the number of processes and the
 settings of ZeRO (sizes of buckets) are taken; precision, clipping and the optimizer are the trainer's. The engine is
@@ -8,8 +8,8 @@ What this module promises:
 
 1. `Sharded.gathered` fills a plain twin of the model with the whole weights: nothing is communicated while it is used,
    and DeepSpeed's hooks, which gather and release layer by layer, are not in its way.
-2. Outside, every process has to run the same number of forward and backward passes (`Run._accumulate` sees to it).
-3. `Sharded.full_state` and `Sharded.optimizer_state` have the form of those in `parallel`, whatever the number of
+2. Outside, every process has to run the same number of forward and backward passes (`Zero3.accumulate` sees to it).
+3. `Sharded.full_state` and `Sharded.optimizer_state` have the form of those in `fsdp2`, whatever the number of
    processes: a run may go on with another number of them, or with FSDP2.
 """
 
@@ -19,8 +19,8 @@ import copy
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 
 from bpo_ref.config import ConfigError
+from bpo_ref.distributed.strategy import Item, MakeOptimizer, Strategy, in_step
+from bpo_ref.learning.models import CausalLM
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -231,3 +233,66 @@ def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model with empty weights, tied where the model's are."""
     empty = {id(p): nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, empty)
+
+
+class Zero3(Strategy):
+    """Weights, gradients and optimizer spread over the processes by DeepSpeed's engine, which makes the steps too."""
+
+    sharded = True
+    model: Sharded
+
+    def check(self, *, adapters: bool, critic: bool) -> None:
+        """See the function of this name."""
+        check(adapters=adapters, critic=critic)
+
+    def place(self, network: CausalLM, make_optimizer: MakeOptimizer) -> None:
+        """Spread it; a twin of it takes its place."""
+        self.model = self.optimizer = Sharded(network, make_optimizer(network), dtype=self.dtype, clip=self.clip)
+        self.network = self.model.whole
+
+    def frozen(self, model: CausalLM) -> CausalLM:
+        """Spread by an engine of its own."""
+        return Sharded(model, dtype=self.dtype, clip=self.clip)
+
+    def gathered(self, *others: CausalLM) -> AbstractContextManager[None]:
+        """In their twins."""
+        return gathered(self.model, *others)
+
+    def accumulate(
+        self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None], *, idle: Item
+    ) -> None:
+        """In step; the engine is told of the last."""
+
+        def told(batch: Sequence[Item], last: bool) -> None:
+            self._last = last
+            backward(batch)
+
+        in_step(self.accelerator, batches, told, idle)
+
+    def backward(self, loss: Tensor) -> None:
+        """By the engine."""
+        self.model.backward(loss * self.accelerator.num_processes, last=self._last)
+
+    def step(self) -> float:
+        """By the engine, in any case: where the gradient is not finite, the weights are lost."""
+        return self.model.step()
+
+    def restart(self, make_optimizer: MakeOptimizer) -> None:
+        """The engine's optimizer forgets what it has learnt."""
+        self.model.forget()
+
+    def whole(self, policy: CausalLM) -> dict[str, Any] | None:
+        """On the CPU of the first process."""
+        return self.model.full_state()
+
+    def value_head(self) -> dict[str, Any]:
+        """There is none."""
+        raise NotImplementedError("no value head is trained with DeepSpeed")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """By names of weights."""
+        return self.model.optimizer_state()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """On every process."""
+        self.model.load_optimizer_state(state)

@@ -1,6 +1,6 @@
 """What to search for, learnt from the reward alone: one number a word, forks at the search page, no neural network.
 
-python -m bpo_ref.queries [--seeds 0 1 2] [--tasks 2000] [--forks 4] [--panel 500]
+python -m bpo_ref.experiments.queries [--seeds 0 1 2] [--tasks 2000] [--forks 4] [--panel 500]
 
 The policy of a WebShop episode has one decision: which words of the instruction to search for. Each word is taken with
 a probability of its own, the same wherever the word occurs; the rule-based shopper does the rest, and buys the first
@@ -137,7 +137,9 @@ def score(query: Query, *, panel: int, seed: int = 0) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; prints Markdown."""
-    parser = argparse.ArgumentParser(prog="python -m bpo_ref.queries", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bpo_ref.experiments.queries", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", type=int, default=2000, help="instructions to learn from")
     parser.add_argument("--forks", type=int, default=4, help="queries for each")

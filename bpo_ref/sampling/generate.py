@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from bpo_ref.models import Output
-from bpo_ref.packing import pack
+from bpo_ref.learning.models import Output
+from bpo_ref.learning.packing import pack
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 

@@ -14,7 +14,7 @@ from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import TINY, trained
 
-from bpo_ref import runlog
+from bpo_ref import run_log
 from bpo_ref.config import ConfigError
 from bpo_ref.train import Args, Trainer
 
@@ -97,7 +97,7 @@ def test_a_tracker_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytes
     options = {**TINY, "out": str(tmp_path / "run")}
     with pytest.raises(ConfigError, match=r"trackers: expected some of .*tensorboard, wandb.*, found 'tensorbord'"):
         Trainer(Args(**options, trackers=("tensorbord",)))
-    monkeypatch.setattr(runlog, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    monkeypatch.setattr(run_log, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
     with pytest.raises(ConfigError, match="trackers: wandb is not installed"):
         Trainer(Args(**options, trackers=("tensorboard", "wandb")))
     assert not (tmp_path / "run").exists()

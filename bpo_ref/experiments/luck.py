@@ -1,6 +1,7 @@
 """How much of the variance of returns look-ahead takes off, and what is left of it, at a fixed policy.
 
-    python -m bpo_ref.luck --checkpoint runs/alfworld/start-seed0/checkpoint --config bpo_ref/configs/alfworld-tiny.yaml
+    python -m bpo_ref.experiments.luck --checkpoint runs/alfworld/start-seed0/checkpoint \
+        --config bpo_ref/configs/alfworld-tiny.yaml
 
 For each kind of V̂: the variance of returns around their task's mean, that of returns less the luck of all decisions but
 the first, and E δ² of the first decision, which is to stay. The rest is what V̂ does not know: of later decisions, and
@@ -17,8 +18,8 @@ import tyro
 
 from bpo_ref.args import Args
 from bpo_ref.baselines import Memory
+from bpo_ref.experiments.variance import Laboratory, Study
 from bpo_ref.train import assign_credit
-from bpo_ref.variance import Laboratory, Study
 
 METHODS = ("rloo-pooled:roots=8,lookahead=true", "rloo-pooled:roots=8,lookahead=true,network=both")
 

@@ -23,20 +23,16 @@ import gymnasium as gym
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
-from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref import packing, parallel, zero3
-from bpo_ref.backends import make_backend
 from bpo_ref.baselines import plain_key
-from bpo_ref.chat import ChatFormat
-from bpo_ref.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.config import ConfigError
+from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
-from bpo_ref.lookahead import check_prompt
-from bpo_ref.masks import VERDICTS
-from bpo_ref.models import (
+from bpo_ref.learning import packing
+from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from bpo_ref.learning.models import (
     ActorCritic,
     CausalLM,
     WithoutAdapter,
@@ -52,8 +48,12 @@ from bpo_ref.models import (
     refresh,
     settle_cpu,
 )
-from bpo_ref.policy import ChatPolicy, collect_demonstrations, read_demonstrations
-from bpo_ref.runlog import RunLog, described_failures, tracking, write_report
+from bpo_ref.lookahead import check_prompt
+from bpo_ref.run_log import RunLog, described_failures, tracking, write_report
+from bpo_ref.sampling.backends import make_backend
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.masks import VERDICTS
+from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
@@ -79,21 +79,15 @@ class TrainingFailed(Exception):
     """The run cannot go on as it is; the message says why, and what can be done."""
 
 
-class Run:
+class TrainingSession:
     """The state of a run: where it is, what it has spent, what it has scored."""
 
-    network: Any
-    """The bare model, with its value head where there is one; of ZeRO-3 a twin, whole while `_gathered`."""
-    model: Any
-    """It as the processes share it: what is trained."""
-    optimizer: Any
     lower_once: bool | None = None
     """Whether what samples has weights of its own in the lower type, cast once after each optimizer step and not at
     every token. None: on CUDA, where casting is what a token waits for."""
 
     def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
-        self.zero3 = zero3.wanted()
-        with patch_environment(accelerate_use_deepspeed="false"):  # `zero3` makes the engine
+        with patch_environment(accelerate_use_deepspeed="false"):  # `distributed.zero3` makes the engine
             self.accelerator = Accelerator(
                 cpu=not torch.cuda.is_available(),
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=args.process_timeout))],
@@ -119,6 +113,7 @@ class Run:
                 f"network: needs info['features'], which {args.env_id} does not give; of this package, ALFWorld and "
                 "WebShop do with env_kwargs features=true"
             )
+        self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self._check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +124,6 @@ class Run:
         self._twin: CausalLM | None = None
         self._interrupted = False
         self._saved_at = ""
-        self._last = True
 
         saved = self._saved()
         if saved is not None:
@@ -150,7 +144,7 @@ class Run:
         whole = ActorCritic(model) if args.critic else model
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
-        self._place(whole)
+        self.strategy.place(whole, self._adamw)
         self._check_packing()
         self.restore(saved)
         self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
@@ -160,36 +154,21 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the weights of the policy. All processes have to ask for it."""
-        if self.zero3:
-            optimizer = self.model.optimizer_state()
-        elif self.sharded:
-            optimizer = parallel.optimizer_state(self.model, self.optimizer)
-        else:
-            optimizer = self.optimizer.state_dict()
-        head = None
-        if self.args.critic:
-            head = self.network.value_head
-            head = parallel.full_state(head) if self.sharded else head.state_dict()
         return {
             "args": json.loads(json.dumps(asdict(self.args))),
             "stage": self.stage,
             "step": self.step,
             "counters": self.counters,
             "scores": {name: asdict(score) for name, score in self.scores.items()},
-            "optimizer": optimizer,
-            "value_head": head,
-            "sharded": self.sharded,
+            "optimizer": self.strategy.optimizer_state(),
+            "value_head": self.strategy.value_head() if self.args.critic else None,
+            "sharded": self.strategy.sharded,
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Go on from there."""
         if saved is not None:
-            if self.zero3:
-                self.model.load_optimizer_state(saved["optimizer"])
-            elif self.sharded:
-                parallel.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
-            else:
-                self.optimizer.load_state_dict(saved["optimizer"])
+            self.strategy.load_optimizer_state(saved["optimizer"])
             self.step, self.counters = saved["step"], saved["counters"]
             self._saved_at = f"{self.stage} step {self.step}"
             self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
@@ -204,10 +183,10 @@ class Run:
             theirs = saved["args"].get(name, defaults[name])  # a checkpoint may be older than a setting
             if mine != theirs and name not in MAY_CHANGE:
                 raise CheckpointError(f"{checkpoint}: was made with {name}={theirs!r}, now it is {mine!r}")
-        if saved["sharded"] != self.sharded:
+        if saved["sharded"] != self.strategy.sharded:
             kind = {False: "whole weights on every process", True: "sharded weights"}
             raise CheckpointError(
-                f"{checkpoint}: was made with {kind[saved['sharded']]}, now there are {kind[self.sharded]}"
+                f"{checkpoint}: was made with {kind[saved['sharded']]}, now there are {kind[self.strategy.sharded]}"
             )
         return saved
 
@@ -221,21 +200,12 @@ class Run:
     def _save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
         """With the weights of ``policy``, or those at present."""
         state = self.state()
-        weights = self._whole() if policy is None else None
+        weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
             save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
         if folder.name == "checkpoint":
             self._saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
-
-    def _whole(self) -> dict[str, Any] | None:
-        """What the policy has learnt, put together from the processes' parts; None: each has all of it."""
-        whole: dict[str, Any] | None = None
-        if self.zero3:
-            whole = self.model.full_state()
-        elif self.sharded:
-            whole = parallel.full_state(self.policy)
-        return whole
 
     def done(self) -> int:
         """Steps since the start, over both stages: the x axis of the logs."""
@@ -286,9 +256,14 @@ class Run:
         return policy_of(self.network)
 
     @property
-    def sharded(self) -> bool:
-        """Whether weights are spread over the processes."""
-        return self.zero3 or (parallel.wanted() and self.accelerator.num_processes > 1)
+    def network(self) -> Any:
+        """The bare model, with its value head where there is one; where it is spread, whole while `_gathered`."""
+        return self.strategy.network
+
+    @property
+    def model(self) -> Any:
+        """The network as the processes share it: what is trained."""
+        return self.strategy.model
 
     def _build(self, resuming: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
         """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
@@ -340,53 +315,26 @@ class Run:
             packing.enable(model)
         if self.args.gradient_checkpointing:
             checkpoint_layers(model)
-        if self.args.dtype != "float32" and not self.sharded:  # shards are gathered in that type
+        if self.args.dtype != "float32" and not self.strategy.sharded:  # shards are gathered in that type
             compute_in(model, getattr(torch, self.args.dtype))
-
-    def _place(self, whole: CausalLM) -> None:
-        """On this process's device, as all processes share it; with a new optimizer."""
-        self.network = whole
-        if self.zero3:
-            self.model = self.optimizer = self._engine(whole, self._adamw(whole))
-            self.network = self.model.whole
-            return
-        if not self.sharded:
-            self.model, self.optimizer = self.accelerator.prepare(whole, self._adamw(whole))
-            return
-        self._shard(policy_of(whole))
-        if self.args.critic:
-            self._shard(whole.value_head)
-        self.model, self.optimizer = whole, self._adamw(whole)
 
     def _check_packing(self) -> None:
         """The model was tried out on the CPU; where it trains, attention may be another."""
         if self.args.pack == "tree":
-            with zero3.gathered(self.model) if self.zero3 else parallel.gathered(self.policy):
+            with self.strategy.gathered():
                 packing.check(self.policy)
 
-    def _shard(self, model: nn.Module) -> None:
-        dtype = torch.float32 if isinstance(model, nn.Linear) else getattr(torch, self.args.dtype)  # the value head
-        parallel.shard(model, device=self.accelerator.device, dtype=dtype)
-
-    def _engine(self, model: CausalLM, optimizer: torch.optim.Optimizer | None = None) -> zero3.Sharded:
-        """The model spread by DeepSpeed."""
-        args = self.args
-        return zero3.Sharded(model, optimizer, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
-
     def _gathered(self) -> AbstractContextManager[None]:
-        """Within it, processes may run as many forward passes as they like; see `parallel`."""
-        reference = self.reference if self.args.kl_in == "reward" else None
-        if self.zero3:
-            return zero3.gathered(self.model, *([reference] if reference else []))
-        held = (self.policy, reference)
-        return parallel.gathered(*(model for model in held if isinstance(model, nn.Module)))
+        """Within it, processes may run as many forward passes as they like; see `Strategy.gathered`."""
+        asked = self.reference is not None and self.args.kl_in == "reward"
+        return self.strategy.gathered(*([self.reference] if asked else []))
 
     def _enter_rl(self) -> None:
         """The supervised policy becomes the start and the reference; what was learnt by adapters is merged into it."""
         self.stage, self.step = "rl", 0
         whole = self.network
         if self.args.lora_r:
-            weights = self._whole()
+            weights = self.strategy.whole(self.policy)
             if self.accelerator.is_main_process:
                 self.policy.save_pretrained(self.out / "adapter", state_dict=weights)
                 self.tokenizer.save_pretrained(self.out / "adapter")
@@ -397,12 +345,9 @@ class Run:
             self.accelerator.free_memory()  # it keeps what it has prepared
             if self.args.critic:
                 whole.policy = policy
-            self._place(whole if self.args.critic else policy)
+            self.strategy.place(whole if self.args.critic else policy, self._adamw)
         else:
-            if self.zero3:
-                self.model.forget()
-            else:
-                self.optimizer = self._adamw(whole) if self.sharded else self.accelerator.prepare(self._adamw(whole))
+            self.strategy.restart(self._adamw)
             self._save(self.out / "sft")
         self._save(self.out / "checkpoint")
         self.reference = self._build_reference() if self.args.kl else None
@@ -415,11 +360,7 @@ class Run:
         model = model.to(self.accelerator.device).eval().requires_grad_(False)
         if self.args.pack == "tree":
             packing.enable(model)
-        if self.zero3:
-            return self._engine(model)
-        if self.sharded:
-            self._shard(model)
-        return model
+        return self.strategy.frozen(model)
 
     def _adamw(self, model: CausalLM) -> torch.optim.AdamW:
         """The value head's learning rate stays in proportion to the policy's; only matrices decay."""
@@ -490,7 +431,7 @@ class Run:
         """The policy, or the same with weights that are cast already."""
         args, wanted = self.args, self.lower_once
         wanted = self.accelerator.device.type == "cuda" if wanted is None else wanted
-        if not wanted or args.dtype == "float32" or args.lora_r or self.sharded or args.backend != "hf":
+        if not wanted or args.dtype == "float32" or args.lora_r or self.strategy.sharded or args.backend != "hf":
             return self.policy  # which computes in its own type, or whose gathered weights are in the lower one
         if self._twin is None:
             self._twin = lowered_twin(self.policy, getattr(torch, args.dtype))
@@ -533,47 +474,19 @@ class Run:
     def _accumulate(
         self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None], *, idle: Item
     ) -> None:
-        """Backward passes whose gradients are reduced over the processes once, in the last.
-
-        Sharded weights are gathered by all processes at a time: those with fewer batches do ``idle`` ones, of no loss.
-        """
-        if self.sharded:
-            rounds = max(self._gather([len(batches)]))
-            for number, batch in enumerate([*batches, *([idle],) * (rounds - len(batches))], start=1):
-                self._last = number == rounds
-                backward(batch)
-            return
-        for batch in batches[:-1]:
-            with self.accelerator.no_sync(self.model):
-                backward(batch)
-        backward(batches[-1])
-
-    def _backward_of(self, loss: Tensor) -> None:
-        """Add up gradients of a loss that is a sum over the processes; their reduction takes the mean."""
-        loss = loss * self.accelerator.num_processes
-        if self.zero3:
-            self.model.backward(loss, last=self._last)
-        else:
-            self.accelerator.backward(loss)
+        """Backward passes of an optimizer step; see `Strategy.accumulate`."""
+        self.strategy.accumulate(batches, backward, idle=idle)
 
     def _optimizer_step(self) -> None:
-        if self.zero3:
-            self.grad_norm = self.model.step()
-        else:
-            clip = torch.nn.utils.clip_grad_norm_ if self.sharded else self.accelerator.clip_grad_norm_
-            norm: Any = clip(self.model.parameters(), self.args.max_grad_norm)
-            self.grad_norm = float(norm.full_tensor() if self.sharded else norm)
+        self.grad_norm = self.strategy.step()
         if not math.isfinite(self.grad_norm):
             raise TrainingFailed(
                 f"the gradient of {self.stage} step {self.step + 1} has the norm {self.grad_norm}. The same settings "
                 "come to the same end: try a smaller lr, with --init-from and a new --out"
             )
-        if not self.zero3:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
 
     def _set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
+        for group in self.strategy.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
 
     def _check_rolled_out(self, trees: int, failures: Sequence[Failure], ends: Mapping[str, float]) -> None:
@@ -621,8 +534,7 @@ class Run:
     def _check_processes(self) -> None:
         """A launcher that meant several processes but started one would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
-        if self.zero3:
-            zero3.check(adapters=bool(args.lora_r), critic=args.critic)
+        self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

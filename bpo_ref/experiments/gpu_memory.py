@@ -1,6 +1,6 @@
 """GPU memory that a configuration asks for, counted from the shape of its model.
 
-    python -m bpo_ref.memory --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml
+    python -m bpo_ref.experiments.gpu_memory --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml
 
 Counted, not measured: weights, gradients and optimizer states as they are; activations as what a Llama-like layer
 keeps; keys and values as if every row filled its context and shared none of it, logits as if every token of an update
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import TaskSpread
-from bpo_ref.generate import JOINED, SLACK
+from bpo_ref.sampling.generate import JOINED, SLACK
 
 Layout = Literal["ddp", "fsdp2", "zero3"]
 NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None, *, gpus: int = 8) -> None:
     import sys
 
     given = list(sys.argv[1:] if argv is None else argv)
-    folder = Path(__file__).parent / "configs"
+    folder = Path(__file__).parents[1] / "configs"
     files = [] if given else sorted(folder.glob("*.yaml"))
     runs = [(file.stem, parse_args(["--config", str(file)])) for file in files] or [("this", parse_args(given))]
     print("\n".join(HEADER))

@@ -1,6 +1,6 @@
 """What the trainer's shortcuts are worth at sizes that want a GPU: random weights in the shape of real models.
 
-python -m bpo_ref.bench_large update|forks|generation|trl [--shape Qwen/Qwen2.5-7B-Instruct] [--repeats 5]
+python -m bpo_ref.experiments.bench_large update|forks|generation|trl [--shape Qwen/Qwen2.5-7B-Instruct] [--repeats 5]
 
 bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Ways take turns
 in one process; seconds are those of the device, memory is its peak. ``--shape check`` is small enough for a CPU: it
@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from bpo_ref import packing
-from bpo_ref.backends import BackendName, make_backend
-from bpo_ref.bench import GROUP, WORDS, paths_of
-from bpo_ref.generate import Generator, forward
-from bpo_ref.memory import SHAPES, Shape
-from bpo_ref.models import CausalLM, add_adapter, checkpoint_layers
-from bpo_ref.tiny import tiny_tokenizer
+from bpo_ref.experiments.bench import GROUP, WORDS, paths_of
+from bpo_ref.experiments.gpu_memory import SHAPES, Shape
+from bpo_ref.learning import packing
+from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
+from bpo_ref.learning.tiny import tiny_tokenizer
+from bpo_ref.sampling.backends import BackendName, make_backend
+from bpo_ref.sampling.generate import Generator, forward
 from sandboxgym import interpreter
 
 ALL_SHAPES = {
@@ -189,7 +189,7 @@ def bench_generation(name: str, repeats: int) -> list[str]:
 
 
 def bench_trl(name: str, repeats: int) -> list[str]:
-    """`bpo_ref.bench.bench_trl` at this shape: each trainer in a process of its own, by the clock."""
+    """`bpo_ref.experiments.bench.bench_trl` at this shape: each trainer in a process of its own, by the clock."""
     tokenizer = tiny_tokenizer(WORDS)
     large = ALL_SHAPES[name].parameters > LARGE
     found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
@@ -199,7 +199,7 @@ def bench_trl(name: str, repeats: int) -> list[str]:
         for repeat in range(repeats):
             for side, runs in found.items():
                 arguments = ("--side", side, "--folder", folder, "--out", f"{folder}/{side}{repeat}")
-                command = interpreter.module_command("bpo_ref.bench", "trl-side", *arguments)
+                command = interpreter.module_command("bpo_ref.experiments.bench", "trl-side", *arguments)
                 command += ["--adapters"] if large else []
                 out = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
                 if out.returncode:
@@ -222,7 +222,9 @@ BENCHES: dict[str, Callable[[str, int], list[str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print Markdown."""
-    parser = argparse.ArgumentParser(prog="python -m bpo_ref.bench_large", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bpo_ref.experiments.bench_large", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("name", choices=list(BENCHES))
     parser.add_argument("--shape", choices=list(ALL_SHAPES), default="Qwen/Qwen2.5-7B-Instruct")
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What is trained on: the paths of trees as rows of token ids, and rows as padded tensors."""
+"""Training data: the paths of trees as rows of token ids, and rows as padded tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from bpo_ref.generate import Generation
-from bpo_ref.packing import by_prefix
+from bpo_ref.learning.packing import by_prefix
 from sandboxgym.tree import Edge, Path, RolloutTree
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
+    from bpo_ref.sampling.generate import Generation
 
 Item = TypeVar("Item")
 

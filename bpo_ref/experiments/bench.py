@@ -1,6 +1,6 @@
 """What the trainer's shortcuts are worth: ratios of runs that take turns in one process, never times alone.
 
-python -m bpo_ref.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
+python -m bpo_ref.experiments.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
 CPU seconds of one thread are compared, not the clock (but where waiting is what is measured): on a machine that does
 other things as well, too, they mean the same from run to run. ``docs/results/trainer-speed.md`` holds what was printed.
@@ -27,16 +27,16 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from bpo_ref import packing
 from bpo_ref.args import Args, Network, resolved
 from bpo_ref.baselines import Memory
-from bpo_ref.chat import ChatFormat
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
-from bpo_ref.generate import Generator, forward
-from bpo_ref.policy import ChatPolicy
+from bpo_ref.learning import packing
+from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
+from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.generate import Generator, forward
+from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
-from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
 from bpo_ref.train import Trainer, assign_credit
 from sandboxgym import SnapshotEnv, Unicode, interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
@@ -331,9 +331,9 @@ def right(answer: str) -> float:
     return float(len(answer) % 2 == 0)
 
 
-ONE_TURN = "bpo_ref.bench:bench/OneTurn-v0"
+ONE_TURN = "bpo_ref.experiments.bench:bench/OneTurn-v0"
 if "bench/OneTurn-v0" not in gym.registry:
-    gym.register("bench/OneTurn-v0", entry_point="bpo_ref.bench:OneTurn")
+    gym.register("bench/OneTurn-v0", entry_point="bpo_ref.experiments.bench:OneTurn")
 
 
 class Spending:
@@ -431,7 +431,7 @@ def bench_trl(repeats: int) -> list[str]:
         for repeat in range(repeats):
             for side in found:
                 arguments = ("--side", side, "--folder", folder, "--out", f"{folder}/{side}{repeat}")
-                command = interpreter.module_command("bpo_ref.bench", "trl-side", *arguments)
+                command = interpreter.module_command("bpo_ref.experiments.bench", "trl-side", *arguments)
                 out = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
                 if out.returncode:
                     raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
@@ -457,7 +457,7 @@ def bench_trl(repeats: int) -> list[str]:
 
 def bench_lookahead(repeats: int, start: str | None = None) -> list[str]:
     """Updates with and without it, on embedded games from a supervised start: made here, or a checkpoint's folder."""
-    config = Args(**read_config(Args, Path(__file__).with_name("configs") / "alfworld-tiny.yaml"))
+    config = Args(**read_config(Args, Path(__file__).parents[1] / "configs" / "alfworld-tiny.yaml"))
     kwargs = (*config.env_kwargs, "features=true")
     config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=(), lr_decay="constant")
     lines = ["| setting | forked steps a generated token | scored tokens a generated token | update with / without |"]

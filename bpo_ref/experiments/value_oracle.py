@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bpo_ref.masks import without_masked
+from bpo_ref.sampling.masks import without_masked
 from sandboxgym.tree import Action, EnvSource, Node, Path, Policy, RolloutTree, Schedule, rollout
 
 FIRST = 1000  # number of the first probe among a node's siblings: those of the real rollout come before

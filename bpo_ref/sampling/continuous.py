@@ -23,8 +23,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bpo_ref import packing
-from bpo_ref.generate import CausalLM, ContextOverflow, Generation, StaleSession, score, weights_version
+from bpo_ref.learning import packing
+from bpo_ref.sampling.generate import CausalLM, ContextOverflow, Generation, StaleSession, score, weights_version
 
 
 class GenerationFailed(RuntimeError):

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from bpo_ref.continuous import ContinuousGenerator
-from bpo_ref.generate import Generation, Generator
+from bpo_ref.sampling.continuous import ContinuousGenerator
+from bpo_ref.sampling.generate import Generation, Generator
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 BackendName = Literal["hf", "transformers-continuous"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.pytorch_utils import Conv1D
 
 from bpo_ref.config import ConfigError
-from bpo_ref.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
+from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
 

@@ -1,0 +1,20 @@
+"""Weights on the processes of a run: whole on each, or spread by FSDP2 or by DeepSpeed's ZeRO-3."""
+
+import torch
+from accelerate import Accelerator
+
+from bpo_ref.distributed import fsdp2, zero3
+from bpo_ref.distributed.replicated import Replicated
+from bpo_ref.distributed.strategy import Strategy
+
+__all__ = ["Strategy", "chosen"]
+
+
+def chosen(accelerator: Accelerator, *, dtype: torch.dtype, clip: float) -> Strategy:
+    """The way that the launcher has asked for; see `Strategy` for the arguments."""
+    kind: type[Strategy] = Replicated
+    if zero3.wanted():
+        kind = zero3.Zero3
+    elif fsdp2.wanted() and accelerator.num_processes > 1:
+        kind = fsdp2.Fsdp2
+    return kind(accelerator, dtype=dtype, clip=clip)

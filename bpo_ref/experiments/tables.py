@@ -1,0 +1,310 @@
+"""Runs side by side: mean and spread over seeds of every variant, as Markdown tables and a plot.
+
+    python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
+
+Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes what
+the tables are made of to one file (`experiments/archive.py`), which takes the folders' place: it is small enough to be
+committed beside a table, and makes it again. Metrics, as the BPO paper defines them:
+
+- steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
+  evaluations, linear between them;
+- gradient-norm variance: running variance of ‖∇L‖₂ over 50 mini-batches, mean over the run, and its ratio to GRPO's.
+  It mixes in the scale of the estimator (docs/theory.md);
+- non-degenerate share: tasks with an advantage beyond 0.1;
+- success on easy and hard tasks of the panel: those that the start solved, and those that it did not.
+
+With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import numpy as np
+
+from bpo_ref.experiments.archive import pack, unpacked
+from bpo_ref.experiments.plots import PLOTS, Metric, Plot, by_label, read_scores
+
+Groups = Mapping[str, Sequence["Finished"]]  # runs by label
+
+WINDOW = 50  # mini-batches of the running variance
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run's logs."""
+
+    folder: Path
+    metric: Metric = "success"
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.results["args"]["seed"])
+
+    @cached_property
+    def scores(self) -> list[dict[str, Any]]:
+        """Evaluations from the start of reinforcement learning on."""
+        return read_scores(self.folder)
+
+    @cached_property
+    def updates(self) -> list[dict[str, Any]]:
+        """The log's lines of updates."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "update/grad_norm" in line]
+
+    @property
+    def comparable(self) -> bool:
+        """Whether anything was learnt, and what it began at is known."""
+        return bool(self.updates) and bool(self.scores) and self.scores[0]["update"] == 0
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Settings and totals."""
+        return dict(json.loads((self.folder / "results.json").read_text()))
+
+    @property
+    def start(self) -> float:
+        """The metric before the first update."""
+        return float(self.scores[0][self.metric])
+
+    @property
+    def final(self) -> float:
+        """The metric at the end."""
+        return float(self.scores[-1][self.metric])
+
+    @property
+    def area(self) -> float:
+        """Mean of the metric over the evaluations after the start."""
+        return float(np.mean([record[self.metric] for record in self.scores[1:]]))
+
+    def spent_until(self, level: float, unit: str) -> float:
+        """Updates, tokens or seconds until an evaluation reached this level, linear between them; NaN: never."""
+        return spent_until([(record[unit], record[self.metric]) for record in self.scores], level)
+
+    @property
+    def norm_variance(self) -> float:
+        """Running variance of the gradient's norm."""
+        norms = [line["update/grad_norm"] for line in self.updates]
+        window = min(WINDOW, len(norms))
+        return float(np.mean([np.var(norms[i : i + window]) for i in range(len(norms) - window + 1)]))
+
+    @property
+    def shared_steps(self) -> float:
+        """Environment steps that forks did not have to take, for they began at a snapshot."""
+        returns = np.diff([line["total/returns"] for line in self.updates], prepend=0.0)
+        turns = np.array([line["rollout/turns"] for line in self.updates])
+        return float(returns @ turns - self.updates[-1]["total/env_steps"])
+
+    @property
+    def nondegenerate(self) -> float:
+        """Share of tasks that anything can be learnt from."""
+        return float(1.0 - np.mean([line["rollout/degenerate_tasks"] for line in self.updates]))
+
+    def success_where(self, solved_at_start: bool) -> float:
+        """Success at the end on the tasks that the start solved, or did not; NaN without a record."""
+        start, end = (self.scores[i].get("outcomes", []) for i in (0, -1))
+        chosen = [after for before, after in zip(start, end) if bool(before) == solved_at_start]
+        return float(np.mean(chosen)) if chosen else float("nan")
+
+
+def spent_until(points: Sequence[Sequence[float]], level: float) -> float:
+    """Where a curve of (spent, metric) reaches a level, linear between the points; NaN: never."""
+    if points[0][1] >= level:
+        return float(points[0][0])
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 >= level:
+            return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
+    return float("nan")
+
+
+def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[Finished]]:
+    """Runs by label."""
+    return {label: [Finished(run, metric) for run in found] for label, found in by_label(runs).items()}
+
+
+def summary(groups: Groups) -> str:
+    """One line a variant: ± is the standard deviation over seeds, budget columns are means a run."""
+    lines = [
+        "| variant | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for label, group in groups.items():
+        ends, areas = np.array([run.final for run in group]), np.array([run.area for run in group])
+        start = np.mean([run.start for run in group])
+        counters = [run.results["counters"] for run in group]
+        budget = {name: np.mean([spent[name] for spent in counters]) for name in counters[0]}
+        each = " ".join(f"{end:.3f}" for end in ends)
+        lines.append(
+            f"| {label} | {len(group)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_sd(areas)} "
+            f"| {budget['returns']:,.0f} | {budget['env_steps'] / 1e3:,.0f}k | {budget['tokens'] / 1e3:,.0f}k "
+            f"| {budget['seconds']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def efficiency(groups: Groups) -> str:
+    """The paper's metrics, one line a variant. The baselines are the variants that are not named bpo-…."""
+    finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
+    baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
+    target, grpo = 0.9 * max(baselines), groups.get("grpo")
+    noise = float(np.mean([run.norm_variance for run in grpo])) if grpo else 0.0
+    lines = [
+        f"| variant | updates, tokens, seconds to {target:.3f} | updates to GRPO's final | Var of grad norm (/ GRPO's) "
+        "| non-degenerate | easy | hard |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for label, group in groups.items():
+        to = [_mean([run.spent_until(target, unit) for run in group]) for unit in ("update", "tokens", "seconds")]
+        to_grpo = _mean([run.spent_until(finals["grpo"], "update") for run in group]) if grpo else "-"
+        variance = float(np.mean([run.norm_variance for run in group]))
+        ratio = f" ({variance / noise:.2f})" if noise else ""
+        easy, hard = (_mean([run.success_where(solved) for run in group], "{:.3f}") for solved in (True, False))
+        lines.append(
+            f"| {label} | {', '.join(to)} | {to_grpo} | {variance:.3g}{ratio} "
+            f"| {np.mean([run.nondegenerate for run in group]):.2f} | {easy} | {hard} |"
+        )
+    return "\n".join(lines)
+
+
+def beside(groups: Groups, baseline: str = "grpo") -> str:
+    """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
+
+    The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
+    the baseline spent, with its 90 % interval over resampled seeds (the same ones of both).
+    """
+    if baseline not in groups:
+        return ""
+    others = {run.seed: run for run in groups[baseline]}
+    lines = [f"| variant | seeds | end, to {baseline}'s | AUC, to {baseline}'s | tokens to {baseline}'s final |"]
+    lines.append("|---|---|---|---|---|")
+    for label, group in groups.items():
+        pairs = [(run, others[run.seed]) for run in group if run.seed in others]
+        if label == baseline or not pairs:
+            continue
+        ends, areas = (
+            np.array([getattr(run, name) - getattr(other, name) for run, other in pairs]) for name in ("final", "area")
+        )
+        lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {_reached(pairs)} |")
+    return "\n".join(lines)
+
+
+def _reached(pairs: Sequence[tuple[Finished, Finished]]) -> str:
+    """Where the first runs' mean curve reaches the second's mean end, as a part of what these spent."""
+    shared = range(min(len(run.scores) for run, _ in pairs))
+    curves = np.array([[[run.scores[i][x] for x in ("tokens", run.metric)] for i in shared] for run, _ in pairs])
+    others = np.array([[other.scores[-1]["tokens"], other.final] for _, other in pairs])
+
+    def part(chosen: np.ndarray) -> float:
+        spent, final = map(float, others[chosen].mean(axis=0))
+        return spent_until(curves[chosen].mean(axis=0), final) / spent
+
+    every = np.arange(len(pairs))
+    parts = [part(chosen) for chosen in np.random.default_rng(0).choice(every, (2000, len(pairs)))]
+    low, high = np.quantile(np.nan_to_num(parts, nan=np.inf), [0.05, 0.95], method="lower")
+    interval = f" [{_part(low)}, {_part(high)}]" if len(pairs) > 1 else ""
+    return _part(part(every)) + interval
+
+
+def _part(value: float) -> str:
+    return f"{value:.2f}" if np.isfinite(value) else "never"
+
+
+def overhead(groups: Groups) -> str:
+    """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it.
+
+    A task's rollout is the time of all tasks, times the processes that played them, by their number. Then the share of
+    all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the forks would have
+    added instead: shared steps at the run's mean time a step, with its part of the resets, for a replay begins with
+    one. With ``env_threads`` beyond 1 snapshots are taken at the same time, so c_snap overstates what they cost.
+    """
+    lines = [
+        "| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % | with restores, % "
+        "| steps shared a task | replayed instead, % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for label, group in groups.items():
+        updates = [line for run in group for line in run.updates]
+        tasks = group[0].results["args"]["prompts"]
+        snap = 1e3 * float(np.mean([line["time/snapshot"] for line in updates]))
+        count = float(np.mean([line["rollout/snapshots"] for line in updates]))
+        seconds = sum(line["time/rollout"] for line in updates)
+        processes = group[0].results.get("processes", 1)
+        rollout = 1e3 * seconds * processes / len(updates) / tasks
+        waited = sum(line["time/snapshots"] for line in updates) / seconds
+        shared = sum(run.shared_steps for run in group)
+        step = sum(line["time/env"] for line in updates) / sum(run.updates[-1]["total/env_steps"] for run in group)
+        lines.append(
+            f"| {label} | {snap:.3f} | {count:.1f} | {rollout:.1f} | {100 * snap * count / rollout:.2f} "
+            f"| {100 * waited:.2f} | {shared / len(updates) / tasks:.1f} | {100 * shared * step / seconds:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def write(
+    runs: Sequence[Path], out: Path, metric: Metric = "success", *, costs: bool = False, plot: Plot = "curves"
+) -> str:
+    """Write OUT-table.md, with `overhead` if ``costs``, and OUT.png; returns the tables."""
+    groups = grouped(runs, metric)
+    tables = [summary(groups), efficiency(groups), beside(groups), overhead(groups) if costs else ""]
+    text = "\n\n".join(filter(None, tables)) + "\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_name(out.name + "-table.md").write_text(text)
+    PLOTS[plot](runs, out.with_name(out.name + ".png"), metric)
+    return text
+
+
+def _mean_sd(values: np.ndarray) -> str:
+    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
+
+
+def _mean_error(values: np.ndarray) -> str:
+    return f"{values.mean():+.3f}" + (f" ± {values.std(ddof=1) / len(values) ** 0.5:.3f}" if len(values) > 1 else "")
+
+
+def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:
+    """Mean of those that are numbers, and how many are not."""
+    found = [value for value in values if value == value]
+    missing = len(values) - len(found)
+    return (form.format(np.mean(found)) if found else "never") + (f" ({missing} never)" if found and missing else "")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs, or files made of some by --data")
+    parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
+    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end less start")
+    parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
+    parser.add_argument("--data", type=Path, help="write what the tables are made of to this file")
+    arguments = parser.parse_args(argv)
+    with TemporaryDirectory() as folder:
+        arguments.runs = unpacked(arguments.runs, Path(folder))
+        _compare(arguments, parser)
+
+
+def _compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    finished = [run for run in arguments.runs if (run / "results.json").exists() and Finished(run).comparable]
+    if not finished:
+        given = ", ".join(map(str, arguments.runs))
+        parser.error(f"expected finished runs, with results.json, updates and a score of their start, found {given}")
+    if left_out := [str(run) for run in arguments.runs if run not in finished]:
+        why = "they have not finished, or hold no updates or no score of their start"
+        print(f"left out, for {why}: {', '.join(left_out)}", file=sys.stderr)
+    if arguments.data:
+        pack(finished, arguments.data)
+    print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead, plot=arguments.plot))
+
+
+if __name__ == "__main__":
+    main()
