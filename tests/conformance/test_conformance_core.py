@@ -309,6 +309,14 @@ def test_make_specs():
         Subject.named("no_such_module_at_all:make")
 
 
+def test_an_environment_that_no_other_process_can_make_is_not_blamed_for_it():
+    ids = ["durable.cross_process", "durable.saver_gone", "restore.live_source", "isolation.caches", "restore.diverge"]
+    report = run(subject(lambda: toy_envs.Dice()), only=[*ids, "resources.killed_owner"], budget=SMALL)
+    verdicts = {result.id: result.verdict for result in report.results}
+    assert set(verdicts.values()) <= {Verdict.PASS, Verdict.SKIP}, verdicts
+    assert verdicts["durable.cross_process"] is verdicts["durable.saver_gone"] is Verdict.SKIP
+
+
 # Other processes, crashes, damaged files.
 
 

@@ -167,7 +167,10 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
         here = os.environ.get("PYTHONHASHSEED")
         seeds = [seed for seed in ("0", "1", "2", "3", "4") if seed != here][:3]
         children = [elsewhere.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)]
-        started = [elsewhere.start(subject, [*jobs, alone], child) for child in children]
+        try:
+            started = [elsewhere.start(subject, [*jobs, alone], child) for child in children]
+        except elsewhere.Unreachable as error:
+            raise Skipped(f"another process cannot make the environment: {error}") from None
         for child, process in zip(children, started):
             try:
                 answers = elsewhere.finish(process)

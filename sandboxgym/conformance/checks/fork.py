@@ -552,7 +552,12 @@ def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     """
     pool = [each for each in controls(subject, budget) if each.repeatable and each.last > 2]
     if not pool:
-        raise Skipped("no run repeats itself without forks: " + subject.control(0, budget.steps).differs)
+        differs = subject.control(0, budget.steps).differs
+        raise Skipped(
+            f"no run repeats itself without forks: {differs}"
+            if differs
+            else "no episode had more than two steps: too short for actions of one's own"
+        )
     control = max(pool, key=lambda each: each.last)
     k = WIDE // 2 if budget.waits else CROWD
     if budget.steps <= SHORTEST:
