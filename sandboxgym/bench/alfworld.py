@@ -1,4 +1,4 @@
-"""ALFWorld's engine against the original in one run, and against the targets it was built for.
+"""ALFWorld's engine against the original in one run, and against the bounds it was built for.
 
 sandboxgym bench alfworld [--games valid_seen] [--number 12] [--steps 30] [--seed 0] [--cpu]
 
@@ -168,14 +168,14 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
             with again_reset.one():
                 reference.reset(options={"task": task})
         lines += [
-            '| ms | native | `engine="textworld"` | TextWorld by itself | native is faster by | target |',
+            '| ms | native | `engine="textworld"` | TextWorld by itself | native is faster by | at least |',
             "|---|---|---|---|---|---|",
         ]
 
-        def row(what: str, ours: float, theirs: float | None, original: float, target: str = "") -> None:
+        def row(what: str, ours: float, theirs: float | None, original: float, least: str = "") -> None:
             between = "" if theirs is None else f"{theirs * 1e3:,.1f}"
             ratio = f"{original / ours:,.0f} x"
-            lines.append(f"| {what} | {ours * 1e3:.3f} | {between} | {original * 1e3:,.1f} | {ratio} | {target} |")
+            lines.append(f"| {what} | {ours * 1e3:.3f} | {between} | {original * 1e3:,.1f} | {ratio} | {least} |")
 
         row("step with admissible commands", later.median, walked.median, alone["step"].median, "300 x")
         row("the same, mean", later.mean, walked.mean, alone["step"].mean)
@@ -186,7 +186,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
     else:
         lines += ["TextWorld and alfworld are not installed: nothing to compare with.", ""]
 
-    lines += ["| native | found | target |", "|---|---|---|"]
+    lines += ["| native | found | bound |", "|---|---|---|"]
     lines.append(
         f"| step, median (first episode of a game) | {later.median * 1e6:.0f} ({first.median * 1e6:.0f}) µs | |"
     )

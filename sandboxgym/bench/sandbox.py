@@ -193,13 +193,13 @@ def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str
         lines += [
             f"### After writing {what}",
             "",
-            "| ms, min / p50 / p95 | snapshot | restore | x ours | aim |",
+            "| ms, min / p50 / p95 | snapshot | restore | x ours | at most |",
             "|---|---|---|---|---|",
         ]
-        for name, first, second, aim in rows:
+        for name, first, second, most in rows:
             total = (first.median if first else 0) + (second.median if second else 0)
             ratio = f"{total / ours:.1f}" if name.startswith("docker") else ""
-            lines.append(f"| {name} | {first} | {second or ''} | {ratio} | {aim} |")
+            lines.append(f"| {name} | {first} | {second or ''} | {ratio} | {most} |")
         lines.append("")
     return lines
 
@@ -211,13 +211,13 @@ def commands(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
     """A table of what it takes to run ``true``."""
     rows: list[tuple[str, Times, str]] = []
 
-    def measure(name: str, call: Callable[[], Any], number: int = repeats, aim: str = "") -> None:
+    def measure(name: str, call: Callable[[], Any], number: int = repeats, most: str = "") -> None:
         call()
         times = Times()
         for _ in range(number):
             with times.one():
                 call()
-        rows.append((name, times, aim))
+        rows.append((name, times, most))
 
     backend = OverlayBackend(rootfs)
     with contextlib.closing(backend):
@@ -228,10 +228,10 @@ def commands(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
             process.wait()
             process.close()
 
-        measure("spawn of `true`", spawn, aim="1.5 ms")
+        measure("spawn of `true`", spawn, most="1.5 ms")
         measure("spawn of `bash -c true`", lambda: shell(backend, "true"))
     with make_sandbox(_backend(), rootfs=rootfs) as sandbox:
-        measure("`execute` in the persistent shell", lambda: sandbox.execute("true"), aim="3 ms")
+        measure("`execute` in the persistent shell", lambda: sandbox.execute("true"), most="3 ms")
         measure("`run`, a fresh bash", lambda: sandbox.run("true"))
     if image:
         container = _docker().containers.run(image, ["sleep", "1000"], detach=True, network_disabled=True)
@@ -243,9 +243,9 @@ def commands(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
             )
         finally:
             container.remove(force=True)
-    lines = ["### Running `true`", "", "| | ms, min / p50 / p95 | x spawn | aim |", "|---|---|---|---|"]
+    lines = ["### Running `true`", "", "| | ms, min / p50 / p95 | x spawn | at most |", "|---|---|---|---|"]
     first = rows[0][1].median
-    lines += [f"| {name} | {times} | {times.median / first:.1f} | {aim} |" for name, times, aim in rows]
+    lines += [f"| {name} | {times} | {times.median / first:.1f} | {most} |" for name, times, most in rows]
     return [*lines, ""]
 
 
@@ -296,7 +296,7 @@ def memory(rootfs: RootFS, number: int) -> list[str]:
 
     lines = [f"### {number} live boxes", "", f"Started one after the other on one tree: {times} ms each.", ""]
     lines += [
-        "| MB each | proportional share of memory | charged to the control group | less available | aim |",
+        "| MB each | proportional share of memory | charged to the control group | less available | at most |",
         "|---|---|---|---|---|",
     ]
     for name, (shares, charged, left) in (("idle", idle), ("with an interactive bash", busy)):

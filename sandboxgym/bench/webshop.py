@@ -235,7 +235,7 @@ def measure(setting: Setting) -> list[str]:
             lines.append(f"{row} {values[0] / values[1]:,.0f} x |")
         lines.append("")
 
-    lines += ["| | found | target |", "|---|---|---|"]
+    lines += ["| | found | bound |", "|---|---|---|"]
     lines.append(f"| open the shop (catalogue, goals, index) | {opening.mean * 1e3:,.0f} ms | 1,000 ms |")
     if setting.episodes:  # random ones were played before, to make them
         lines.append(f"| steps per second, nothing remembered | {1 / cold.mean:,.0f} | |")
@@ -270,11 +270,11 @@ def _snapshots(setting: Setting) -> list[str]:
             *_, info = env.step(rng.choice(commands))
         snap = env.snapshot()  # type: ignore[attr-defined]
         env.restore(snap)  # type: ignore[attr-defined]
-        for what, call, target in (
+        for what, call, bound in (
             ("snapshot", env.snapshot, "30 µs"),  # type: ignore[attr-defined]
             ("restore", lambda snap=snap: env.restore(snap), "60 µs"),  # type: ignore[attr-defined,misc]
         ):
-            lines.append(f"| {what} after {length} steps | {_quietest_median(call) * 1e6:.0f} µs | {target} |")
+            lines.append(f"| {what} after {length} steps | {_quietest_median(call) * 1e6:.0f} µs | {bound} |")
         state = len(env.unwrapped.session.encode())  # type: ignore[attr-defined]
         size = len(snap.to_bytes())
         lines.append(f"| snapshot on disk after {length} steps (its state) | {size:,} ({state}) bytes | 4,096 bytes |")
