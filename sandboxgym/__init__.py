@@ -1,8 +1,7 @@
 """Gymnasium environments that can be snapshotted, restored and forked at any step.
 
->>> import gymnasium as gym
 >>> import sandboxgym
->>> env = gym.make("sandboxgym/ALFWorld-v0")
+>>> env = sandboxgym.make("ALFWorld-v0")  # gymnasium.make("sandboxgym/ALFWorld-v0"), typed
 >>> observation, info = env.reset(seed=0)
 >>> snap = env.snapshot()
 >>> observation, info = env.restore(snap)
@@ -30,7 +29,7 @@ from sandboxgym.errors import (
     SnapshotReleased,
 )
 from sandboxgym.randomness import sibling_seed
-from sandboxgym.registration import register_envs
+from sandboxgym.registration import make, register_envs
 from sandboxgym.spaces import Unicode
 from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot, successors
 
@@ -63,6 +62,7 @@ __all__ = [
     "Unicode",
     "WrapperCodec",
     "fork",
+    "make",
     "register_wrapper",
     "restore",
     "sibling_seed",

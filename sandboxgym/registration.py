@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gymnasium as gym
 
 from sandboxgym.wrappers import SnapshotWrapper
@@ -24,3 +26,25 @@ def register_envs() -> None:
                 max_episode_steps=max_episode_steps,
                 additional_wrappers=(SnapshotWrapper.wrapper_spec(),),
             )
+
+
+def make(id: str, **kwargs: Any) -> SnapshotWrapper:
+    """`gymnasium.make` with the type of what it makes: an environment with ``snapshot``, ``restore`` and ``fork``.
+
+    Args:
+        id: of this package with or without ``sandboxgym/``, or any other registered one whose environment has the
+            protocol; that one is wrapped.
+        kwargs: of `gymnasium.make` and of the environment, such as ``max_episode_steps`` and ``games``.
+
+    Raises:
+        gymnasium.error.NameNotFound: there is no such id; the message has the nearest one.
+        TypeError: an environment without the protocol was made, and closed again.
+    """
+    short = f"sandboxgym/{id}"
+    env = gym.make(short if id not in gym.registry and short in gym.registry else id, **kwargs)
+    if isinstance(env, SnapshotWrapper):
+        return env
+    if not all(callable(getattr(env.unwrapped, name, None)) for name in ("snapshot", "restore", "fork")):
+        env.close()
+        raise TypeError(f"{id}: expected an environment with snapshot, restore and fork, found {type(env.unwrapped)}")
+    return SnapshotWrapper(env)

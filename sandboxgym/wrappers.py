@@ -16,7 +16,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import gymnasium as gym
 import numpy as np
@@ -73,7 +73,7 @@ Env = TypeVar("Env", bound=AnyEnv)
 Output = tuple[Any, dict[str, Any]]
 
 
-def snapshot(env: AnyEnv) -> Any:
+def snapshot(env: AnyEnv) -> Snapshot:
     """Capture ``env`` with every wrapper around it.
 
     Returns:
@@ -89,10 +89,10 @@ def snapshot(env: AnyEnv) -> Any:
         if codec.remember and layer.state[2] is None:
             raise ResetNeeded(f"{name_of(wrapper)} has returned nothing yet: call reset() through it before a snapshot")
     handle = base.snapshot()
+    if not isinstance(handle, Snapshot):  # a third party's, typed as ours: what is done with one is done with the other
+        return cast(Snapshot, StackSnapshot(base, handle, layers) if layers else handle)
     if not layers:
         return handle
-    if not isinstance(handle, Snapshot):
-        return StackSnapshot(base, handle, layers)
     return handle.layered(layers + handle.layers if _captures_stack(base) else layers)
 
 
@@ -243,7 +243,7 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
         spec: SnapshotSpec = _base(self).snapshot_spec
         return spec
 
-    def snapshot(self) -> Any:
+    def snapshot(self) -> Snapshot:
         """See `sandboxgym.snapshot`."""
         return snapshot(self)
 

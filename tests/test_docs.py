@@ -44,6 +44,22 @@ def test_a_block_of_python_runs_or_says_that_it_does_not(page: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_readme_passes_a_type_checker(tmp_path: Path) -> None:
+    program = tmp_path / "readme.py"
+    program.write_text("".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--cache-dir", str(tmp_path / "cache")]
+    result = subprocess.run(
+        [*command, "--follow-imports", "silent", str(program)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    program.write_text(program.read_text() + "\nenv.snapshott()\n", encoding="utf-8")
+    wrong = subprocess.run(
+        [*command, "--follow-imports", "silent", str(program)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "snapshott" in wrong.stdout, "it looks at these types"
+
+
+@pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     try:
         import material  # noqa: F401

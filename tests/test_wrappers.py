@@ -669,3 +669,24 @@ class TestThirdParties:
 
     def test_the_spec_is_the_base_environments(self, env):
         assert env.snapshot_spec is ForeignPole.snapshot_spec
+
+
+# Typed, in one call.
+
+
+def test_make_takes_ids_with_and_without_the_namespace():
+    for id in ("ALFWorld-v0", "sandboxgym/ALFWorld-v0"):
+        env = sandboxgym.make(id, max_episode_steps=3)
+        assert isinstance(env, sandboxgym.SnapshotWrapper) and env.spec.id == "sandboxgym/ALFWorld-v0"
+        env.reset(seed=0)
+        assert isinstance(env.snapshot(), sandboxgym.Snapshot)
+        (child,) = env.fork(1)
+        assert isinstance(child, sandboxgym.SnapshotWrapper)
+        child.close(), env.close()
+
+
+def test_make_refuses_what_has_no_snapshots():
+    with pytest.raises(TypeError, match=r"CartPole-v1: expected an environment with snapshot, restore and fork"):
+        sandboxgym.make("CartPole-v1")
+    with pytest.raises(gym.error.NameNotFound, match="ALFWorld"):
+        sandboxgym.make("sandboxgym/ALFWord-v0")
