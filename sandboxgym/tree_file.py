@@ -42,6 +42,11 @@ def load_trees(path: str | os.PathLike[str]) -> list[RolloutTree]:
     """
     try:
         return from_json(json.loads(Path(path).read_bytes()))
+    except json.JSONDecodeError as error:
+        raise TreeFileError(
+            f"{os.fspath(path)}: expected rollout trees as JSON, which this is not from line {error.lineno}, column "
+            f"{error.colno} on: {error.msg}"
+        ) from error
     except (ValueError, RecursionError) as error:  # TreeFileError too
         raise TreeFileError(f"{os.fspath(path)}: {error}") from error
 

@@ -56,11 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sandboxgym tree", description="Show rollout trees saved by sandboxgym.tree_file.save_trees."
     )
-    parser.add_argument("file", help="JSON file of trees")
+    parser.add_argument("file", nargs="?", help="JSON file of trees")
     parser.add_argument(
         "--html", nargs="?", const="", metavar="OUT", help="write a page instead (default: FILE with .html)"
     )
     arguments = parser.parse_args(argv)
+    if arguments.file is None and arguments.html:  # as in `--html trees.json`
+        arguments.file, arguments.html = arguments.html, ""
+    if arguments.file is None:
+        parser.error("expected a file of trees")
     try:
         trees = load_trees(arguments.file)
     except (OSError, TreeFileError) as error:

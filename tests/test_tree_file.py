@@ -79,7 +79,7 @@ def test_a_saved_tree_loads_as_it_was(trees: list[RolloutTree], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"not json", "Expecting value"),
+        (b"not json", "expected rollout trees as JSON, .* line 1, column 1 on: Expecting value"),
         (b"[]", r"expected rollout trees in the format 'sandboxgym.tree/1', found \[\]"),
         (b'{"format": "sandboxgym.tree/9"}', "found 'sandboxgym.tree/9'"),
         (b'{"format": "sandboxgym.tree/1", "trees": [{"task": 1}]}', "incomplete"),
@@ -146,3 +146,12 @@ def test_a_browser_draws_every_step_and_shows_the_text(trees: list[RolloutTree],
     assert drawn.count('class="turn') == len(trees[1].paths[0].edges) + 1
     assert "<title>Rollout trees</title>" in drawn
     assert "café &lt;/script&gt;" in drawn
+
+
+def test_the_option_may_stand_before_the_file(tmp_path, capsys):
+    file = tmp_path / "trees.json"
+    save_trees([], file)
+    assert main(["--html", str(file)]) == 0 and (tmp_path / "trees.html").exists()
+    with pytest.raises(SystemExit) as stopped:
+        main(["--html"])
+    assert stopped.value.code == 2 and "expected a file of trees" in capsys.readouterr().err

@@ -6,6 +6,7 @@ With ``--attack``: whether its sandboxes keep their promises, by hundreds of att
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import sys
@@ -113,7 +114,46 @@ def examine() -> list[Finding]:
     return findings
 
 
+def summary(findings: Sequence[Finding]) -> list[tuple[str, str, str]]:
+    """What can be run here, in four lines: what, whether it is ready, and with what or by which command it would be.
+
+    Without a line of an extra (a checkout that was not installed) its packages are looked for.
+    """
+    by_name = {finding.name: finding for finding in findings}
+
+    def lacking(extra: str, *modules: str) -> str:
+        found = by_name.get(f"extra:{extra}")
+        missing = (
+            found.status != "ok"
+            if found is not None
+            else not all(importlib.util.find_spec(module) is not None for module in modules)
+        )
+        return f"pip install 'sandboxgym[{extra}]'" if missing else ""
+
+    lines = [("ALFWorld", "ready", "embedded games; no download, no GPU")]
+    pip = lacking("webshop", "regex")
+    lines.append(("WebShop", "not ready", pip) if pip else ("WebShop", "ready", "a generated catalogue"))
+    pip = lacking("swebench", "swebench")
+    usable = [name for name in ("overlay", "docker") if name in by_name and by_name[name].status == "ok"]
+    if pip:
+        lines.append(("SWE-bench", "not ready", pip))
+    elif not usable:
+        fix = next((by_name[name].fix for name in ("overlay", "docker") if name in by_name and by_name[name].fix), "")
+        lines.append(("SWE-bench", "not ready", f"no sandbox works: {fix}"))
+    else:
+        lines.append(("SWE-bench", "ready", f"embedded tasks in sandboxes of {' and '.join(usable)}"))
+    pip = lacking("train", "torch", "transformers")
+    gpu = by_name.get("gpu")
+    device = f"on {gpu.detail}" if gpu is not None and gpu.status == "ok" else "on CPUs: the tiny configurations"
+    lines.append(("Training", "not ready", pip) if pip else ("Training", "ready", device))
+    return lines
+
+
 def _print(findings: Sequence[Finding], screen: Screen) -> None:
+    for what, state, with_what in summary(findings):
+        styled = screen.style(f"{state:<9}", "green" if state == "ready" else "yellow")
+        screen.line(f"{what:<9}  {styled}  {with_what}")
+    screen.line("")
     wide = max(len(finding.name) for finding in findings)
     indent = " " * (wide + 11)
     for finding in findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import inspect
 import json
 import sys
@@ -145,12 +146,12 @@ def list_main(argv: Sequence[str]) -> int:
     specs = [spec for name, spec in gym.registry.items() if name.startswith("sandboxgym/")]
     if options.all or options.modules:
         specs += [s for s in gym.registry.values() if s not in specs and _is_wrapped(s)]
-    rows = [(spec.id, snapshot_kind(spec), _data_line(spec.id)) for spec in specs]
-    head = ("environment", "snapshots", "data")
-    wide = [max(len(row[column]) for row in [head, *rows]) for column in range(2)]
+    rows = [(spec.id, snapshot_kind(spec), _ready(spec), _data_line(spec.id)) for spec in specs]
+    head = ("environment", "snapshots", "ready", "data")
+    wide = [max(len(row[column]) for row in [head, *rows]) for column in range(3)]
     screen = Screen(sys.stdout)
     for row in [head, *rows]:
-        line = f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}"
+        line = "  ".join((*(f"{cell:<{width}}" for cell, width in zip(row, wide)), row[3]))
         screen.line(screen.style(line, "bold") if row is head else line)
     return OK
 
@@ -282,6 +283,21 @@ def _data_facts(dataset: data.DataSet) -> dict[str, Any]:
         "found": data.parts_found(dataset.name),
         "command": f"sandboxgym download {dataset.name}",
     }
+
+
+_NEEDS = {
+    "sandboxgym/WebShop-v0": ("webshop", "regex"),
+    "sandboxgym/WebShopBrowser-v0": ("browser", "playwright"),
+    "sandboxgym/SWEBench-v0": ("swebench", "swebench"),
+}
+"""The extra that an environment needs, and a module that tells of it."""
+
+
+def _ready(spec: EnvSpec) -> str:
+    extra, module = _NEEDS.get(spec.id, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        return f"pip install 'sandboxgym[{extra}]'"
+    return "yes" if _creator(spec) is not None else "no: its module cannot be imported"
 
 
 def _data_line(env_id: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import sandboxgym
 from sandboxgym import cli, data
 from sandboxgym.cli import doctor, environments, passing, probes
+from sandboxgym.cli.doctor import summary
+from sandboxgym.cli.probes import Finding
 from sandboxgym.core import SnapshotSpec
 
 ROOT = Path(__file__).parents[2]
@@ -63,10 +67,37 @@ def test_what_is_wrong_is_said_with_its_status(run, arguments, status, message):
 
 def test_list_shows_ours_and_others_on_demand(run):
     _, out, _ = run("list")
-    assert "sandboxgym/ALFWorld-v0        memory" in out and "sandboxgym download alfworld" in out
+    assert re.search(r"^environment +snapshots +ready +data$", out, re.MULTILINE)
+    assert re.search(r"^sandboxgym/ALFWorld-v0 +memory +yes +embedded; ", out, re.MULTILINE)
+    assert "sandboxgym download alfworld" in out
     assert "toys/" not in out and "CartPole" not in out
     _, out, _ = run("list", "--all")
     assert "toys/Corridor-v0" in out and "CartPole" not in out
+
+
+def test_list_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr("sandboxgym.cli.environments._NEEDS", {"sandboxgym/WebShop-v0": ("webshop", "no_such_module")})
+    _, out, _ = run("list")
+    assert re.search(r"^sandboxgym/WebShop-v0 .* pip install 'sandboxgym\[webshop\]'", out, re.MULTILINE)
+
+
+def test_doctor_begins_with_what_can_be_run():
+    ok = [Finding(name, "ok", "here", "") for name in ("extra:webshop", "extra:swebench", "extra:train", "overlay")]
+    gpu = Finding("gpu", "ok", "NVIDIA H100", "")
+    lines = summary([*ok, gpu, Finding("docker", "missing", "", "", "start it")])
+    assert [line[:2] for line in lines] == [(n, "ready") for n in ("ALFWorld", "WebShop", "SWE-bench", "Training")]
+    assert lines[2][2] == "embedded tasks in sandboxes of overlay" and lines[3][2] == "on NVIDIA H100"
+    bare = [Finding(f"extra:{name}", "missing", "", "") for name in ("webshop", "swebench", "train")]
+    assert [line[1:] for line in summary(bare)[1:]] == [
+        ("not ready", f"pip install 'sandboxgym[{name}]'") for name in ("webshop", "swebench", "train")
+    ]
+    none = [*ok[:2], Finding("overlay", "missing", "", "", "be root"), Finding("docker", "missing", "", "", "start it")]
+    assert summary(none)[2] == ("SWE-bench", "not ready", "no sandbox works: be root")
+
+
+def test_a_split_that_is_misspelled_is_told_what_there_is():
+    with pytest.raises(FileNotFoundError, match=r"embedded:train, .*valid_seen.*; did you mean 'valid_seen'\?"):
+        sandboxgym.make("ALFWorld-v0", games="valid_sen")
 
 
 def test_info_describes_arguments_snapshots_and_data(run, tmp_path):

@@ -160,6 +160,11 @@ def open_library(
         refs, source = _directory(_split_directory(games, data)), games
     else:
         path = Path(games)
+        if isinstance(games, str) and not path.exists() and len(path.parts) == 1 and path.suffix == "":
+            known = [*(f"embedded:{split}" for split in SPLITS), *OFFICIAL_SPLITS]
+            near = difflib.get_close_matches(games, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise DataNotFound(f"expected games of {', '.join(known)}, a directory or a file, found {games!r}{hint}")
         refs, source = _directory(path) if path.is_dir() else (_file_ref(path),), os.fspath(games)
     if task_types is not None:
         refs = [ref for ref in refs if ref.task_type in task_types]
