@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import torch
@@ -26,7 +26,8 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref.baselines import plain_key
+from bpo_ref.args import Args, resolved
+from bpo_ref.baselines import Memory, plain_key
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
@@ -57,9 +58,6 @@ from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_dem
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
-if TYPE_CHECKING:
-    from bpo_ref.args import Args
-
 Item = TypeVar("Item")
 
 OUT_SECONDS = 30.0
@@ -86,7 +84,7 @@ class TrainingSession:
     """Whether what samples has weights of its own in the lower type, cast once after each optimizer step and not at
     every token. None: on CUDA, where casting is what a token waits for."""
 
-    def __init__(self, args: Args, resolve: Callable[[bool], Args]) -> None:
+    def __init__(self, args: Args) -> None:
         with patch_environment(accelerate_use_deepspeed="false"):  # `distributed.zero3` makes the engine
             self.accelerator = Accelerator(
                 cpu=not torch.cuda.is_available(),
@@ -103,7 +101,7 @@ class TrainingSession:
                 envs.give(envs.take())
             except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
-        self.args = args = resolve(gives_key(self.envs))
+        self.args = args = resolved(args, keyed=gives_key(self.envs))
         if args.credit == "gigpo" and not first_info(self.envs).get("state_hash"):
             raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
         if args.lookahead and not first_info(self.envs).get("admissible_commands"):
@@ -114,7 +112,7 @@ class TrainingSession:
                 "WebShop do with env_kwargs features=true"
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
-        self._check_processes()
+        self.check_processes()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self._check_out()
@@ -123,7 +121,7 @@ class TrainingSession:
         self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
         self._twin: CausalLM | None = None
         self._interrupted = False
-        self._saved_at = ""
+        self.saved_at = ""
 
         saved = self._saved()
         if saved is not None:
@@ -144,7 +142,7 @@ class TrainingSession:
         whole = ActorCritic(model) if args.critic else model
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
-        self.strategy.place(whole, self._adamw)
+        self.strategy.place(whole, self.adamw)
         self._check_packing()
         self.restore(saved)
         self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
@@ -153,7 +151,10 @@ class TrainingSession:
     # State.
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the weights of the policy. All processes have to ask for it."""
+        """What a checkpoint holds beside the weights of the policy, with what was learnt about schedules and baselines.
+
+        All processes have to ask for it.
+        """
         return {
             "args": json.loads(json.dumps(asdict(self.args))),
             "stage": self.stage,
@@ -163,14 +164,16 @@ class TrainingSession:
             "optimizer": self.strategy.optimizer_state(),
             "value_head": self.strategy.value_head() if self.args.critic else None,
             "sharded": self.strategy.sharded,
+            "memory": self.memory.state(),
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Go on from there."""
+        self.memory = Memory.of(self.args, saved and saved["memory"])
         if saved is not None:
             self.strategy.load_optimizer_state(saved["optimizer"])
             self.step, self.counters = saved["step"], saved["counters"]
-            self._saved_at = f"{self.stage} step {self.step}"
+            self.saved_at = f"{self.stage} step {self.step}"
             self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
 
     def _saved(self) -> dict[str, Any] | None:
@@ -190,21 +193,26 @@ class TrainingSession:
             )
         return saved
 
-    def _maybe_save(self, every: int, *, last: bool = False) -> None:
-        stop = self._sum(float(self._interrupted)) > 0
+    def maybe_save(self, every: int, *, last: bool = False) -> None:
+        """Save every so many steps, at the end, and where a process was asked to stop, which then happens.
+
+        Raises:
+            Interrupted: it was.
+        """
+        stop = self.sum(float(self._interrupted)) > 0
         if stop or last or self.step % every == 0:
-            self._save(self.out / "checkpoint")
+            self.save(self.out / "checkpoint")
         if stop:
             raise Interrupted
 
-    def _save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
+    def save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
         """With the weights of ``policy``, or those at present."""
         state = self.state()
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
             save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
         if folder.name == "checkpoint":
-            self._saved_at = f"{self.stage} step {self.step}"
+            self.saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
 
     def done(self) -> int:
@@ -227,9 +235,9 @@ class TrainingSession:
             advice = "smaller --micro-tokens, --gradient-checkpointing True or fewer --prompts need less"
             what = f"out of memory in {self.stage} step {self.step + 1}: {advice}" if full else str(error)
             kept = (
-                f"what was learnt up to {self._saved_at} is in {self.out / 'checkpoint'} (--resume goes on from there)"
+                f"what was learnt up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume goes on from there)"
             )
-            raise TrainingFailed(f"{what}; {kept if self._saved_at else 'nothing was saved before'}") from error
+            raise TrainingFailed(f"{what}; {kept if self.saved_at else 'nothing was saved before'}") from error
 
     def catch_signals(self) -> None:
         """On SIGINT or SIGTERM finish the step, save and stop; the second time, at once."""
@@ -257,7 +265,7 @@ class TrainingSession:
 
     @property
     def network(self) -> Any:
-        """The bare model, with its value head where there is one; where it is spread, whole while `_gathered`."""
+        """The bare model, with its value head where there is one; where it is spread, whole while `gathered`."""
         return self.strategy.network
 
     @property
@@ -324,12 +332,12 @@ class TrainingSession:
             with self.strategy.gathered():
                 packing.check(self.policy)
 
-    def _gathered(self) -> AbstractContextManager[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Within it, processes may run as many forward passes as they like; see `Strategy.gathered`."""
         asked = self.reference is not None and self.args.kl_in == "reward"
         return self.strategy.gathered(*([self.reference] if asked else []))
 
-    def _enter_rl(self) -> None:
+    def enter_rl(self) -> None:
         """The supervised policy becomes the start and the reference; what was learnt by adapters is merged into it."""
         self.stage, self.step = "rl", 0
         whole = self.network
@@ -340,16 +348,16 @@ class TrainingSession:
                 self.tokenizer.save_pretrained(self.out / "adapter")
             self.accelerator.wait_for_everyone()
             main = self.accelerator.is_main_process  # merges on the CPU, in fp32; the others read what it has written
-            self._save(self.out / "sft", policy=self._merged() if main else self.policy)
+            self.save(self.out / "sft", policy=self._merged() if main else self.policy)
             policy = self._adapted(self._initial(self.args.dtype)[0])
             self.accelerator.free_memory()  # it keeps what it has prepared
             if self.args.critic:
                 whole.policy = policy
-            self.strategy.place(whole if self.args.critic else policy, self._adamw)
+            self.strategy.place(whole if self.args.critic else policy, self.adamw)
         else:
-            self.strategy.restart(self._adamw)
-            self._save(self.out / "sft")
-        self._save(self.out / "checkpoint")
+            self.strategy.restart(self.adamw)
+            self.save(self.out / "sft")
+        self.save(self.out / "checkpoint")
         self.reference = self._build_reference() if self.args.kl else None
 
     def _build_reference(self) -> CausalLM:
@@ -362,7 +370,7 @@ class TrainingSession:
             packing.enable(model)
         return self.strategy.frozen(model)
 
-    def _adamw(self, model: CausalLM) -> torch.optim.AdamW:
+    def adamw(self, model: CausalLM) -> torch.optim.AdamW:
         """The value head's learning rate stays in proportion to the policy's; only matrices decay."""
         args = self.args
         learnt = [parameter for parameter in policy_of(model).parameters() if parameter.requires_grad]
@@ -411,11 +419,11 @@ class TrainingSession:
 
     # Playing and scoring.
 
-    def _player(self, temperature: float) -> ChatPolicy:
+    def player(self, temperature: float) -> ChatPolicy:
         """The present policy; good until the weights change."""
         backend = make_backend(
             self.args.backend,
-            self._sampled(),
+            self.sampled(),
             stop_ids=self.chat.stop_ids,
             max_new_tokens=self.args.max_new_tokens,
             temperature=temperature,
@@ -427,7 +435,7 @@ class TrainingSession:
         skip = self.chat.length(self.prompt.opening) if skip is None else skip
         return ChatPolicy(backend, self.chat, prompt=self.prompt, entropy_skip=skip)
 
-    def _sampled(self) -> CausalLM:
+    def sampled(self) -> CausalLM:
         """The policy, or the same with weights that are cast already."""
         args, wanted = self.args, self.lower_once
         wanted = self.accelerator.device.type == "cuda" if wanted is None else wanted
@@ -439,16 +447,17 @@ class TrainingSession:
             refresh(self._twin, self.policy)
         return self._twin
 
-    def _evaluate(self, name: str) -> Score:
+    def evaluate(self, name: str) -> Score:
+        """Play the evaluation set with the policy as it is; logged under the name."""
         args = self.args
-        with self._gathered():
+        with self.gathered():
             score = evaluate(
-                self._player(args.eval_temperature),
+                self.player(args.eval_temperature),
                 self.eval_envs,
                 args.eval_episodes,
                 seed=(args.seed, 3),
                 part=(self.accelerator.process_index, self.accelerator.num_processes),
-                gather=self._gather,
+                gather=self.gather,
                 overlap=args.env_overlap,
                 retries=args.env_retries,
             )
@@ -464,20 +473,26 @@ class TrainingSession:
         )
         return score
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Write the report of a finished run."""
         if self.accelerator.is_main_process:
             processes = self.accelerator.num_processes
             write_report(self.out, self.args, self.scores, self.counters, last=self.step, processes=processes)
 
     # Optimizer steps, over all processes.
 
-    def _accumulate(
+    def accumulate(
         self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None], *, idle: Item
     ) -> None:
         """Backward passes of an optimizer step; see `Strategy.accumulate`."""
         self.strategy.accumulate(batches, backward, idle=idle)
 
-    def _optimizer_step(self) -> None:
+    def optimizer_step(self) -> None:
+        """Move the weights by the gradient.
+
+        Raises:
+            TrainingFailed: it is not finite.
+        """
         self.grad_norm = self.strategy.step()
         if not math.isfinite(self.grad_norm):
             raise TrainingFailed(
@@ -485,13 +500,14 @@ class TrainingSession:
                 "come to the same end: try a smaller lr, with --init-from and a new --out"
             )
 
-    def _set_lr(self, lr: float) -> None:
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the steps to come."""
         for group in self.strategy.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
 
-    def _check_rolled_out(self, trees: int, failures: Sequence[Failure], ends: Mapping[str, float]) -> None:
+    def check_rolled_out(self, trees: int, failures: Sequence[Failure], ends: Mapping[str, float]) -> None:
         """Some environments may fail, and some episodes say nothing; where none is left, going on would hide that."""
-        if self._sum(float(trees)):
+        if self.sum(float(trees)):
             return
         if ends["masked"]:
             told = ", ".join(f"{name.replace('_', ' ')}: {ends[name]:.0f}" for name in VERDICTS)
@@ -500,16 +516,19 @@ class TrainingSession:
             )
         raise TrainingFailed(f"no environment of {self.args.env_id} came to an end: {described_failures(failures)}")
 
-    def _sum(self, value: float) -> float:
+    def sum(self, value: float) -> float:
+        """Add up a number over all processes."""
         if self.accelerator.num_processes == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)
         return float(self.accelerator.reduce(tensor, reduction="sum"))
 
-    def _gather(self, local: list[Any]) -> list[Any]:
+    def gather(self, local: list[Any]) -> list[Any]:
+        """Collect the lists of all processes into one."""
         return gather_object(local) if self.accelerator.num_processes > 1 else local
 
-    def _bar(self, description: str, total: int) -> Any:
+    def bar(self, description: str, total: int) -> Any:
+        """Show how far a stage is; in the first process only."""
         return tqdm(desc=description, total=total, initial=self.step, disable=not self.accelerator.is_main_process)
 
     def _check_out(self) -> None:
@@ -524,14 +543,14 @@ class TrainingSession:
         name = broadcast_object_list([f".shared-{uuid.uuid4().hex}" if main else None])[0]
         with token_in(self.out, name if main else None):
             self.accelerator.wait_for_everyone()
-            sees = self._gather([appears(self.out / name, seconds=OUT_SECONDS)])
+            sees = self.gather([appears(self.out / name, seconds=OUT_SECONDS)])
         if blind := [process for process, seen in enumerate(sees) if not seen]:
             raise ConfigError(
                 f"out: expected a folder that all processes share, but {self.out} of process 0 is not that of "
                 f"{blind}: with several nodes, it has to be on a file system that they share"
             )
 
-    def _check_processes(self) -> None:
+    def check_processes(self) -> None:
         """A launcher that meant several processes but started one would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)

@@ -6,10 +6,11 @@ Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it f
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
 Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
-where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), the state of a
-run (`session.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms: `sampling/` from chats to sampled turns,
-`learning/` the network and its batches, `distributed/` weights spread over many GPUs, `experiments/` what is measured
-with all of it: the quality of the estimators, the paper's tables. Left out: inference servers.
+where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), the supervised
+stage (`supervised.py`), the state of a run (`session.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms:
+`sampling/` from chats to sampled turns, `learning/` the network and its batches, `distributed/` weights spread over
+many GPUs, `experiments/` what is measured with all of it: the quality of the estimators, the paper's tables.
+Left out: inference servers.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.args import Args, parse_args, resolved
+from bpo_ref.args import Args, parse_args
 from bpo_ref.baselines import (
     ForkSample,
     Gather,
@@ -45,7 +44,7 @@ from bpo_ref.baselines import (
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
 from bpo_ref.experiments.value_oracle import value_scores
-from bpo_ref.learning.batch import Batch, Critique, Row, by_length, collate, micro_batches, rows_of
+from bpo_ref.learning.batch import Batch, Critique, Row, collate, micro_batches, rows_of
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import rescore, sampler_mismatch
@@ -54,8 +53,10 @@ from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, write_samples
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
+from bpo_ref.sampling.selection import draw_tasks, leave_out, returns_differ, shuffled_parts
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
+from bpo_ref.supervised import supervised
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 # ------------------------------------------------------------------------------------------------------------- credit
@@ -448,169 +449,122 @@ def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
 # --------------------------------------------------------------------------------------------------------------- loop
 
 
-class Trainer(TrainingSession):
-    """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step)."""
+class Trainer:
+    """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step).
 
-    def __init__(self, args: Args) -> None:
+    Args:
+        args: as given; `Trainer.args` has the preset filled in.
+        session: what keeps the state of the run.
+    """
+
+    def __init__(self, args: Args, session: Callable[[Args], TrainingSession] = TrainingSession) -> None:
+        self.session = session(args)
+        self.args = self.session.args
         self.passed_over = dict.fromkeys(("returns", "env_steps", "tokens"), 0)  # drawn, but not learnt from
-        super().__init__(args, lambda keyed: resolved(args, keyed=keyed))
-
-    def state(self) -> dict[str, Any]:
-        """With what was learnt about schedules and baselines."""
-        return {**super().state(), "memory": self.memory.state()}
-
-    def restore(self, saved: dict[str, Any] | None) -> None:
-        """Likewise."""
-        super().restore(saved)
-        self.memory = Memory.of(self.args, saved and saved["memory"])
+        self.rollout_costs: dict[str, float] = {}
 
     def run(self) -> dict[str, Score]:
         """Train to the end; returns the scores by stage."""
-        args = self.args
-        self.catch_signals()
+        args, session = self.args, self.session
+        session.catch_signals()
         try:
-            with self.explained():
-                if not self.done() and (args.init_from or args.eval_untrained):
-                    self._evaluate("untrained" if not args.init_from else "start")
-                if self.stage == "sft":
-                    self._supervised()
-                    self._evaluate("sft")
-                    self._enter_rl()
+            with session.explained():
+                if not session.done() and (args.init_from or args.eval_untrained):
+                    session.evaluate("untrained" if not args.init_from else "start")
+                if session.stage == "sft":
+                    supervised(session)
+                    session.evaluate("sft")
+                    session.enter_rl()
                 if args.algo != "sft":
                     self._reinforce()
-                elif not self._saved_at:  # nothing was to be learnt: the start of other runs all the same
-                    self._save(self.out / "checkpoint")
-                self._report()
+                elif not session.saved_at:  # nothing was to be learnt: the start of other runs all the same
+                    session.save(session.out / "checkpoint")
+                session.report()
         except Interrupted:
-            self.accelerator.print(f"stopped at {self.stage} step {self.step}; go on with --resume")
+            session.accelerator.print(f"stopped at {session.stage} step {session.step}; go on with --resume")
         finally:
-            self.close()
-        return self.scores
-
-    def _supervised(self) -> None:
-        """Cross entropy on expert episodes; observation tokens count ``sft_observation_weight``."""
-        args = self.args
-        weight = args.sft_observation_weight
-        encoded = [self.chat.demonstration(**episode, observation_weight=weight) for episode in self.demonstrations]
-        encoded = [(ids, weights) for ids, weights in encoded if len(ids) <= args.context]
-        if not encoded:
-            raise ConfigError(f"context: none of {len(self.demonstrations)} expert episodes fits {args.context} tokens")
-        bar = self._bar("SFT", args.sft_steps)
-        smooth = None
-        for step in range(self.step, args.sft_steps):
-            warm, rest = min(1.0, (step + 1) / 50), step / args.sft_steps
-            self._set_lr(args.sft_lr * warm * 0.5 * (1 + math.cos(math.pi * rest)))
-            picks = np.random.default_rng([args.seed, 1, step]).choice(len(encoded), args.sft_batch)
-            mine = [encoded[i] for i in picks[self.accelerator.process_index :: self.accelerator.num_processes]]
-            loss = self._supervised_step(mine)
-            smooth = loss if smooth is None else 0.98 * smooth + 0.02 * loss
-            self.step = step + 1
-            self.log.scalars({"sft/loss": loss, "sft/grad_norm": self.grad_norm}, self.done())
-            bar.set_postfix(loss=f"{smooth:.3f}")
-            bar.update()
-            self._maybe_save(20 * args.save_every)
-        bar.close()
-
-    def _supervised_step(self, episodes: Sequence[tuple[list[int], list[float]]]) -> float:
-        """One optimizer step; returns the weighted mean loss of a token."""
-        total = self._sum(sum(sum(weights) for _, weights in episodes))
-        losses: list[float] = []
-
-        def backward(part: Sequence[tuple[list[int], list[float]]]) -> None:
-            padded = (pad_sequence([torch.tensor(row[i]) for row in part], batch_first=True) for i in (0, 1))
-            ids, weights = (tensor.to(self.accelerator.device) for tensor in padded)
-            lengths = torch.tensor([len(row) for row, _ in part], device=ids.device)
-            logps, _, values = forward(self.model, ids, lengths, where=weights[:, 1:] > 0)
-            loss = -(logps * weights[:, 1:]).sum() / total
-            if values is not None:
-                loss = loss + 0.0 * values.sum()  # every parameter takes part in the reduction over processes
-            self.strategy.backward(loss)
-            losses.append(float(loss.detach()))
-
-        batches = by_length(episodes, lambda row: len(row[0]), self.args.micro_tokens)
-        self._accumulate(batches, backward, idle=(episodes[0][0][:2], [0.0, 0.0]))
-        self._optimizer_step()
-        return self._sum(sum(losses))
+            session.close()
+        return session.scores
 
     def _reinforce(self) -> None:
         """Rollouts, credit, loss; an evaluation every ``eval_every`` updates, or as large a part of the budget."""
-        args = self.args
-        bar = self._bar(args.algo, args.updates)
+        args, session = self.args, self.session
+        bar = session.bar(args.algo, args.updates)
         while (before := self._position()) < args.updates:
             began = time.perf_counter()
-            self._set_lr(args.lr * learning_rate_factor(before, args))
-            with self._gathered():
-                trees = self._rollouts((args.seed, 2, self.step))
+            session.set_lr(args.lr * learning_rate_factor(before, args))
+            with session.gathered():
+                trees = self._rollouts((args.seed, 2, session.step))
             sampled = time.perf_counter()
-            forks = assign_credit(trees, args, self.memory, self._gather)
-            self.memory.observe(trees, forks, args, self._gather)
-            cut = leave_out(trees, args, (args.seed, 4, self.step))
-            metrics = self._optimize(trees) | {"rollout/left_out_actions": self._sum(float(cut))}
-            self.step += 1
+            forks = assign_credit(trees, args, session.memory, session.gather)
+            session.memory.observe(trees, forks, args, session.gather)
+            cut = leave_out(trees, args, (args.seed, 4, session.step))
+            metrics = self._optimize(trees) | {"rollout/left_out_actions": session.sum(float(cut))}
+            session.step += 1
             finished = time.perf_counter()
             metrics |= self._count(trees, finished - began)
             metrics |= {"time/rollout": sampled - began, "time/update": finished - sampled, **self.rollout_costs}
-            self.log.scalars(metrics, self.done())
+            session.log.scalars(metrics, session.done())
             bar.set_postfix(
                 success=f"{metrics['rollout/success']:.2f}",
                 entropy=f"{metrics['rollout/entropy']:.2f}",
-                tokens=f"{self.counters['tokens'] / 1e3:.0f}k",
+                tokens=f"{session.counters['tokens'] / 1e3:.0f}k",
             )
             now = self._position()
             bar.n = now
             bar.refresh()
             last = now >= args.updates
             if last or now // args.eval_every > before // args.eval_every:
-                score = self._evaluate(f"{args.algo}@{self.step}")
+                score = session.evaluate(f"{args.algo}@{session.step}")
                 bar.set_description(f"{args.algo} eval {score.rate:.2f}")
-                if self.accelerator.is_main_process:
-                    write_samples(self.out, trees, title=f"{args.algo}, update {self.step}")
-            self._maybe_save(args.save_every, last=last)
+                if session.accelerator.is_main_process:
+                    write_samples(session.out, trees, title=f"{args.algo}, update {session.step}")
+            session.maybe_save(args.save_every, last=last)
         bar.close()
 
     def _position(self) -> float:
         """How far the run is, in updates: of its ``updates``, or as the same part of its budget."""
-        args = self.args
+        args, session = self.args, self.session
         if not args.budget:
-            return self.step
-        return min(1.0, self.counters[args.match.replace("-", "_")] / args.budget) * args.updates
+            return session.step
+        return min(1.0, session.counters[args.match.replace("-", "_")] / args.budget) * args.updates
 
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
         """Trees of the update's tasks, every N-th on each of N processes: the same tasks whatever N is."""
-        args = self.args
+        args, session = self.args, self.session
         self.passed_over = dict.fromkeys(self.passed_over, 0)
-        env = self.envs.take()
+        env = session.envs.take()
         drawn = draw_tasks(env, math.ceil(args.prompts * max(1.0, args.dynamic_sampling)), seed)
-        self.envs.give(env)
-        indices = range(self.accelerator.process_index, len(drawn), self.accelerator.num_processes)
+        session.envs.give(env)
+        indices = range(session.accelerator.process_index, len(drawn), session.accelerator.num_processes)
         tasks, scores = [drawn[i] for i in indices], None
         shared: dict[str, Any] = dict(
             tasks=tasks, seed=seed, indices=indices, max_live=args.max_live, retries=args.env_retries
         )
         if args.schedule == "value-oracle":
-            scores = value_scores(self.envs, self._player(args.temperature), rollouts=args.mc_rollouts, **shared)
-        schedule = make_schedule(args, seed, self.memory, scores, drawn)
-        policy = self._player(args.temperature)
+            scores = value_scores(session.envs, session.player(args.temperature), rollouts=args.mc_rollouts, **shared)
+        schedule = make_schedule(args, seed, session.memory, scores, drawn)
+        policy = session.player(args.temperature)
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
         ahead = None
         if args.lookahead:
-            ahead = LookAhead(args, self.prompt, self.chat, self.memory.values, self.memory.network)
+            ahead = LookAhead(args, session.prompt, session.chat, session.memory.values, session.memory.network)
         shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead)
-        trees = rollout(self.envs, policy, schedule, **shared)
-        ends = {name: self._sum(count) for name, count in end_counts(trees).items()}
+        trees = rollout(session.envs, policy, schedule, **shared)
+        ends = {name: session.sum(count) for name, count in end_counts(trees).items()}
         trees = without_masked(trees)
-        self._check_rolled_out(len(trees), failures, ends)
-        self.rollout_costs = rollout_costs(policy, clock, failures, ends, time.perf_counter() - began, self._sum)
+        session.check_rolled_out(len(trees), failures, ends)
+        self.rollout_costs = rollout_costs(policy, clock, failures, ends, time.perf_counter() - began, session.sum)
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
         trees = self._differing(trees) if args.dynamic_sampling else trees
-        measure, reference = (partial(self._forward, model) for model in (self.network, self.reference))
-        rescore(trees, args, measure, reference, self.accelerator.device)
+        measure, reference = (partial(self._forward, model) for model in (session.network, session.reference))
+        rescore(trees, args, measure, reference, session.accelerator.device)
         if ahead is not None:
-            ahead.set_controls(trees, scored(self._logps, args, self.accelerator.device))
-            self.rollout_costs |= {name: self._sum(count) for name, count in ahead.counts().items()}
-        if told := self._gather(sampler_mismatch(trees)):
+            ahead.set_controls(trees, scored(self._logps, args, session.accelerator.device))
+            self.rollout_costs |= {name: session.sum(count) for name, count in ahead.counts().items()}
+        if told := session.gather(sampler_mismatch(trees)):
             tokens, apart, largest = zip(*told)
             self.rollout_costs["rollout/sampler_mismatch"] = sum(apart) / sum(tokens)
             self.rollout_costs["rollout/sampler_ratio_max"] = max(largest)
@@ -621,7 +575,8 @@ class Trainer(TrainingSession):
 
         Where no task's do, there is nothing to choose by. What was drawn beside them is counted as spent.
         """
-        every = sorted(self._gather([(tree.index, returns_differ(tree)) for tree in trees]))
+        session = self.session
+        every = sorted(session.gather([(tree.index, returns_differ(tree)) for tree in trees]))
         differing = [index for index, differs in every if differs]
         places = {index: place for place, index in enumerate((differing or [i for i, _ in every])[: self.args.prompts])}
         for tree in trees:
@@ -630,7 +585,7 @@ class Trainer(TrainingSession):
                 self.passed_over["env_steps"] += tree.env_steps
                 self.passed_over["tokens"] += tree.tokens
         wins = [path.edges[-1].success for tree in trees for path in tree.paths]
-        self.rollout_costs["rollout/drawn_success"] = self._sum(float(sum(wins))) / self._sum(float(len(wins)))
+        self.rollout_costs["rollout/drawn_success"] = session.sum(float(sum(wins))) / session.sum(float(len(wins)))
         self.rollout_costs["rollout/drawn_tasks"] = float(len(every))
         self.rollout_costs["rollout/differing_tasks"] = float(len(differing))
         kept = [tree for tree in trees if tree.index in places]
@@ -640,51 +595,51 @@ class Trainer(TrainingSession):
 
     def _optimize(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
         """``epochs`` passes of ``minibatches`` optimizer steps over the trees."""
-        args = self.args
+        args, session = self.args, self.session
         assert args.epochs is not None and args.minibatches is not None
         sums: dict[str, float] = {}
         norms: list[float] = []
         for epoch in range(args.epochs):
-            parts = shuffled_parts(args, (args.seed, 5, self.step, epoch))
+            parts = shuffled_parts(args, (args.seed, 5, session.step, epoch))
             for part in range(args.minibatches):
                 chosen = [tree for tree in trees if parts[tree.index] == part]
                 rows = rows_of(chosen)
-                denominator = self._sum(denominator_of(rows, len(chosen), args))
+                denominator = session.sum(denominator_of(rows, len(chosen), args))
                 if not denominator:  # all of its tasks were dropped, or all actions left out
                     continue
-                learnt = self._sum(sum(row.learnt for row in rows))
+                learnt = session.sum(sum(row.learnt for row in rows))
 
                 def backward(micro: Sequence[Row], scale: tuple[float, float] = (denominator, learnt)) -> None:
                     for name, value in self._backward(micro, *scale).items():
                         sums[name] = sums.get(name, 0.0) + value
 
                 idle = Row([0, 0], [])  # of no loss
-                self._accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
-                self._optimizer_step()
-                norms.append(self.grad_norm)
+                session.accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
+                session.optimizer_step()
+                norms.append(session.grad_norm)
         if not norms:
             return {"update/skipped": 1.0}
-        sums = {name: self._sum(value) for name, value in sums.items()}
+        sums = {name: session.sum(value) for name, value in sums.items()}
         tokens = max(sums.pop("tokens"), 1.0)
         metrics = {f"update/{name}": value / tokens for name, value in sums.items() if not name.endswith("loss")}
         steps = {f"update/{name}": value / len(norms) for name, value in sums.items() if name.endswith("loss")}
         return {**metrics, **steps, "update/grad_norm": float(np.mean(norms))}
 
     def _backward(self, rows: Sequence[Row], denominator: float, learnt: float) -> dict[str, float]:
-        args = self.args
-        batch = collate(rows, self.accelerator.device)
+        args, session = self.args, self.session
+        batch = collate(rows, session.accelerator.device)
         reference = None
-        if self.reference is not None and args.kl_in == "loss":
+        if session.reference is not None and args.kl_in == "loss":
             with torch.no_grad():
-                reference, *_ = self._forward(self.reference, batch)
-        logps, _, values = self._forward(self.model, batch)
+                reference, *_ = self._forward(session.reference, batch)
+        logps, _, values = self._forward(session.model, batch)
         losses, stats = policy_loss(logps, batch, args, reference)
         loss = aggregate(losses, batch, rows, denominator, args)
         if values is not None:
             error, _ = value_loss(values, batch, args)
             stats["value_loss"] = error.detach() / learnt
             loss = loss + args.value_weight * error / learnt
-        self.strategy.backward(loss)
+        session.strategy.backward(loss)
         return {"loss": float(loss.detach()), **{name: float(value) for name, value in stats.items()}}
 
     def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -695,71 +650,16 @@ class Trainer(TrainingSession):
     def _logps(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
         """Log-probabilities of any tokens under the policy as it is, [B, T-1]."""
         packed, temperature = self.args.pack == "tree", self.args.temperature
-        return forward(self.network, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
+        return forward(self.session.network, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
 
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""
-        total = batch_totals(trees, self._gather)
+        session = self.session
+        total = batch_totals(trees, session.gather)
         for name, beside in self.passed_over.items():
-            self.counters[name] += int(total[name] + self._sum(float(beside)))
-        self.counters["seconds"] += seconds
-        return batch_metrics(total) | {f"total/{name}": float(value) for name, value in self.counters.items()}
-
-
-def returns_differ(tree: RolloutTree) -> bool:
-    """Whether any two episodes of a task had different rewards in all."""
-    totals = [path.total_reward for path in tree.paths]
-    return max(totals) > min(totals)
-
-
-def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:
-    """Give weight 0 to the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
-    cut: an answer without its end, and an action after which every episode was cut. Returns how many of the latter.
-    """
-    for tree in trees if args.subsample_returns else ():
-        paths = sorted(tree.paths, key=lambda path: path.key)  # they come in the order in which they ended
-        for place in np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]:
-            for edge in paths[place].edges:
-                edge.weight = 0.0
-    cut = [edge for tree in trees for edge in cut_actions(tree) if edge.weight] if args.mask_truncated else []
-    for edge in cut:
-        edge.weight = 0.0
-        if isinstance(edge.data, Critique):
-            edge.data.targets = [math.nan] * edge.action.tokens
-    return len(cut)
-
-
-def cut_actions(tree: RolloutTree) -> list[Edge]:
-    """Actions whose answer was cut, and those that no episode goes through that came to an end of its own.
-
-    An episode that Russian roulette has stopped counts as one that did: what it would have brought is accounted for.
-    """
-    ended: set[int] = set()
-    for path in tree.paths:
-        last = path.edges[-1]
-        if last.child.stopped or not last.truncated:
-            ended.update(map(id, path.from_root()))
-    return [edge for edge in tree.edges() if edge.action.data.truncated or id(edge) not in ended]
-
-
-def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
-    """The minibatch of each task of a batch, [prompts].
-
-    Drawn such that N processes, of which each has every N-th task, have equally many in each minibatch.
-    """
-    assert args.minibatches is not None
-    rng, size = np.random.default_rng([*seed]), args.prompts // args.minibatches
-    order = rng.permuted(np.tile(np.arange(args.minibatches), (size, 1)), axis=1)  # of the tasks i, i + size, …
-    return np.concatenate([order.T.reshape(-1), rng.integers(args.minibatches, size=args.prompts % args.minibatches)])
-
-
-def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:
-    """Tasks of a batch, without replacement where there are enough; None where the environment draws its own."""
-    available = getattr(env.unwrapped, "num_tasks", None)
-    if available is None:
-        return [None] * count
-    rng = np.random.default_rng([*seed, 7])
-    return [int(i) for i in rng.choice(available, count, replace=available < count)]
+            session.counters[name] += int(total[name] + session.sum(float(beside)))
+        session.counters["seconds"] += seconds
+        return batch_metrics(total) | {f"total/{name}": float(value) for name, value in session.counters.items()}
 
 
 def learning_rate_factor(position: float, args: Args) -> float:

@@ -259,14 +259,14 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "loop": {
         "memory before credit": (
-            "            forks = assign_credit(trees, args, self.memory, self._gather)\n"
-            "            self.memory.observe(trees, forks, args, self._gather)\n",
-            "            assign_credit(trees, args, self.memory, self._gather)\n"
-            "            self.memory.observe(trees, [], args, self._gather)\n"
-            "            forks = assign_credit(trees, args, self.memory, self._gather)\n",
+            "            forks = assign_credit(trees, args, session.memory, session.gather)\n"
+            "            session.memory.observe(trees, forks, args, session.gather)\n",
+            "            assign_credit(trees, args, session.memory, session.gather)\n"
+            "            session.memory.observe(trees, [], args, session.gather)\n"
+            "            forks = assign_credit(trees, args, session.memory, session.gather)\n",
         ),
         "nothing is left out": (
-            "            cut = leave_out(trees, args, (args.seed, 4, self.step))\n",
+            "            cut = leave_out(trees, args, (args.seed, 4, session.step))\n",
             "            cut = 0\n",
         ),
         "the first paths are kept": (
@@ -278,7 +278,7 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "if parts[tree.index] == 0]",
         ),
         "minibatches never reshuffled": (
-            "parts = shuffled_parts(args, (args.seed, 5, self.step, epoch))",
+            "parts = shuffled_parts(args, (args.seed, 5, session.step, epoch))",
             "parts = shuffled_parts(args, (args.seed, 5, 0, 0))",
         ),
         "one epoch too few": ("for epoch in range(args.epochs):", "for epoch in range(1):"),
@@ -291,8 +291,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "loss = loss + args.value_weight * error / denominator",
         ),
         "KL twice": (
-            'if self.reference is not None and args.kl_in == "loss":',
-            "if self.reference is not None:",
+            'if session.reference is not None and args.kl_in == "loss":',
+            "if session.reference is not None:",
         ),
         "temperature forgotten in training": (
             "self.args.temperature\n        return forward(model, batch.ids,",
@@ -307,7 +307,7 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "return position / args.warmup",
         ),
         "every update plays the same tasks": (
-            "trees = self._rollouts((args.seed, 2, self.step))",
+            "trees = self._rollouts((args.seed, 2, session.step))",
             "trees = self._rollouts((args.seed, 2, 0))",
         ),
     },
@@ -452,8 +452,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "pass",
         ),
         "evaluation at the training temperature": (
-            "self._player(args.eval_temperature)",
-            "self._player(args.temperature)",
+            "self.player(args.eval_temperature)",
+            "self.player(args.temperature)",
         ),
         "no reference without a supervised stage": (
             'self._build_reference() if args.kl and self.stage == "rl" else None',

@@ -37,6 +37,7 @@ from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
+from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, assign_credit
 from sandboxgym import SnapshotEnv, Unicode, interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
@@ -168,11 +169,12 @@ class Admissible:
         return actions
 
 
-class Exploring(Trainer):
-    """Trains a policy whose actions are drawn for it, so that environments have something to do."""
+class Exploring(TrainingSession):
+    """A session whose policy has its actions drawn for it, so that environments have something to do."""
 
-    def _player(self, temperature: float) -> ChatPolicy:
-        return cast(ChatPolicy, Admissible(super()._player(temperature)))
+    def player(self, temperature: float) -> ChatPolicy:
+        """The policy, overruled."""
+        return cast(ChatPolicy, Admissible(super().player(temperature)))
 
 
 def bench_environments(repeats: int) -> list[str]:
@@ -194,7 +196,7 @@ def environment_line(env_id: str, kwargs: tuple[str, ...], turns: int, size: str
             **tree, **settings, out=out, model=f"tiny:{size}", context=1024, max_new_tokens=12, observation_tokens=60,
             sft_episodes=64, sft_reward=0.0, eval_untrained=False, eval_episodes=1, updates=repeats + 1, save_every=100,
         )  # fmt: skip
-        Exploring(args).run()
+        Trainer(args, Exploring).run()
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "time/rollout" in line][1:]
     median = {name: statistics.median(line[name] for line in updates) for name in updates[0]}
@@ -370,7 +372,7 @@ def run_ours(folder: str, out: str, adapters: bool) -> dict[str, float]:
 
     def counted(*values: Any) -> dict[str, float]:
         metrics = count(*values)
-        spending.tokens = int(trainer.counters["tokens"])
+        spending.tokens = int(trainer.session.counters["tokens"])
         spending.mark()
         return metrics
 
@@ -488,11 +490,11 @@ def lookahead_line(config: Args, network: Network, folder: str, repeats: int) ->
         seconds = {}
         for trainer in (plain, ahead):
             began = time.process_time()
-            trees = trainer._rollouts((trainer.args.seed, 2, trainer.step))
-            forks = assign_credit(trees, trainer.args, trainer.memory)
-            trainer.memory.observe(trees, forks, trainer.args)
+            trees = trainer._rollouts((trainer.args.seed, 2, trainer.session.step))
+            forks = assign_credit(trees, trainer.args, trainer.session.memory)
+            trainer.session.memory.observe(trees, forks, trainer.args)
             trainer._optimize(trees)
-            trainer.step += 1
+            trainer.session.step += 1
             seconds[trainer] = time.process_time() - began
         if round_ >= WARM:
             ratios.append(seconds[ahead] / seconds[plain])
@@ -500,7 +502,7 @@ def lookahead_line(config: Args, network: Network, folder: str, repeats: int) ->
             for name in ("lookahead/steps", "lookahead/scored_tokens"):
                 counts[name] += ahead.rollout_costs[name]
     for trainer in (plain, ahead):
-        trainer.close()
+        trainer.session.close()
     steps, scored = (counts[f"lookahead/{name}"] / counts["tokens"] for name in ("steps", "scored_tokens"))
     every = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     name = f"`--algo {config.algo}`" + ("" if network == "none" else f" `--network {network}`")

@@ -55,9 +55,10 @@ from bpo_ref.presets import PRESETS
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
+from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import MAY_CHANGE, gives_key
-from bpo_ref.train import aggregate, assign_credit, draw_tasks, policy_loss
+from bpo_ref.train import aggregate, assign_credit, policy_loss
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
 

@@ -19,14 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bpo_ref import session, train
+from bpo_ref import session, supervised, train
+from bpo_ref.args import Args
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, compute_in, load_policy, lowered_twin
 from bpo_ref.learning.rescore import rescore
 from bpo_ref.sampling import generate
 from bpo_ref.sampling.continuous import ContinuousSession
 from bpo_ref.sampling.generate import Generator, forward
-from bpo_ref.train import Args, Trainer
+from bpo_ref.session import TrainingSession
+from bpo_ref.train import Trainer
 
 DEVICE = second_device.register()
 OTHER = "Expected all tensors to be on the same device|indices should be either on cpu or on the same device"
@@ -63,9 +65,9 @@ def _steps_of_attention() -> Iterator[None]:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Trainers that are made now are on the second device; as on CUDA, one has bf16 weights to sample with."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: DEVICE))
-    monkeypatch.setattr(Trainer, "lower_once", True)
+    monkeypatch.setattr(TrainingSession, "lower_once", True)
     monkeypatch.setattr(ContinuousSession, "_batching", little_memory)
-    monkeypatch.setattr(Trainer, "catch_signals", lambda _: None)
+    monkeypatch.setattr(TrainingSession, "catch_signals", lambda _: None)
     return monkeypatch
 
 
@@ -83,11 +85,12 @@ def trainer_of(out: Path, model: Path, **options: Any) -> Trainer:
 
 def strays(trainer: Trainer) -> list[str]:
     """What the trainer keeps from step to step, and not on its device."""
-    kept: dict[str, Any] = dict(trainer.network.named_parameters()) | dict(trainer.network.named_buffers())
-    for i, state in enumerate(trainer.strategy.optimizer.state_dict()["state"].values()):
+    network = trainer.session.network
+    kept: dict[str, Any] = dict(network.named_parameters()) | dict(network.named_buffers())
+    for i, state in enumerate(trainer.session.strategy.optimizer.state_dict()["state"].values()):
         kept |= {f"{name} {i}": value for name, value in state.items() if name != "step"}
-    if isinstance(trainer.reference, torch.nn.Module):
-        kept |= {f"reference {name}": value for name, value in trainer.reference.named_parameters()}
+    if isinstance(trainer.session.reference, torch.nn.Module):
+        kept |= {f"reference {name}": value for name, value in trainer.session.reference.named_parameters()}
     return [name for name, value in kept.items() if value.device != DEVICE]
 
 
@@ -124,7 +127,7 @@ def test_a_run_that_was_resumed_is_that_of_the_cpu(model: Path, tmp_path: Path, 
 
 def learnt(trainer: Trainer) -> list[tuple[str, Tensor]]:
     """What is trained, but for the adapters' first halves: their start is not 0."""
-    every = trainer.policy.named_parameters()
+    every = trainer.session.policy.named_parameters()
     return [(name, weight) for name, weight in every if weight.requires_grad and "lora_A" not in name]
 
 
@@ -175,14 +178,14 @@ def test_the_cpu_never_holds_the_weights_of_a_trainer_in_fp32(
 
     on_device.setattr(session, "load_policy", counted)
     trainer = trainer_of(tmp_path / "run", deep, **options)
-    numbers = sum(weight.numel() for weight in trainer.policy.parameters())
+    numbers = sum(weight.numel() for weight in trainer.session.policy.parameters())
     assert len(loaded) == 1 + ("kl" in options) and max(loaded) < numbers / 4
     if not options:  # a checkpoint is in fp32: it is mapped
-        trainer._save(tmp_path / "run" / "checkpoint")
-        trainer.accelerator.free_memory()
-        trainer_of(tmp_path / "run", deep, resume=True).close()
+        trainer.session.save(tmp_path / "run" / "checkpoint")
+        trainer.session.accelerator.free_memory()
+        trainer_of(tmp_path / "run", deep, resume=True).session.close()
         assert len(loaded) == 2
-    trainer.close()
+    trainer.session.close()
 
 
 def test_a_model_that_passes_through_the_cpu_is_found(deep: Path) -> None:
@@ -254,7 +257,7 @@ def waits_of_annotate(trainer: Trainer, prompts: int) -> int:
     """Until everything is known of trees, all of them in one batch."""
     trees = trainer._rollouts((prompts,))[:prompts]
     args = replace(trainer.args, tis=1.0, kl=0.1, kl_in="reward", micro_tokens=10**6)
-    measure = lambda batch: trainer._forward(trainer.network, batch)  # noqa: E731
+    measure = lambda batch: trainer._forward(trainer.session.network, batch)  # noqa: E731
     with second_device.waits() as found:
         rescore(trees, args, measure, measure, DEVICE)
     return len(found)
@@ -264,7 +267,7 @@ def waits_of_annotate(trainer: Trainer, prompts: int) -> int:
 def test_measuring_waits_as_often_whatever_the_actions(model: Path, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model, algo="ppo", pack="flat")
     assert waits_of_annotate(trainer, 1) == waits_of_annotate(trainer, 2) > 0
-    trainer.close()
+    trainer.session.close()
 
 
 # Types.
@@ -318,7 +321,7 @@ def test_a_tensor_of_the_batch_that_stays_on_the_cpu_is_found(
 ) -> None:
     trainer = trainer_of(tmp_path, model, algo="ppo", pack="flat", epochs=1, minibatches=1)
     trees = trainer._rollouts((0,))
-    train.assign_credit(trees, trainer.args, trainer.memory)
+    train.assign_credit(trees, trainer.args, trainer.session.memory)
     whole = train.collate
 
     def stray(rows: Any, device: Any) -> Any:
@@ -328,7 +331,7 @@ def test_a_tensor_of_the_batch_that_stays_on_the_cpu_is_found(
     monkeypatch.setattr(train, "collate", stray)
     with pytest.raises(RuntimeError, match=OTHER):
         trainer._optimize(trees)
-    trainer.close()
+    trainer.session.close()
 
 
 def test_an_index_of_the_other_device_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,9 +379,9 @@ def test_optimizer_state_and_weights_left_behind_are_found(
     trainer = trainer_of(tmp_path, model, algo="grpo", updates=1)
     trainer.run()
     assert not strays(trainer)
-    state = next(iter(trainer.strategy.optimizer.state.values()))
+    state = next(iter(trainer.session.strategy.optimizer.state.values()))
     state["exp_avg"] = state["exp_avg"].cpu()
     assert strays(trainer) == ["exp_avg 0"]
     with pytest.raises(RuntimeError, match=OTHER):
-        trainer._supervised_step([([1, 2, 3, 4], [0.0, 1.0, 1.0, 1.0])])
-    trainer.close()
+        supervised.supervised_step(trainer.session, [([1, 2, 3, 4], [0.0, 1.0, 1.0, 1.0])])
+    trainer.session.close()

@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bpo_ref.args import parse_args
 from bpo_ref.distributed.zero3 import Zero3
-from bpo_ref.train import Trainer, parse_args
+from bpo_ref.session import TrainingSession
+from bpo_ref.train import Trainer
 
 
-class Recorder(Trainer):
-    def _accumulate(self, batches: Any, backward: Any, *, idle: Any) -> None:
+class Recorder(TrainingSession):
+    def accumulate(self, batches: Any, backward: Any, *, idle: Any) -> None:
         rank = self.accelerator.process_index
         (self.out / f"batches-{self.stage}-{self.step}-{rank}.txt").write_text(str(len(batches)))
-        super()._accumulate(batches, backward, idle=idle)
+        super().accumulate(batches, backward, idle=idle)
 
-    def _optimizer_step(self) -> None:
+    def optimizer_step(self) -> None:
         gradients = self._of_the_engine() if isinstance(self.strategy, Zero3) else self._of_weights()
         if self.accelerator.is_main_process:
             torch.save(gradients, self.out / f"gradients-{self.stage}-{self.step}.pt")
-        super()._optimizer_step()
+        super().optimizer_step()
 
     def _of_weights(self) -> dict[str, Tensor]:
         learnt = {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
@@ -43,4 +45,4 @@ class Recorder(Trainer):
 
 
 if __name__ == "__main__":
-    Recorder(parse_args()).run()
+    Trainer(parse_args(), Recorder).run()

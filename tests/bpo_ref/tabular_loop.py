@@ -17,13 +17,15 @@ from accelerate import Accelerator
 from tabular import MDP, TabularEnv, TabularPolicy
 from torch import Tensor, nn
 
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.distributed.replicated import Replicated
 from bpo_ref.eval import Score
 from bpo_ref.learning.models import ActorCritic
 from bpo_ref.sampling.generate import Generation
 from bpo_ref.sampling.policy import Turn
-from bpo_ref.train import Args, Trainer, resolved
+from bpo_ref.session import TrainingSession
+from bpo_ref.train import Trainer
 from sandboxgym.tree import Action, Context, Envs
 
 LR = 1e-3
@@ -75,25 +77,11 @@ class TokenPolicy(TabularPolicy):
         return replace(action, position=len(turn.ids()) - 1, memory=turn, data=data)
 
 
-class LoopTrainer(Trainer):
-    """`Trainer` whose weights and optimizer are given; every update begins at the same weights.
-
-    Args:
-        args: not resolved.
-        mdp: to be learnt.
-        reference: logits of the reference policy.
-        values: what the value head begins with, by state.
-        silent: whether the sampler leaves log-probabilities to the trainer.
-    """
+class LoopSession(TrainingSession):
+    """A session whose weights and optimizer are given, with no text, no files and no evaluations."""
 
     def __init__(
-        self,
-        args: Args,
-        mdp: MDP,
-        *,
-        reference: np.ndarray | None = None,
-        values: np.ndarray | None = None,
-        silent: bool = False,
+        self, args: Args, mdp: MDP, *, reference: np.ndarray | None, values: np.ndarray | None, silent: bool
     ) -> None:
         self.args = args = resolved(args)
         self.accelerator = Accelerator(cpu=True)
@@ -114,41 +102,65 @@ class LoopTrainer(Trainer):
         self.memory = Memory.of(args)
         self.stage, self.step, self._interrupted = "rl", 0, False
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
-        self.passed_over = {"returns": 0, "env_steps": 0, "tokens": 0}
         self.scores: dict[str, Score] = {}
         self.log: Any = SimpleNamespace(scalars=lambda *_: None)
-        self._start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.changes: list[dict[str, np.ndarray]] = []
 
-    def sampled(self) -> dict[str, np.ndarray]:
-        """Train; returns the changes of every parameter by learning rate and update, [updates, …]."""
-        self._reinforce()
-        self.envs.close()
-        self._record()
-        return {name: np.stack([change[name] for change in self.changes]) for name in self._start}
-
-    def _record(self) -> None:
+    def record(self) -> None:
         now = self.model.state_dict()
         lr = self.args.lr
-        self.changes.append({name: ((now[name] - start) / lr).numpy() for name, start in self._start.items()})
+        self.changes.append({name: ((now[name] - start) / lr).numpy() for name, start in self.start.items()})
 
-    def _set_lr(self, lr: float) -> None:
-        super()._set_lr(lr)
+    def set_lr(self, lr: float) -> None:
+        super().set_lr(lr)
         if self.step:
-            self._record()
-        self.model.load_state_dict(self._start)
+            self.record()
+        self.model.load_state_dict(self.start)
 
-    def _player(self, temperature: float) -> Any:
+    def player(self, temperature: float) -> Any:
         return TokenPolicy(self.mdp, silent=self.silent)
 
-    def _evaluate(self, name: str) -> Score:
+    def evaluate(self, name: str) -> Score:
         return SimpleNamespace(rate=0.0)  # type: ignore[return-value]
 
-    def _maybe_save(self, every: int, *, last: bool = False) -> None:
+    def maybe_save(self, every: int, *, last: bool = False) -> None:
         pass
 
     def done(self) -> int:
         return self.step
+
+
+class LoopTrainer(Trainer):
+    """`Trainer` whose weights and optimizer are given; every update begins at the same weights.
+
+    Args:
+        args: not resolved.
+        mdp: to be learnt.
+        reference: logits of the reference policy.
+        values: what the value head begins with, by state.
+        silent: whether the sampler leaves log-probabilities to the trainer.
+    """
+
+    session: LoopSession
+
+    def __init__(
+        self,
+        args: Args,
+        mdp: MDP,
+        *,
+        reference: np.ndarray | None = None,
+        values: np.ndarray | None = None,
+        silent: bool = False,
+    ) -> None:
+        super().__init__(args, lambda args: LoopSession(args, mdp, reference=reference, values=values, silent=silent))
+
+    def sampled(self) -> dict[str, np.ndarray]:
+        """Train; returns the changes of every parameter by learning rate and update, [updates, …]."""
+        self._reinforce()
+        self.session.envs.close()
+        self.session.record()
+        return {name: np.stack([change[name] for change in self.session.changes]) for name in self.session.start}
 
 
 def penalised(mdp: MDP, reference: np.ndarray, kl: float) -> MDP:

@@ -17,13 +17,14 @@ from tqdm import TMonitor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bpo_ref import eval as eval_module
+from bpo_ref.args import Args
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import build_tiny
 from bpo_ref.sampling.backends import Backend, BackendName, make_backend
 from bpo_ref.sampling.continuous import ContinuousGenerator, GenerationFailed
 from bpo_ref.sampling.generate import ContextOverflow, StaleSession, score
 from bpo_ref.sampling.policy import ChatPolicy
-from bpo_ref.train import Args, Trainer
+from bpo_ref.train import Trainer
 
 VOCABULARY, STOPS, LIMIT = 40, (2, 7, 11), 64
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -219,10 +220,10 @@ def test_a_run_trains_on_what_continuous_batching_sampled(tmp_path: Path, tis: f
     trainer = Trainer(Args(algo="bpo-forest", roots=2, backend=backend, tis=tis, out=str(tmp_path), **options, **sizes))
     try:
         policy: list[ChatPolicy] = []
-        player = trainer._player
-        trainer._player = lambda temperature: policy.append(player(temperature)) or policy[-1]  # type: ignore
+        player = trainer.session.player
+        trainer.session.player = lambda temperature: policy.append(player(temperature)) or policy[-1]  # type: ignore
         trees = trainer._rollouts((0,))
-        assert not policy[0]._rows and not hasattr(trainer.policy, "_cached_continuous_batching_manager")
+        assert not policy[0]._rows and not hasattr(trainer.session.policy, "_cached_continuous_batching_manager")
         edges = [edge for tree in trees for edge in tree.edges()]
         assert all(len(edge.action.data.logps) == edge.action.tokens for edge in edges)
         assert all(math.isfinite(edge.action.logp) for edge in edges)
@@ -232,7 +233,7 @@ def test_a_run_trains_on_what_continuous_batching_sampled(tmp_path: Path, tis: f
             edge.advantage = float(i % 2)
         metrics = trainer._optimize(trees)
     finally:
-        trainer.close()
+        trainer.session.close()
     assert metrics["update/ratio"] == pytest.approx(1.0, abs=1e-5)
 
 

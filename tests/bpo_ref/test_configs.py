@@ -18,10 +18,10 @@ from test_real_models import launch_sharded
 from test_train import metrics, results_of
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.experiments import gpu_memory
 from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory, shape_of
 from bpo_ref.learning.models import add_adapter, load_policy
-from bpo_ref.train import Args, parse_args, resolved
 
 CONFIGS = Path(gpu_memory.__file__).parents[1] / "configs"
 LARGE = sorted(path for path in CONFIGS.glob("*.yaml") if "qwen" in path.stem or "llama" in path.stem)

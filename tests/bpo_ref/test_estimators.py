@@ -16,9 +16,10 @@ import pytest
 from tabular import MDP, Credit, batches_of, compare, gradients, random_mdp, telling_mdp
 
 from bpo_ref import train
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import EntropyThreshold, Memory, StateBaseline, TaskSpread
 from bpo_ref.schedules import make_schedule
-from bpo_ref.train import Args, assign_credit, resolved
+from bpo_ref.train import assign_credit
 from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)

@@ -26,12 +26,12 @@ from test_train import (  # noqa: F401 - fixtures
 )
 from wordgame import Perishing, Talkative, WordGame
 
-from bpo_ref import train
+from bpo_ref import supervised, train
+from bpo_ref.args import Args
 from bpo_ref.eval import evaluate
 from bpo_ref.learning.checkpoint import load_checkpoint
 from bpo_ref.sampling.policy import collect_demonstrations
-from bpo_ref.session import TrainingFailed
-from bpo_ref.train import Args
+from bpo_ref.session import TrainingFailed, TrainingSession
 from sandboxgym.tree import Action, Envs
 
 FATES = "wordgame:toys/Perishing-v0"
@@ -57,7 +57,7 @@ def test_tasks_whose_beginning_is_too_long_are_left_out(tmp_path: Path, algo: An
     trainer = trained(tmp_path, **options)
     assert logged(tmp_path, "rollout/too_long") == [2.0] * 3
     assert not any(logged(tmp_path, "rollout/env_failures"))
-    scores = trainer.scores.values()
+    scores = trainer.session.scores.values()
     assert scores and all(score.dropped == score.n // 3 for score in scores)
 
 
@@ -100,9 +100,9 @@ def test_paths_that_cannot_be_saved_are_left_out(tmp_path: Path, options: dict[s
     """Some of a group, or all of a task; what is learnt stays finite."""
     perishing(lambda env, action: env.state[0] == 3 or (len(action) == 3 and env.state[1] == 2))
     trainer = trained(tmp_path, updates=2, sft_steps=0, env_id=FATES, minibatches=2, env_retries=1, **options)
-    assert trainer.step == 2
+    assert trainer.session.step == 2
     assert sum(logged(tmp_path, "rollout/dropped_paths")) > 0
-    assert all(torch.isfinite(value).all() for value in trainer.policy.state_dict().values())
+    assert all(torch.isfinite(value).all() for value in trainer.session.policy.state_dict().values())
     assert load_checkpoint(tmp_path / "checkpoint")["step"] == 2
 
 
@@ -179,12 +179,12 @@ def test_a_failing_update_tells_where_to_go_on(
 
     def failing(logps: torch.Tensor, batch: Any, args: Args, reference: Any = None) -> Any:
         losses, stats = original(logps, batch, args, reference)
-        return (fault(losses) if trainers[0].step == 3 else losses), stats
+        return (fault(losses) if sessions[0].step == 3 else losses), stats
 
-    trainers: list[train.Trainer] = []
+    sessions: list[TrainingSession] = []
     with monkeypatch.context() as patch, pytest.raises(TrainingFailed, match=message) as error:
         patch.setattr(train, "policy_loss", failing)
-        patch.setattr(train.Trainer, "catch_signals", lambda self: trainers.append(self))
+        patch.setattr(TrainingSession, "catch_signals", lambda self: sessions.append(self))
         trained(tmp_path)
     assert f"what was learnt up to rl step 2 is in {tmp_path / 'checkpoint'}" in str(error.value)
     trained(tmp_path, resume=True)
@@ -193,7 +193,7 @@ def test_a_failing_update_tells_where_to_go_on(
 
 
 def test_an_early_failure_says_that_nothing_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train.Trainer, "_supervised_step", lambda self, rows: no_memory(torch.zeros(1)))
+    monkeypatch.setattr(supervised, "supervised_step", lambda session, rows: no_memory(torch.zeros(1)))
     with pytest.raises(TrainingFailed, match=r"out of memory in sft step 1.*nothing was saved before"):
         trained(tmp_path)
 
@@ -202,7 +202,7 @@ def test_other_errors_are_not_dressed_up(tmp_path: Path, monkeypatch: pytest.Mon
     def broken(*_: Any) -> None:
         raise RuntimeError("sizes of tensors must match")
 
-    monkeypatch.setattr(train.Trainer, "_supervised_step", broken)
+    monkeypatch.setattr(supervised, "supervised_step", broken)
     with pytest.raises(RuntimeError, match="sizes of tensors must match"):
         trained(tmp_path)
 
@@ -242,4 +242,4 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None
     assert "SIGKILL" in log.read_text()
     step = load_checkpoint(tmp_path / "checkpoint")["step"]
     trainer = trained(tmp_path, updates=step + 1, prompts=8, eval_every=10_000, save_every=1, resume=True)
-    assert trainer.step == step + 1
+    assert trainer.session.step == step + 1

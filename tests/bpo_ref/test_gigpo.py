@@ -14,8 +14,9 @@ import wordgame
 from test_estimators import credit, settings
 from test_train import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
 
+from bpo_ref.args import Args, resolved
 from bpo_ref.config import ConfigError
-from bpo_ref.train import Args, Trainer, resolved
+from bpo_ref.train import Trainer
 from sandboxgym.tree import Action, Edge, Envs, Node, RolloutTree, Schedule, rollout
 from sandboxgym.tree import Path as TreePath
 

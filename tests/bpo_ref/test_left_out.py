@@ -14,11 +14,13 @@ from test_estimators import grow
 from test_loss import gradient, made, settings
 from test_train import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
 
+from bpo_ref.args import Args
 from bpo_ref.learning.batch import Critique, collate, rows_of
 from bpo_ref.learning.rescore import rescore, sampler_mismatch
 from bpo_ref.sampling.generate import Generation
 from bpo_ref.sampling.policy import Turn
-from bpo_ref.train import Args, Trainer, assign_credit, cut_actions, leave_out, policy_loss, returns_differ
+from bpo_ref.sampling.selection import cut_actions, leave_out, returns_differ
+from bpo_ref.train import Trainer, assign_credit, policy_loss
 from sandboxgym.tree import Node, RolloutTree
 from sandboxgym.tree import Path as TreePath
 
@@ -157,13 +159,13 @@ def test_actions_that_were_cut_are_counted_and_a_batch_of_nothing_else_changes_n
     common: dict[str, Any] = {"algo": "rloo", "sft_steps": 0, "updates": 2, "eval_untrained": False}
     options = {**TINY, **common, "out": str(tmp_path / "none"), "max_turns": 2, "sft_reward": 0.0, "prompts": 2}
     trainer = Trainer(Args(**options, mask_truncated=True))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    before = {name: value.clone() for name, value in trainer.session.model.state_dict().items()}
     trainer.run()
     lines = [line for line in metrics(tmp_path / "none") if "rollout/success" in line]
     assert [line["rollout/truncated_episodes"] for line in lines] == [1.0, 1.0]
     assert [line["update/skipped"] for line in lines] == [1.0, 1.0]
     assert lines[1]["total/env_steps"] == sum(line["rollout/left_out_actions"] for line in lines)
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in trainer.session.model.state_dict().items())
     trained(tmp_path / "some", **common, mask_truncated=True)
     (first, *_) = (line for line in metrics(tmp_path / "some") if "update/loss" in line)
     answers = first["rollout/truncated_turns"] * first["total/env_steps"]
@@ -178,7 +180,7 @@ def test_the_first_tasks_whose_returns_differ_are_kept_and_all_that_was_drawn_is
     common: dict[str, Any] = {**TINY, "out": str(tmp_path), "algo": "grpo", "roots": 2, "sft_steps": 0}
     whole = Trainer(Args(**{**common, "prompts": 8}))
     drawn = whole._rollouts((0, 5))
-    whole.close()
+    whole.session.close()
     trainer = Trainer(Args(**common, dynamic_sampling=2.0))
     kept = trainer._rollouts((0, 5))
 
@@ -191,14 +193,14 @@ def test_the_first_tasks_whose_returns_differ_are_kept_and_all_that_was_drawn_is
     assert list(map(said, kept)) == [said(tree) for tree in differing[:4]]
     assert trainer.rollout_costs["rollout/differing_tasks"] == len(differing)
     trainer._count(_credited(kept, trainer), 1.0)
-    assert trainer.counters["returns"] == sum(len(tree.paths) for tree in drawn) == 16
-    assert trainer.counters["tokens"] == sum(tree.tokens for tree in drawn)
-    assert trainer.counters["env_steps"] == sum(tree.env_steps for tree in drawn)
-    trainer.close()
+    assert trainer.session.counters["returns"] == sum(len(tree.paths) for tree in drawn) == 16
+    assert trainer.session.counters["tokens"] == sum(tree.tokens for tree in drawn)
+    assert trainer.session.counters["env_steps"] == sum(tree.env_steps for tree in drawn)
+    trainer.session.close()
 
 
 def _credited(trees: Sequence[RolloutTree], trainer: Trainer) -> Sequence[RolloutTree]:
-    assign_credit(trees, trainer.args, trainer.memory)
+    assign_credit(trees, trainer.args, trainer.session.memory)
     return trees
 
 
@@ -208,4 +210,4 @@ def test_where_no_returns_differ_the_batch_is_what_it_would_have_been(tmp_path: 
     trainer = trained(tmp_path, **options, dynamic_sampling=1.5, eval_untrained=False)  # one turn: all are lost
     (line,) = (line for line in metrics(tmp_path) if "update/loss" in line)
     assert (line["rollout/drawn_tasks"], line["rollout/differing_tasks"]) == (6, 0)
-    assert (trainer.counters["returns"], line["rollout/equal_groups"]) == (12, 1.0)
+    assert (trainer.session.counters["returns"], line["rollout/equal_groups"]) == (12, 1.0)

@@ -18,7 +18,7 @@ from tabular import MDP, Comparison, compare, random_mdp
 from tabular_loop import LR, LoopTrainer, TokenPolicy, penalised
 
 from bpo_ref import train
-from bpo_ref.train import Args
+from bpo_ref.args import Args
 from sandboxgym.tree import Action, Context, Edge, Node, RolloutTree
 from sandboxgym.tree import Path as TreePath
 
@@ -92,7 +92,7 @@ def trainer_of(tmp_path: Path, *, reference: np.ndarray | None = None, **options
 def credited(trainer: LoopTrainer) -> list[RolloutTree]:
     """The first batch, with its credit."""
     trees = trainer._rollouts((0,))
-    train.assign_credit(trees, trainer.args, trainer.memory)
+    train.assign_credit(trees, trainer.args, trainer.session.memory)
     return trees
 
 
@@ -116,9 +116,9 @@ def test_the_value_loss_is_a_mean_over_the_states_that_are_learnt(tmp_path: Path
     for edge in edges:
         state = edge.parent.observation
         expected[state] -= 3 * 0.5 * (VALUES[state] - edge.data.targets[0]) / len(edges)
-    trainer._set_lr(trainer.args.lr)
+    trainer.session.set_lr(trainer.args.lr)
     metrics = trainer._optimize(trees)
-    moved = (trainer.model.value_head.weight[0].detach().numpy() - VALUES) / LR
+    moved = (trainer.session.model.value_head.weight[0].detach().numpy() - VALUES) / LR
     np.testing.assert_allclose(moved, expected, atol=2e-4)
     losses = [0.5 * (VALUES[edge.parent.observation] - edge.data.targets[0]) ** 2 for edge in edges]
     assert metrics["update/value_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
@@ -126,10 +126,14 @@ def test_the_value_loss_is_a_mean_over_the_states_that_are_learnt(tmp_path: Path
 
 def test_the_value_head_has_a_rate_of_its_own_and_does_not_decay(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, algo="ppo", roots=3, value_lr=7e-2, weight_decay=0.1)
-    trainer.strategy.optimizer = trainer._adamw(trainer.network)
-    trainer._set_lr(0.5 * LR)
-    rates = {id(p): (g["lr"], g["weight_decay"]) for g in trainer.strategy.optimizer.param_groups for p in g["params"]}
-    policy, head = trainer.network.policy, trainer.network.value_head
+    trainer.session.strategy.optimizer = trainer.session.adamw(trainer.session.network)
+    trainer.session.set_lr(0.5 * LR)
+    rates = {
+        id(p): (g["lr"], g["weight_decay"])
+        for g in trainer.session.strategy.optimizer.param_groups
+        for p in g["params"]
+    }
+    policy, head = trainer.session.network.policy, trainer.session.network.value_head
     assert rates[id(policy.logits)] == (0.5 * LR, 0.1)
     assert [rates[id(p)] for p in head.parameters()] == [(pytest.approx(0.5 * 7e-2), 0.0)] * 2
 
@@ -204,7 +208,7 @@ def test_a_batch_is_remembered_after_its_credit(tmp_path: Path, monkeypatch: pyt
     assert len(known) == 2
     assert known[0]["overall"][0] == 0.0  # of the first batch nothing is known
     assert known[1]["overall"][0] == pytest.approx(4 * 3)
-    assert trainer.memory.values.state()["overall"][0] == pytest.approx(4 * 3 * (1 + trainer.args.value_decay))
+    assert trainer.session.memory.values.state()["overall"][0] == pytest.approx(4 * 3 * (1 + trainer.args.value_decay))
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -233,7 +237,7 @@ class Misread(TokenPolicy):
 
 def test_actions_that_cannot_be_read_cost_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(tmp_path, algo="rloo", roots=3, invalid_penalty=0.25)
-    monkeypatch.setattr(trainer, "_player", lambda _: Misread(SPARSE, silent=False))
+    monkeypatch.setattr(trainer.session, "player", lambda _: Misread(SPARSE, silent=False))
     seen = []
     for edge in (edge for tree in trainer._rollouts((0,)) for edge in tree.edges()):
         ended = edge.child.observation == len(SPARSE.logits)
@@ -297,16 +301,16 @@ def test_a_loss_is_scaled_by_the_number_of_processes_whose_gradients_are_average
 ) -> None:
     trainer = trainer_of(tmp_path, algo="rloo", roots=2)
     accelerator: Any = SimpleNamespace(num_processes=processes, backward=lambda loss: loss.backward())
-    trainer.strategy.accelerator = accelerator
+    trainer.session.strategy.accelerator = accelerator
     weight = torch.ones(1, requires_grad=True)
-    trainer.strategy.backward(2.0 * weight.sum())
+    trainer.session.strategy.backward(2.0 * weight.sum())
     assert weight.grad is not None and weight.grad.item() == 2.0 * processes
 
 
 def test_metrics_are_means_over_tokens_and_steps(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, algo="rloo", roots=3, minibatches=2, kl=0.1, reference=REFERENCE)
     trees = credited(trainer)
-    trainer._set_lr(0.0)
+    trainer.session.set_lr(0.0)
     metrics = trainer._optimize(trees)
     assert metrics["update/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["update/approx_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -321,9 +325,9 @@ def test_gradients_are_scaled_down_to_their_greatest_norm(tmp_path: Path) -> Non
     moved = []
     for trainer in (free, bound):
         trees = credited(trainer)
-        trainer._set_lr(LR)
+        trainer.session.set_lr(LR)
         trainer._optimize(trees)
-        moved.append((trainer.model.logits.detach().numpy() - SPARSE.logits) / LR)
+        moved.append((trainer.session.model.logits.detach().numpy() - SPARSE.logits) / LR)
     norm = np.linalg.norm(moved[0])
     assert norm > 0.05
     np.testing.assert_allclose(moved[1], moved[0] * 1e-2 / norm, rtol=0.02, atol=2e-4)
@@ -333,11 +337,11 @@ def test_gradients_do_not_add_up_over_steps(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, algo="rloo", roots=3)
     for _ in range(2):  # the second step from the same weights is the first again
         trees = credited(trainer)
-        trainer._set_lr(LR)
+        trainer.session.set_lr(LR)
         trainer._optimize(trees)
-        trainer._record()
-        trainer.model.load_state_dict(trainer._start)
-    np.testing.assert_allclose(trainer.changes[0]["logits"], trainer.changes[1]["logits"], atol=1e-6)
+        trainer.session.record()
+        trainer.session.model.load_state_dict(trainer.session.start)
+    np.testing.assert_allclose(trainer.session.changes[0]["logits"], trainer.session.changes[1]["logits"], atol=1e-6)
 
 
 # Many updates.
@@ -369,6 +373,6 @@ def test_the_trainer_measures_at_the_temperature_that_is_sampled_at(
 
     monkeypatch.setattr(train, "forward", forward)
     batch = SimpleNamespace(ids=torch.zeros(1, 2), lengths=torch.tensor([2]), mask=torch.ones(1, 1))
-    trainer._forward(trainer.model, batch)  # type: ignore[arg-type]
+    trainer._forward(trainer.session.model, batch)  # type: ignore[arg-type]
     assert told == [(0.5, pack == "tree")]
-    trainer.envs.close()
+    trainer.session.envs.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import make_env
@@ -22,7 +23,6 @@ from bpo_ref.sampling.generate import forward as forward_pass
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import (
-    Args,
     Batch,
     Critique,
     Row,
@@ -32,7 +32,6 @@ from bpo_ref.train import (
     denominator_of,
     micro_batches,
     policy_loss,
-    resolved,
     rows_of,
     shuffled_parts,
     value_loss,

@@ -90,7 +90,7 @@ def test_ends_are_counted_in_every_update_and_evaluation(tmp_path: Path) -> None
     evaluation = next(line for line in lines if "eval/success" in line)
     expected = {"masked": 3, "infra_failures": 1, "sandbox_ended": 1, "suspicious": 1 / 6}
     assert {name: evaluation[f"eval/{name}"] for name in expected} == pytest.approx(expected)
-    (score,) = trainer.scores.values()
+    (score,) = trainer.session.scores.values()
     assert score.ends == {"masked": 3, "infra_failures": 1, "sandbox_ended": 1, "suspicious": 1} and score.n == 6
     told = json.loads((tmp_path / "results.json").read_text())["scores"]["rloo@1"]
     assert told["ends"] == score.ends

@@ -13,10 +13,11 @@ import wordgame
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from bpo_ref.args import Args
 from bpo_ref.learning.models import compute_in, lowered_twin, refresh
 from bpo_ref.sampling.generate import Generation, Generator, StaleSession
 from bpo_ref.session import TrainingSession
-from bpo_ref.train import Args, Trainer
+from bpo_ref.train import Trainer
 
 SMALL = {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -92,7 +93,7 @@ def test_runs_that_cast_once_are_those_that_cast_at_every_token(
             )
         )  # fmt: skip
         trainer.run()
-        assert (trainer._twin is not None) == once
-        assert (trainer._sampled() is trainer.policy) != once
-        scores.append((trainer.scores, {k: v for k, v in trainer.counters.items() if k != "seconds"}))
+        assert (trainer.session._twin is not None) == once
+        assert (trainer.session.sampled() is trainer.session.policy) != once
+        scores.append((trainer.session.scores, {k: v for k, v in trainer.session.counters.items() if k != "seconds"}))
     assert scores[0] == scores[1]

@@ -331,23 +331,23 @@ def gradient_of(out: Path, options: dict[str, Any]) -> tuple[float, Tensor]:
     try:
         if trainer.args.kl:
             with torch.no_grad():
-                for parameter in trainer.policy.parameters():
+                for parameter in trainer.session.policy.parameters():
                     parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         if trainer.args.critic:
-            torch.nn.init.normal_(trainer.model.value_head.weight, generator=torch.Generator().manual_seed(2))
+            torch.nn.init.normal_(trainer.session.model.value_head.weight, generator=torch.Generator().manual_seed(2))
         trees = trainer._rollouts((0,))
         assert any(edge.action.data.truncated for tree in trees for edge in tree.edges())
         for place, path in enumerate(path for tree in trees for path in tree.paths):
             path.edges[-1].reward += float(place % 3)
-        assign_credit(trees, trainer.args, trainer.memory, trainer._gather)
+        assign_credit(trees, trainer.args, trainer.session.memory, trainer.session.gather)
         gradients: list[Tensor] = []
-        trainer._optimizer_step = lambda: gradients.append(  # type: ignore[method-assign]
-            torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+        trainer.session.optimizer_step = lambda: gradients.append(  # type: ignore[method-assign]
+            torch.cat([p.grad.flatten() for p in trainer.session.model.parameters() if p.grad is not None])
         )
-        trainer.grad_norm = 0.0
+        trainer.session.grad_norm = 0.0
         return trainer._optimize(trees)["update/loss"], gradients[0].clone()
     finally:
-        trainer.close()
+        trainer.session.close()
 
 
 @pytest.fixture(autouse=True)

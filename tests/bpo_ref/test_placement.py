@@ -13,12 +13,13 @@ import wordgame
 from checkpoints import small_checkpoint
 
 from bpo_ref import session
+from bpo_ref.args import Args
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import fsdp2
 from bpo_ref.learning.checkpoint import STATE, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.session import TrainingSession, appears
-from bpo_ref.train import Args, Trainer
+from bpo_ref.train import Trainer
 
 
 def process_of(folder: Path, *, number: int) -> Any:
@@ -47,7 +48,7 @@ def test_a_folder_that_not_all_processes_see_is_refused(
     def gather(mine: list[bool]) -> list[bool]:
         """While the first process waits, the other one looks for the file, too."""
         monkeypatch.setattr(session, "broadcast_object_list", lambda _: sent)
-        other._gather = lambda local: [True, *local]
+        other.gather = lambda local: [True, *local]
         try:
             other._check_out()
         except ConfigError as error:
@@ -55,7 +56,7 @@ def test_a_folder_that_not_all_processes_see_is_refused(
         found.append((other.out / sent[0]).exists())
         return [*mine, found[0]]
 
-    main._gather = gather
+    main.gather = gather
     if shared:
         main._check_out()
     else:

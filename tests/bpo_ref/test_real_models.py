@@ -32,6 +32,7 @@ from test_train import (
 )
 
 from bpo_ref import session as session_module
+from bpo_ref.args import Args, resolved
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.batch import rows_of
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
@@ -39,7 +40,7 @@ from bpo_ref.learning.models import WithoutAdapter, add_adapter, checkpoint_laye
 from bpo_ref.sampling.chat import ChatFormat, TemplateError
 from bpo_ref.sampling.generate import Generator, token_logps
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations
-from bpo_ref.train import Args, Trainer, resolved
+from bpo_ref.train import Trainer
 from sandboxgym.prompts import make_prompt
 from sandboxgym.tree import Envs
 
@@ -91,7 +92,7 @@ def test_what_is_trained_on_is_what_was_sampled(folders: dict[str, Path], tmp_pa
     """Turn by turn: the template's ids, the sampled ids; and the trainer's log-probabilities are the sampler's."""
     trainer = trainer_of(tmp_path, folders[family], algo="bpo-tree", entropy_skip=0)
     trees = trainer._rollouts((0, 1))
-    tokenizer, chat = trainer.tokenizer, trainer.chat
+    tokenizer, chat = trainer.session.tokenizer, trainer.session.chat
     assert len({len(path.edges) for tree in trees for path in tree.paths}) > 0
     for tree in trees:
         for path in tree.paths:
@@ -106,12 +107,12 @@ def test_what_is_trained_on_is_what_was_sampled(folders: dict[str, Path], tmp_pa
                 assert memory.truncated == (memory.sampled[-1] not in chat.stop_ids)
             assert ids == path.edges[-1].action.memory.ids()
             rows = torch.tensor([ids])
-            logps = token_logps(trainer.policy, rows, torch.tensor([len(ids)]))[0][0]
+            logps = token_logps(trainer.session.policy, rows, torch.tensor([len(ids)]))[0][0]
             for edge in path.from_root():
                 span = slice(edge.action.position - 1, edge.action.position - 1 + edge.action.tokens)
                 np.testing.assert_allclose(logps[span].detach(), edge.action.data.logps, atol=2e-5)
     assert tokenizer.pad_token_id is not None  # eos or not: no id is ever taken for padding
-    trainer.close()
+    trainer.session.close()
 
 
 def test_a_pad_token_that_ends_turns_is_neither_lost_nor_learnt(folders: dict[str, Path]) -> None:
@@ -191,7 +192,7 @@ def test_a_template_that_shows_the_date_shows_the_same_one_every_day() -> None:
 def test_with_a_window_every_turn_is_a_row_of_what_was_shown(folders: dict[str, Path], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, folders["qwen2"], history=1, spacing=0, algo="bpo-tree")
     trees = trainer._rollouts((0, 1))
-    chat, tokenizer = trainer.chat, trainer.tokenizer
+    chat, tokenizer = trainer.session.chat, trainer.session.tokenizer
     for tree in trees:
         rows = rows_of([tree])
         assert len(rows) == tree.env_steps > len(tree.paths)
@@ -208,7 +209,7 @@ def test_with_a_window_every_turn_is_a_row_of_what_was_shown(folders: dict[str, 
             assert (f"[{depth - 1} turn" in shown) == (depth > 1)
             assert depth < 3 or f"turn {depth - 2} say" not in shown
     trainer._optimize(trees)
-    trainer.close()
+    trainer.session.close()
 
 
 def test_with_a_window_what_a_turn_begins_with_is_not_read_again(
@@ -222,7 +223,7 @@ def test_with_a_window_what_a_turn_begins_with_is_not_read_again(
         trainer = trainer_of(tmp_path / name, folders["qwen2"], history=1, spacing=0, algo="bpo-tree")
         found.append([edge.action.data for tree in trainer._rollouts((0, 1)) for edge in tree.edges()])
         costs.append(trainer.rollout_costs)
-        trainer.close()
+        trainer.session.close()
     assert len(found[0]) == len(found[1]) > 20
     for mine, theirs in zip(*found):
         assert mine.ids == theirs.ids
@@ -233,11 +234,11 @@ def test_with_a_window_what_a_turn_begins_with_is_not_read_again(
 
 def test_answers_that_cannot_be_read_are_invalid_actions(folders: dict[str, Path], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, folders["qwen2"], prompt="react", invalid_penalty=0.25, algo="rloo")
-    assert "<action>one action</action>" in trainer.tokenizer.decode(trainer.chat.start("x"))
+    assert "<action>one action</action>" in trainer.session.tokenizer.decode(trainer.session.chat.start("x"))
     edges = [edge for tree in trainer._rollouts((0, 1)) for edge in tree.edges()]
     assert edges and all((edge.action.text, edge.valid, edge.reward) == ("", False, -0.25) for edge in edges)
-    assert trainer._player(1.0)._skip == trainer.chat.length("<think>") > 0
-    trainer.close()
+    assert trainer.session.player(1.0)._skip == trainer.session.chat.length("<think>") > 0
+    trainer.session.close()
 
 
 def test_demonstrations_are_written_as_answers_are_read(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_layers_computed_again_give_the_same_gradients(folders: dict[str, Path],
 @pytest.mark.slow
 def test_bfloat16_computes_low_and_learns_high(folders: dict[str, Path], tmp_path: Path) -> None:
     trainer = trained(tmp_path, folders["qwen2"], dtype="bfloat16", lr=1e-6, algo="rloo")
-    policy, (start, _) = trainer.policy, load_policy(folders["qwen2"])
+    policy, (start, _) = trainer.session.policy, load_policy(folders["qwen2"])
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert policy(input_ids=torch.tensor([[5, 6]])).logits.dtype == torch.bfloat16
     moved = [(name, p.detach(), start.get_parameter(name)) for name, p in policy.named_parameters()]
@@ -300,8 +301,8 @@ def test_bfloat16_computes_low_and_learns_high(folders: dict[str, Path], tmp_pat
 
 def test_the_frozen_reference_is_kept_in_the_lower_type(folders: dict[str, Path], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, folders["qwen2"], dtype="bfloat16", kl=0.1)
-    assert {p.dtype for p in trainer.reference.parameters()} == {torch.bfloat16}
-    trainer.close()
+    assert {p.dtype for p in trainer.session.reference.parameters()} == {torch.bfloat16}
+    trainer.session.close()
 
 
 def test_log_probabilities_in_bfloat16_are_near_those_in_float32(folders: dict[str, Path]) -> None:
@@ -322,15 +323,19 @@ def test_a_run_with_adapters_trains_them_alone_and_refers_to_the_model_without(
 ) -> None:
     trainer = trained(tmp_path, folders["qwen2"], **LORA, algo="rloo")
     base, _ = load_policy(folders["qwen2"], dtype="bfloat16")
-    learnt = {name: p for name, p in trainer.policy.named_parameters() if p.requires_grad}
+    learnt = {name: p for name, p in trainer.session.policy.named_parameters() if p.requires_grad}
     assert learnt and all("lora_" in name and p.dtype == torch.float32 for name, p in learnt.items())
     assert any(p.any() for name, p in learnt.items() if "lora_B" in name)
-    assert isinstance(trainer.reference, WithoutAdapter)
+    assert isinstance(trainer.session.reference, WithoutAdapter)
     ids = torch.tensor([[7, 8, 9, 10, 11]])
     with torch.no_grad():
         theirs = base(input_ids=ids).logits.float()
-        torch.testing.assert_close(trainer.reference(input_ids=ids).logits.float(), theirs, atol=0.05, rtol=0.05)
-        assert not torch.equal(trainer.policy(input_ids=ids).logits.float(), trainer.reference(input_ids=ids).logits)
+        torch.testing.assert_close(
+            trainer.session.reference(input_ids=ids).logits.float(), theirs, atol=0.05, rtol=0.05
+        )
+        assert not torch.equal(
+            trainer.session.policy(input_ids=ids).logits.float(), trainer.session.reference(input_ids=ids).logits
+        )
     saved = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
 
@@ -356,11 +361,11 @@ def test_a_checkpoint_of_adapters_loads_as_any_policy(folders: dict[str, Path], 
     merged, _ = load_policy(tmp_path / "run" / "checkpoint")
     ids = torch.tensor([[7, 8, 9, 10, 11]])
     with torch.no_grad():
-        torch.testing.assert_close(merged(input_ids=ids).logits, trainer.policy(input_ids=ids).logits)
+        torch.testing.assert_close(merged(input_ids=ids).logits, trainer.session.policy(input_ids=ids).logits)
     again = trainer_of(tmp_path / "next", folders["qwen2"], lora_r=4, init_from=str(tmp_path / "run" / "checkpoint"))
     with torch.no_grad():  # the next run's adapters start at nothing, beside what the first one learnt
-        torch.testing.assert_close(again.policy(input_ids=ids).logits, merged(input_ids=ids).logits)
-    again.close()
+        torch.testing.assert_close(again.session.policy(input_ids=ids).logits, merged(input_ids=ids).logits)
+    again.session.close()
 
 
 @pytest.mark.slow
@@ -381,10 +386,10 @@ def test_a_checkpoint_of_adapters_has_what_was_learnt_before_them(folders: dict[
     with torch.no_grad():
         for trainer, folder in ((first, "run"), (second, "next")):
             loaded, _ = load_policy(tmp_path / folder / "checkpoint")
-            torch.testing.assert_close(loaded(input_ids=ids).logits, trainer.policy(input_ids=ids).logits)
+            torch.testing.assert_close(loaded(input_ids=ids).logits, trainer.session.policy(input_ids=ids).logits)
         (tmp_path / "run").rename(tmp_path / "moved")
         loaded, _ = load_policy(tmp_path / "moved" / "checkpoint")
-        torch.testing.assert_close(loaded(input_ids=ids).logits, first.policy(input_ids=ids).logits)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, first.session.policy(input_ids=ids).logits)
 
 
 @pytest.mark.slow
@@ -395,7 +400,7 @@ def test_adapters_of_the_supervised_stage_are_part_of_the_reference(folders: dic
     (warm, _), (start, _) = load_policy(tmp_path / "sft"), load_policy(folders["qwen2"])
     ids = torch.tensor([[7, 8, 9, 10, 11]])
     with torch.no_grad():
-        reference = trainer.reference(input_ids=ids).logits
+        reference = trainer.session.reference(input_ids=ids).logits
         torch.testing.assert_close(reference, warm(input_ids=ids).logits)
         assert not torch.allclose(reference, start(input_ids=ids).logits, atol=1e-3)
     assert not (tmp_path / "adapter").exists()

@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_train import TINY, trained
 
 from bpo_ref import run_log
+from bpo_ref.args import Args
 from bpo_ref.config import ConfigError
-from bpo_ref.train import Args, Trainer
+from bpo_ref.train import Trainer
 
 
 def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -84,7 +85,7 @@ class Recorder(GeneralTracker):
 def test_other_trackers_get_the_settings_and_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
     Recorder.made.clear()
-    trained(tmp_path, updates=1, trackers=("recorder",)).close()
+    trained(tmp_path, updates=1, trackers=("recorder",)).session.close()
     (recorder,) = Recorder.made
     assert recorder.run_name == "bpo_ref" and recorder.finished
     assert recorder.settings["algo"] == "bpo" and recorder.settings["lr"] == TINY["lr"]

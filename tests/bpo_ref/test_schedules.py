@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from toy_envs import Corridor
 
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import EntropyThreshold, Memory
 from bpo_ref.schedules import Online, make_schedule
-from bpo_ref.train import Args, resolved
 from sandboxgym.tree import Action, Context, Envs, RolloutTree, Schedule, rollout
 
 

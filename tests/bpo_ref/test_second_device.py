@@ -16,7 +16,7 @@ from tabular_loop import LR, LoopTrainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpo_ref import train
-from bpo_ref.train import Args
+from bpo_ref.args import Args
 
 MDP = random_mdp(seed=244)
 
@@ -41,8 +41,8 @@ def reads_of_an_update(tmp_path: Path, *, prompts: int, **options: Any) -> int:
     args = Args(**settings, out=str(tmp_path), prompts=prompts, pack="flat")
     trainer = LoopTrainer(args, MDP, reference=MDP.logits[::-1].copy() if args.kl else None)
     trees = trainer._rollouts((0,))
-    train.assign_credit(trees, trainer.args, trainer.memory)
-    trainer._set_lr(LR)
+    train.assign_credit(trees, trainer.args, trainer.session.memory)
+    trainer.session.set_lr(LR)
     with Reads() as reads:
         trainer._optimize(trees)
     return reads.count

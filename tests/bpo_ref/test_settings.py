@@ -14,9 +14,11 @@ import pytest
 import wordgame
 
 from bpo_ref import train
+from bpo_ref.args import Args, resolved
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError
-from bpo_ref.train import Args, Trainer, resolved
+from bpo_ref.session import TrainingSession
+from bpo_ref.train import Trainer
 
 BASE: dict[str, Any] = {
     "env_id": wordgame.ENV_ID, "max_turns": 5, "context": 160, "max_new_tokens": 3, "sft_episodes": 2, "updates": 1,
@@ -108,9 +110,9 @@ def every_setting(seed: int, *, changed: int) -> list[dict[str, Any]]:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without plots, samples, checkpoints and evaluation: what is looked at is the update."""
     monkeypatch.setattr(train, "write_samples", lambda *_, **__: None)
-    monkeypatch.setattr(Trainer, "_report", lambda self: None)
-    monkeypatch.setattr(Trainer, "_save", lambda self, folder, **_: None)
-    monkeypatch.setattr(Trainer, "_evaluate", lambda self, name: SimpleNamespace(rate=0.0))
+    monkeypatch.setattr(TrainingSession, "report", lambda self: None)
+    monkeypatch.setattr(TrainingSession, "save", lambda self, folder, **_: None)
+    monkeypatch.setattr(TrainingSession, "evaluate", lambda self, name: SimpleNamespace(rate=0.0))
 
 
 def outcome(options: dict[str, Any], out: Path) -> str:
@@ -118,7 +120,7 @@ def outcome(options: dict[str, Any], out: Path) -> str:
     fields = {field.name for field in dataclasses.fields(Args)}
     try:
         trainer = Trainer(Args(**{**options, "out": str(out)}))
-        trainer._enter_rl() if trainer.stage == "sft" else None
+        trainer.session.enter_rl() if trainer.session.stage == "sft" else None
     except CheckpointError as error:
         assert options.get("resume") and "expected the state of a run to resume" in str(error)
         return "refused: resume"
@@ -127,20 +129,20 @@ def outcome(options: dict[str, Any], out: Path) -> str:
         assert named in fields, f"the message begins with no field: {error}"
         return f"refused: {named}"
     logged: list[dict[str, float]] = []
-    trainer.log.scalars = lambda metrics, step: logged.append(dict(metrics))  # type: ignore[method-assign]
+    trainer.session.log.scalars = lambda metrics, step: logged.append(dict(metrics))  # type: ignore[method-assign]
     try:
         if trainer.args.algo == "sft":
             return "updated"
-        before = {name: value.detach().clone() for name, value in trainer.network.state_dict().items()}
+        before = {name: value.detach().clone() for name, value in trainer.session.network.state_dict().items()}
         trainer._reinforce()
     except train.TrainingFailed as error:  # of rollouts that come to nothing, which no setting tells before
         assert "too long" in str(error) or "masked" in str(error) or "room" in str(error), error
         return "failed"
     finally:
-        trainer.close()
+        trainer.session.close()
     assert logged and all(math.isfinite(v) for m in logged for k, v in m.items() if k.startswith("update/")), logged
     if logged[0]["update/grad_norm"] > 1e-6 and trainer.args.warmup == 0:
-        assert any(not value.equal(before[name]) for name, value in trainer.network.state_dict().items())
+        assert any(not value.equal(before[name]) for name, value in trainer.session.network.state_dict().items())
     return "updated"
 
 

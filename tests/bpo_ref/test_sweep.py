@@ -14,11 +14,11 @@ import pytest
 import yaml
 from test_train import ENVIRONMENT, TINY
 
+from bpo_ref.args import parse_args, resolved
 from bpo_ref.experiments import sweep, tables
 from bpo_ref.experiments.archive import ArchiveError, pack, unpack
 from bpo_ref.experiments.sweep import STUDIES, commands, main
 from bpo_ref.experiments.tables import Finished, beside, efficiency, grouped, overhead, summary
-from bpo_ref.train import parse_args, resolved
 
 CONFIGS = Path(__file__).parents[2] / "bpo_ref" / "configs"
 DOCS = Path(__file__).parents[2] / "docs" / "results"

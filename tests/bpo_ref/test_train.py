@@ -25,14 +25,17 @@ from safetensors.torch import load_file
 from wordgame import Keyed
 
 from bpo_ref import eval as evaluation
-from bpo_ref import train
+from bpo_ref import supervised, train
+from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import TaskSpread
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
 from bpo_ref.sampling.policy import collect_demonstrations
-from bpo_ref.train import Args, Trainer, draw_tasks, learning_rate_factor, parse_args, resolved
+from bpo_ref.sampling.selection import draw_tasks
+from bpo_ref.session import TrainingSession
+from bpo_ref.train import Trainer, learning_rate_factor
 from sandboxgym.tree import Envs
 from sandboxgym.tree_file import load_trees
 
@@ -137,11 +140,11 @@ def test_a_checkpoint_is_evaluated_as_in_training(
 def test_evaluation_has_a_temperature_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "temperature": 0.7, "eval_temperature": 0.3}))
     told: list[float] = []
-    player = trainer._player
-    monkeypatch.setattr(trainer, "_player", lambda temperature: told.append(temperature) or player(temperature))
-    trainer._evaluate("start")
+    player = trainer.session.player
+    monkeypatch.setattr(trainer.session, "player", lambda temperature: told.append(temperature) or player(temperature))
+    trainer.session.evaluate("start")
     assert told == [0.3]
-    trainer.close()
+    trainer.session.close()
 
 
 def test_the_last_weights_are_saved_whatever_the_interval(finished: Path) -> None:
@@ -179,7 +182,7 @@ def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("algo", sorted(PRESETS))
 def test_every_preset_trains(tmp_path: Path, algo: Any) -> None:
     trainer = trained(tmp_path, algo=algo, updates=2, kl=0.1 if algo == "grpo" else 0.0, minibatches=2, epochs=2)
-    assert f"{algo}@2" in trainer.scores or algo == "sft"
+    assert f"{algo}@2" in trainer.session.scores or algo == "sft"
     assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
 
 
@@ -193,15 +196,15 @@ def test_branching_only_the_root_trains_like_rloo(tmp_path: Path) -> None:
 def test_without_a_supervised_stage_the_reference_is_the_initial_policy(tmp_path: Path) -> None:
     (tmp_path / "sft").mkdir()  # of an earlier run
     trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "sft_steps": 0, "kl": 0.1})))
-    theirs = trainer.reference.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in trainer.model.state_dict().items())
+    theirs = trainer.session.reference.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in trainer.session.model.state_dict().items())
 
 
 def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) -> None:
     trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "init_from": str(finished / "checkpoint")})))
-    assert trainer.stage == "rl"
-    saved = weights(finished)
-    assert all(torch.equal(value, saved[name]) for name, value in trainer.model.state_dict().items() if name in saved)
+    assert trainer.session.stage == "rl"
+    saved, mine = weights(finished), trainer.session.model.state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in mine.items() if name in saved)
 
 
 def test_a_value_head_leaves_a_plain_policy_behind(tmp_path: Path) -> None:
@@ -210,31 +213,31 @@ def test_a_value_head_leaves_a_plain_policy_behind(tmp_path: Path) -> None:
     assert not any("value_head" in name for name in weights(tmp_path / "ppo"))
     start = str(tmp_path / "ppo" / "checkpoint")
     trainer = trained(tmp_path / "rloo", algo="rloo", sft_steps=0, init_from=start, updates=1)
-    assert trainer.scores["start"].n == 6
+    assert trainer.session.scores["start"].n == 6
 
 
 @pytest.mark.parametrize(
     ("match", "counter"), [("returns", "returns"), ("env-steps", "env_steps"), ("tokens", "tokens")]
 )
 def test_a_budget_ends_the_run_whatever_the_number_of_updates(tmp_path: Path, match: Any, counter: str) -> None:
-    first = trained(tmp_path / "one", algo="rloo", updates=1).counters[counter]
+    first = trained(tmp_path / "one", algo="rloo", updates=1).session.counters[counter]
     budget = int(2.5 * first)
     trainer = trained(tmp_path / "run", algo="rloo", match=match, budget=budget, updates=4, lr_decay="linear")
     spent = [line[f"total/{counter}"] for line in metrics(tmp_path / "run") if "update/loss" in line]
-    assert spent[-2] < budget <= spent[-1] == trainer.counters[counter]
-    assert trainer.step == len(spent)
-    evaluated = [name for name in trainer.scores if "@" in name]
-    assert evaluated[-1] == f"rloo@{trainer.step}" and len(evaluated) == 2  # updates / eval_every
+    assert spent[-2] < budget <= spent[-1] == trainer.session.counters[counter]
+    assert trainer.session.step == len(spent)
+    evaluated = [name for name in trainer.session.scores if "@" in name]
+    assert evaluated[-1] == f"rloo@{trainer.session.step}" and len(evaluated) == 2  # updates / eval_every
 
 
 def test_returns_that_are_left_out_are_counted_but_not_trained_on(tmp_path: Path) -> None:
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "algo": "bpo-paper", "width": 4, "sft_steps": 0}))
     trees = trainer._rollouts((0, 0))
-    train.assign_credit(trees, trainer.args, trainer.memory)
+    train.assign_credit(trees, trainer.args, trainer.session.memory)
     train.leave_out(trees, replace(trainer.args, subsample_returns=3), (0, 1))
     assert all(len(tree.paths) == 7 for tree in trees)
     assert len(train.rows_of(trees)) == 3 * len(trees)
-    trainer.close()
+    trainer.session.close()
 
 
 def test_the_oracles_probes_leave_the_rollout_as_it_would_have_been(tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ def test_the_oracles_probes_leave_the_rollout_as_it_would_have_been(tmp_path: Pa
             for edge in row.edges:
                 here = slice(edge.action.position, edge.action.position + edge.action.tokens)
                 assert row.ids[here] == edge.action.data.ids
-        trainer.close()
+        trainer.session.close()
     assert backbones[0] == backbones[1]
 
 
@@ -259,7 +262,7 @@ def test_bpo_splits_with_a_progress_key_and_is_a_forest_without(tmp_path: Path) 
     other = Trainer(Args(**free))
     assert (other.args.schedule, other.args.baseline) == ("explained", "turn")
     for trainer in (keyed, other):
-        trainer.close()
+        trainer.session.close()
     with pytest.raises(ConfigError, match=r"baseline: needs info.'progress_key'., which .*FreeText"):
         Trainer(Args(**{**free, "algo": "rloo-key"}))
 
@@ -268,9 +271,9 @@ def test_free_text_is_learnt_from_and_acted_in(tmp_path: Path) -> None:
     """Nothing but reset, step and an expert: words unseen, several lines, observations too long to read in full."""
     options = {"env_id": wordgame.FREE_TEXT_ID, "tiny_vocabulary": 300, "context": 256, "observation_tokens": 24}
     trainer = trained(tmp_path, **options, max_new_tokens=16, updates=2)
-    assert trainer.scores["bpo@2"].n == 6 and trainer.scores["bpo@2"].reward >= 0
-    encoded = trainer.tokenizer("say[é0xunseen]\n\t  # done")["input_ids"]
-    assert trainer.tokenizer.decode(encoded) == "say[é0xunseen]\n\t  # done"
+    assert trainer.session.scores["bpo@2"].n == 6 and trainer.session.scores["bpo@2"].reward >= 0
+    encoded = trainer.session.tokenizer("say[é0xunseen]\n\t  # done")["input_ids"]
+    assert trainer.session.tokenizer.decode(encoded) == "say[é0xunseen]\n\t  # done"
     (tree,) = load_trees(tmp_path / "trees.json")[:1]
     assert all(edge.valid == str(edge.action.text).startswith("say[") for edge in tree.edges())
 
@@ -291,10 +294,10 @@ def test_chats_from_a_file_take_the_experts_place(tmp_path: Path) -> None:
     talk = [("system", "s"), ("user", "task 0 turn 0 say a word"), ("assistant", "word"), ("user", "over")]
     path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) + "\n")
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path / "run"), "sft_data": str(path)}))
-    assert trainer.demonstrations == [
+    assert trainer.session.demonstrations == [
         {"observations": ["task 0 turn 0 say a word"], "actions": ["word"], "learn": [True]}
     ]
-    trainer.close()
+    trainer.session.close()
     path.write_text('{"messages": [{"role": "assistant", "content": "word"}]}\n')
     with pytest.raises(ConfigError, match=rf"sft_data: {path}:1: expected user and assistant in turn"):
         Trainer(Args(**{**TINY, "out": str(tmp_path / "run"), "sft_data": str(path)}))
@@ -309,16 +312,17 @@ def test_chats_from_a_file_take_the_experts_place(tmp_path: Path) -> None:
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, method: str, times: int, act: Any) -> None:
     """Do something after a method of the trainer has been called so many times."""
-    original, calls = getattr(Trainer, method), []
+    owner = {"save": TrainingSession, "supervised_step": supervised}.get(method, Trainer)
+    original, calls = getattr(owner, method), []
 
-    def wrapped(self: Trainer, *args: Any) -> Any:
-        result = original(self, *args)
+    def wrapped(*args: Any) -> Any:
+        result = original(*args)
         calls.append(method)
         if len(calls) == times:
             act()
         return result
 
-    monkeypatch.setattr(Trainer, method, wrapped)
+    monkeypatch.setattr(owner, method, wrapped)
 
 
 class Crash(Exception):
@@ -335,7 +339,7 @@ def ctrl_c() -> None:
 
 @pytest.mark.parametrize(
     ("method", "times"),
-    [("_supervised_step", 2), ("_optimize", 1), ("_optimize", 2), ("_optimize", 3)],
+    [("supervised_step", 2), ("_optimize", 1), ("_optimize", 2), ("_optimize", 3)],
     ids=["supervised", "between saves", "at a save", "after a save"],
 )
 def test_stopped_by_ctrl_c_and_resumed_is_uninterrupted(
@@ -344,7 +348,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_uninterrupted(
     with monkeypatch.context() as patch:
         interrupt(patch, method, times, ctrl_c)
         stopped = trained(tmp_path)
-    assert stopped.step == times
+    assert stopped.session.step == times
     assert not (tmp_path / "results.json").exists()
     trained(tmp_path, resume=True)
     assert metrics(tmp_path) == metrics(finished)
@@ -352,7 +356,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_uninterrupted(
     assert results_of(tmp_path)["scores"] == results_of(finished)["scores"]
 
 
-@pytest.mark.parametrize(("method", "times"), [("_optimize", 4), ("_rollouts", 1), ("_save", 3)])
+@pytest.mark.parametrize(("method", "times"), [("_optimize", 4), ("_rollouts", 1), ("save", 3)])
 def test_a_crash_goes_on_from_the_last_checkpoint(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, times: int
 ) -> None:
@@ -423,7 +427,7 @@ def test_a_checkpoint_may_be_older_than_a_setting(finished: Path, tmp_path: Path
     state = torch.load(path, weights_only=True)
     del state["args"]["allocation"], state["memory"]["spread"]
     torch.save(state, path)
-    assert trained(tmp_path, resume=True).step == TINY["updates"]
+    assert trained(tmp_path, resume=True).session.step == TINY["updates"]
     with pytest.raises(CheckpointError, match="was made with allocation='equal', now it is 'spread'"):
         trained(tmp_path, resume=True, algo=results_of(finished)["args"]["algo"], allocation="spread")
 
@@ -542,7 +546,7 @@ def test_every_process_shares_out_the_root_paths_of_the_whole_batch(
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "algo": "rloo", "roots": 4, "allocation": "spread"}))
     tasks = range(wordgame.WordGame.num_tasks)
     known = [(task, (1000, 500 if task % 2 else 999, 500 if task % 2 else 999)) for task in tasks]
-    trainer.memory.spread = TaskSpread(1.0, known)
+    trainer.session.memory.spread = TaskSpread(1.0, known)
     roots: dict[int, list[tuple[Any, int, int]]] = {}
     for processes in (1, 2):
         for process in range(processes):
@@ -554,7 +558,7 @@ def test_every_process_shares_out_the_root_paths_of_the_whole_batch(
     assert sorted(roots[1]) == sorted(roots[2])
     numbers = {task % 2: n for task, _, n in roots[1]}
     assert numbers[0] < 4 < numbers[1], roots
-    trainer.close()
+    trainer.session.close()
 
 
 def test_a_task_or_an_argument_of_the_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -567,12 +571,12 @@ def test_a_task_or_an_argument_of_the_expert_that_is_not_there_is_named(tmp_path
 
 
 def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "_check_processes", lambda self: monkeypatch.setenv("WORLD_SIZE", "2"))
+    monkeypatch.setattr(TrainingSession, "check_processes", lambda self: monkeypatch.setenv("WORLD_SIZE", "2"))
     trainer = Trainer(resolved(Args(**{**TINY, "out": str(tmp_path)})))
     monkeypatch.undo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="wanted 2 processes, accelerate runs 1"):
-        trainer._check_processes()
+        trainer.session.check_processes()
 
 
 # Settings.
@@ -740,14 +744,16 @@ def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
     trainer = Trainer(Args(**{**TINY, "out": str(tmp_path), "weight_decay": 0.1, "algo": "ppo"}))
     try:
         decay = {
-            id(p): group["weight_decay"] for group in trainer.strategy.optimizer.param_groups for p in group["params"]
+            id(p): group["weight_decay"]
+            for group in trainer.session.strategy.optimizer.param_groups
+            for p in group["params"]
         }
-        named = list(trainer.network.named_parameters())
+        named = list(trainer.session.network.named_parameters())
         assert len(decay) == len(named)
         assert {decay[id(p)] for name, p in named if p.ndim > 1 and "value_head" not in name} == {0.1}
         assert {decay[id(p)] for name, p in named if p.ndim < 2 or "value_head" in name} == {0.0}
     finally:
-        trainer.close()
+        trainer.session.close()
 
 
 def test_how_long_processes_wait_for_each_other_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ import wordgame
 import yaml
 from test_train import TINY
 
+from bpo_ref.args import Args
 from bpo_ref.experiments.variance import Laboratory, Samples, Study, compare, run
-from bpo_ref.train import Args, Trainer
+from bpo_ref.train import Trainer
 
 TRUE = np.zeros((12, 40))
 TRUE[:, :5] = 1.0  # E g of every task: squared norm 5

@@ -11,8 +11,9 @@ from pathlib import Path
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bpo_ref.args import parse_args
 from bpo_ref.distributed.zero3 import Sharded
-from bpo_ref.train import Trainer, parse_args
+from bpo_ref.train import Trainer
 from sandboxgym.tree import RolloutTree
 
 
@@ -25,12 +26,12 @@ class Rewarded(Trainer):
 
 
 def kind_of(trainer: Trainer) -> str:
-    learnt = [parameter for parameter in trainer.network.parameters() if parameter.requires_grad]
-    if isinstance(trainer.model, Sharded):
+    learnt = [parameter for parameter in trainer.session.network.parameters() if parameter.requires_grad]
+    if isinstance(trainer.session.model, Sharded):
         return "zero3"
     if learnt and all(isinstance(parameter, DTensor) for parameter in learnt):
         return "fsdp2"
-    return "ddp" if isinstance(trainer.model, DistributedDataParallel) else "one process"
+    return "ddp" if isinstance(trainer.session.model, DistributedDataParallel) else "one process"
 
 
 if __name__ == "__main__":
@@ -42,7 +43,7 @@ if __name__ == "__main__":
         trainer = Rewarded(parse_args([*arguments, "--out", str(options.out / name)]))
         kind = kind_of(trainer)
         trainer.run()
-        if trainer.accelerator.is_main_process:
-            told = trainer.tokenizer.decode(trainer.chat.start("x"))
+        if trainer.session.accelerator.is_main_process:
+            told = trainer.session.tokenizer.decode(trainer.session.chat.start("x"))
             (options.out / name / "told.json").write_text(json.dumps({"kind": kind, "start": told}))
-        trainer.accelerator.free_memory()
+        trainer.session.accelerator.free_memory()

@@ -1,0 +1,73 @@
+"""Selection of what is learnt from: the tasks of a batch, their minibatches, and which episodes and actions count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from bpo_ref.learning.batch import Critique
+from sandboxgym.tree import Edge, RolloutTree
+
+if TYPE_CHECKING:
+    from bpo_ref.args import Args
+
+
+def returns_differ(tree: RolloutTree) -> bool:
+    """Whether any two episodes of a task had different rewards in all."""
+    totals = [path.total_reward for path in tree.paths]
+    return max(totals) > min(totals)
+
+
+def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:
+    """Give weight 0 to the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
+    cut: an answer without its end, and an action after which every episode was cut. Returns how many of the latter.
+    """
+    for tree in trees if args.subsample_returns else ():
+        paths = sorted(tree.paths, key=lambda path: path.key)  # they come in the order in which they ended
+        for place in np.random.default_rng([*seed, tree.index]).permutation(len(paths))[args.subsample_returns :]:
+            for edge in paths[place].edges:
+                edge.weight = 0.0
+    cut = [edge for tree in trees for edge in cut_actions(tree) if edge.weight] if args.mask_truncated else []
+    for edge in cut:
+        edge.weight = 0.0
+        if isinstance(edge.data, Critique):
+            edge.data.targets = [math.nan] * edge.action.tokens
+    return len(cut)
+
+
+def cut_actions(tree: RolloutTree) -> list[Edge]:
+    """Actions whose answer was cut, and those that no episode goes through that came to an end of its own.
+
+    An episode that Russian roulette has stopped counts as one that did: what it would have brought is accounted for.
+    """
+    ended: set[int] = set()
+    for path in tree.paths:
+        last = path.edges[-1]
+        if last.child.stopped or not last.truncated:
+            ended.update(map(id, path.from_root()))
+    return [edge for edge in tree.edges() if edge.action.data.truncated or id(edge) not in ended]
+
+
+def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
+    """The minibatch of each task of a batch, [prompts].
+
+    Drawn such that N processes, of which each has every N-th task, have equally many in each minibatch.
+    """
+    assert args.minibatches is not None
+    rng, size = np.random.default_rng([*seed]), args.prompts // args.minibatches
+    order = rng.permuted(np.tile(np.arange(args.minibatches), (size, 1)), axis=1)  # of the tasks i, i + size, …
+    return np.concatenate([order.T.reshape(-1), rng.integers(args.minibatches, size=args.prompts % args.minibatches)])
+
+
+def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:
+    """Tasks of a batch, without replacement where there are enough; None where the environment draws its own."""
+    available = getattr(env.unwrapped, "num_tasks", None)
+    if available is None:
+        return [None] * count
+    rng = np.random.default_rng([*seed, 7])
+    return [int(i) for i in rng.choice(available, count, replace=available < count)]
