@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -23,27 +24,71 @@ def parse(settings: type[Settings], argv: Sequence[str] | None = None) -> Settin
 
     Args:
         settings: a dataclass with defaults.
-        argv: the command line (default: this process's).
+        argv: the command line (default: this process's). A setting that is true or false may stand alone
+            (``--resume``, ``--no-resume``) or with its value (``--resume True``).
 
     Raises:
         ConfigError: a file that cannot be read, or a field in it that does not exist; the message names both.
     """
     given = sys.argv[1:] if argv is None else argv
     argv = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    argv = _with_values(settings, argv)
     values: dict[str, Any] = {}
     if "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
-            raise ConfigError("--config: expected a YAML file")
-        values = read_config(settings, Path(argv[at + 1]))
+            raise ConfigError(f"--config: expected a YAML file, or one of {', '.join(packaged())}")
+        values = read_config(settings, find_config(argv[at + 1]))
         del argv[at : at + 2]
     return tyro.cli(settings, default=settings(**values), args=argv, config=(tyro.conf.FlagConversionOff,))
+
+
+def _with_values(settings: type[Any], argv: Sequence[str]) -> list[str]:
+    """The command line with a value after every setting that is true or false."""
+    flags = {f"--{name.replace('_', '-')}" for name, hint in get_type_hints(settings).items() if hint is bool}
+    words: list[str] = []
+    for word, following in zip(argv, (*argv[1:], "--")):
+        name = word.replace("_", "-")
+        if name in flags and following.lower() not in ("true", "false"):
+            words += [word, "True"]
+        elif name.startswith("--no-") and f"--{name[5:]}" in flags:
+            words += [f"--{name[5:]}", "False"]
+        else:
+            words.append(word)
+    return words
+
+
+CONFIGS = Path(__file__).with_name("configs")
+
+
+def packaged() -> list[str]:
+    """Names of the configurations that come with the package."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def find_config(name: str) -> Path:
+    """A file by its path, or one that comes with the package by its bare name, as in ``alfworld-tiny``.
+
+    Raises:
+        ConfigError: there is none; the message has the names that there are.
+    """
+    path = Path(name)
+    if path.exists() or path.name != name:
+        return path
+    own = CONFIGS / f"{name.removesuffix('.yaml')}.yaml"
+    if own.exists():
+        return own
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), packaged(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"--config: expected a YAML file, or one of {', '.join(packaged())}, found {name!r}{hint}")
 
 
 def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
     """Fields of a dataclass from a YAML file; those named ``…_kwargs`` may be written as a mapping."""
     try:
         values = yaml.safe_load(path.read_text()) or {}
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such file") from error
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):

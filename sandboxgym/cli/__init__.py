@@ -22,6 +22,8 @@ COMMANDS = {
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
     "serve": ("sandboxgym.cli.serve:main", "WebShop as a web site, for people"),
     "tree": ("sandboxgym.tree_page:main", "a page that shows a rollout tree"),
+    "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),
+    "eval": ("sandboxgym.cli.passing:eval_main", "success of a checkpoint on an environment's tasks (bpo_ref)"),
     "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),
     "bench": ("sandboxgym.cli.passing:bench_main", "measure what snapshots cost"),
     "doctor": ("sandboxgym.cli.doctor:main", "what this machine can run, and what to install for the rest"),

@@ -7,9 +7,10 @@ import importlib
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 from sandboxgym.bench import NAMES
-from sandboxgym.cli import OK, USAGE
+from sandboxgym.cli import FAILED, OK, USAGE, CommandError
 
 
 def bench_main(argv: Sequence[str]) -> int:
@@ -42,6 +43,32 @@ def conformance_main(argv: Sequence[str]) -> int:
             if isinstance(leave.code, str):
                 print(leave.code, file=sys.stderr)
                 return 1
+            return leave.code or OK
+    return OK
+
+
+def train_main(argv: Sequence[str]) -> int:
+    """``python -m bpo_ref.train`` with these arguments, in one process; `accelerate launch` starts several."""
+    return _trainer("train", argv)
+
+
+def eval_main(argv: Sequence[str]) -> int:
+    """``python -m bpo_ref.eval`` with these arguments."""
+    return _trainer("eval", argv)
+
+
+def _trainer(name: str, argv: Sequence[str]) -> int:
+    missing = [each for each in ("torch", "transformers", "accelerate", "tyro", "yaml") if find_spec(each) is None]
+    if missing:
+        raise CommandError(f"needs {', '.join(missing)}: pip install 'sandboxgym[train]'")
+    module = importlib.import_module(f"bpo_ref.{name}")
+    with _argv(f"sandboxgym {name}", *argv):
+        try:
+            module.main()
+        except SystemExit as leave:
+            if isinstance(leave.code, str):
+                print(leave.code, file=sys.stderr)
+                return FAILED
             return leave.code or OK
     return OK
 

@@ -675,7 +675,7 @@ def test_a_wrong_config_file_names_file_and_field(tmp_path: Path, text: str, mes
 
 
 def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path}/none.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none.yaml: there is no such file"):
         parse_args(["--config", str(tmp_path / "none.yaml")])
 
 

@@ -81,6 +81,15 @@ def test_list_says_what_to_install(run, monkeypatch):
     assert re.search(r"^sandboxgym/WebShop-v0 .* pip install 'sandboxgym\[webshop\]'", out, re.MULTILINE)
 
 
+def test_the_trainer_is_a_command_and_says_what_it_lacks(run, monkeypatch):
+    status, _, err = run("train", "--config", "alfworld-tinny")
+    assert status == 1 and "did you mean 'alfworld-tiny'?" in err
+    monkeypatch.setattr(passing, "find_spec", lambda name: None if name == "torch" else object())
+    for command in ("train", "eval"):
+        status, _, err = run(command, "--help")
+        assert status == 1 and err == f"sandboxgym {command}: needs torch: pip install 'sandboxgym[train]'\n"
+
+
 def test_doctor_begins_with_what_can_be_run():
     ok = [Finding(name, "ok", "here", "") for name in ("extra:webshop", "extra:swebench", "extra:train", "overlay")]
     gpu = Finding("gpu", "ok", "NVIDIA H100", "")
