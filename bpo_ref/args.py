@@ -127,7 +127,7 @@ class Args:
     sft_reward: float | None = None
     """Least total reward of an expert episode that is used; None: only the successful ones are."""
     sft_noise: float = 0.2
-    """Probability of an action that is not the expert's, which it then recovers from; these are not learnt."""
+    """Probability of replacing an expert's action by another. Those are left out of the loss; the recovery is learned."""
     sft_batch: int = 16
     """Episodes a step, over all processes."""
     sft_lr: float = 3e-3
@@ -193,7 +193,7 @@ class Args:
     fill: Literal["none", "widen"] = "none"
     """What becomes of points that a short path leaves unspent: nothing, or more siblings at those chosen."""
     subsample_returns: int = 0
-    """Train on so many of a task's paths, drawn at random (0: all); credit is by all."""
+    """Train on this many of a task's paths, drawn at random (0: all); advantages use all of them."""
     credit: Credit | None = None
     """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO),
     ``gigpo`` (GRPO's, and that of the step among all visits of its state), ``gae`` (PPO), ``mc`` (VinePPO: differences
@@ -256,7 +256,7 @@ class Args:
     value_weight: float = 0.5
     """Of the value loss."""
     value_clip: float = 0.2
-    """Values move at most this far from those before the update without the loss noticing; 0: no clipping."""
+    """Clipping range of PPO's value loss, in units of the return; 0: no clipping."""
 
     # Loss
     ratio: Literal["token", "step", "sequence"] = "token"

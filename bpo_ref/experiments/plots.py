@@ -115,7 +115,7 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     axis.axvline(0, color="grey", linewidth=0.8)
     axis.set_yticks(range(len(groups)), list(groups))
     axis.invert_yaxis()
-    axis.set_xlabel(f"{metric} on the evaluation panel: end less start")
+    axis.set_xlabel(f"final minus initial {metric} on the evaluation set")
     axis.grid(alpha=0.3, axis="x")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     figure.tight_layout()

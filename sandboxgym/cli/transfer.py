@@ -102,7 +102,7 @@ def fetch(
                 problem = error
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(getattr(error, "reason", None), socket.gaierror):
-                    raise TransferError(f"{url}: no address for its host, is there a network?") from error
+                    raise TransferError(f"{url}: its host cannot be resolved; is this machine online?") from error
                 problem = error
             finally:
                 progress.finish()
