@@ -127,7 +127,7 @@ class Args:
     sft_reward: float | None = None
     """Least total reward of an expert episode that is used; None: only the successful ones are."""
     sft_noise: float = 0.2
-    """Probability of replacing an expert's action by another. Those are left out of the loss; the recovery is learned."""
+    """Probability of replacing an expert's action by another; those are left out of the loss, not the recovery."""
     sft_batch: int = 16
     """Episodes a step, over all processes."""
     sft_lr: float = 3e-3
