@@ -228,7 +228,7 @@ def overhead(groups: Groups) -> str:
     one. With ``env_threads`` beyond 1 snapshots are taken at the same time, so c_snap overstates what they cost.
     """
     lines = [
-        "| variant | c_snap, ms | snapshots a task | rollout, ms a task | overhead, % | with restores, % "
+        "| variant | c_snap, ms | snapshots per task | rollout, ms per task | overhead, % | with restores, % "
         "| steps shared a task | replayed instead, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
