@@ -119,7 +119,6 @@ class BashProcess:
         self._modes = _modes(process.terminal)
         self._received = b""
         self._limits: Mapping[str, bytes] | None = None
-        self._parser: Parser | None = None
         self._typed = f". {shlex.quote(inside + '/init')} >/dev/null 2>&1\n".encode()
 
     @classmethod
@@ -155,6 +154,7 @@ class BashProcess:
     def _open(self, backend: Backend, folder: Path, *, make: bool) -> None:
         self._backend = backend
         self._name = folder.name
+        self._parser: Parser | None = None
         # Those inside may change what lies here: nothing is found by its path again, and no link is followed.
         self._place = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
         if make:

@@ -105,17 +105,17 @@ def test_a_run_that_was_resumed_is_that_of_the_cpu(model: Path, tmp_path: Path, 
     if drawn_alike:
         expected = trainer_of(tmp_path / "cpu", model, updates=2, **options)
         expected.run()
-        expected.accelerator.free_memory()
+        expected.session.accelerator.free_memory()
     request.getfixturevalue("on_device")
     for updates in (1, 2):
         found = trainer_of(tmp_path / "device", model, updates=updates, resume=updates > 1, **options)
         found.run()
-        assert next(iter(found.network.parameters())).device == DEVICE and not strays(found)
-        found.accelerator.free_memory()
+        assert next(iter(found.session.network.parameters())).device == DEVICE and not strays(found)
+        found.session.accelerator.free_memory()
     if not drawn_alike:
         return
     spent = ("returns", "env_steps", "tokens")
-    assert [found.counters[name] for name in spent] == [expected.counters[name] for name in spent]
+    assert [found.session.counters[name] for name in spent] == [expected.session.counters[name] for name in spent]
     start = load_policy(model)[0].state_dict()
     changes = [
         torch.cat([(weight.detach().cpu() - start.get(name, 0.0)).flatten() for name, weight in learnt(trainer)])
