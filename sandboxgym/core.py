@@ -49,8 +49,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils import seeding
 
-from sandboxgym import format as durable
 from sandboxgym import randomness
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.errors import (
     ResetNeeded,

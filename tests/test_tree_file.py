@@ -17,8 +17,8 @@ import pytest
 from components import missing
 
 from sandboxgym.tree import Action, Context, Envs, ForkAt, RolloutTree, Schedule, rollout
-from sandboxgym.tree_file import TreeFileError, from_json, load_trees, save_trees, to_json
-from sandboxgym.tree_page import main, outline, page, write_page
+from sandboxgym.tree.files import TreeFileError, from_json, load_trees, save_trees, to_json
+from sandboxgym.tree.page import main, outline, page, write_page
 
 HOSTILE = 'café </script><script>document.title = "broken"</script> & <b>bold</b>'
 

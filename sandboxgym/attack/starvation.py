@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import errors, interpreter, leftovers
+from sandboxgym import errors
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, never, passed
 from sandboxgym.attack.stage import FULL, MIB, Stage
 from sandboxgym.sandbox.base import CONTROL, Capabilities, SandboxError
-from sandboxgym.sandbox.disk import remove_directories
+from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.system import interpreter
+from sandboxgym.system import run_directories as leftovers
 
 MOST_BYTES = 96 * MIB
 MOST_SECONDS = 40.0

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
 
-from sandboxgym import leftovers
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
-from sandboxgym.sandbox.written import Written
+from sandboxgym.sandbox.layers.written import Written
+from sandboxgym.system import run_directories
 
 CONTROL = "/run/.sandboxgym"
 """Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
@@ -387,7 +387,7 @@ def new_shell_directory(control: Path) -> Path:
     """A directory that the sandbox's user can write to, below a control directory on disk; earlier ones go."""
     for earlier in list(control.iterdir()):
         with contextlib.suppress(OSError):  # another user's, without root
-            leftovers.remove_tree(earlier)
+            run_directories.remove_tree(earlier)
     folder = control / f"shell.{os.urandom(4).hex()}"
     folder.mkdir()
     folder.chmod(0o777)  # who may be another one

@@ -19,9 +19,12 @@ from pathlib import Path
 import pytest
 from components import missing
 
-from sandboxgym.cli import swebench, swebench_jobs
-from sandboxgym.cli.screen import harmless
-from sandboxgym.envs.swebench import mini, prepared, record
+from sandboxgym.cli import swebench
+from sandboxgym.cli.support import swebench_jobs
+from sandboxgym.cli.support.terminal import harmless
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.rows import record
+from sandboxgym.envs.swebench.workspaces import prepared
 
 ROOT = Path(__file__).parents[2]
 UNSAFE = ("--backend", "copy", "--allow-unsafe")

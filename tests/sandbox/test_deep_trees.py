@@ -11,11 +11,11 @@ import pytest
 from sandbox.overlay_boxes import CHECKOUT, python, runtime_folder  # noqa: F401 - fixture
 from sandbox.sandboxes import Maker, check, kind, make  # noqa: F401 - fixtures
 
-from sandboxgym import leftovers
-from sandboxgym.sandbox import squash
 from sandboxgym.sandbox.base import SandboxError
-from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.layers import squash
+from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.system import run_directories
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="such trees are made by Linux's sandboxes")
 # ruff: noqa: F811
@@ -126,7 +126,7 @@ def test_a_shell_in_a_deep_directory_can_be_snapshotted(make: Maker) -> None:
 def leftovers_of_this_process() -> None:
     """What was to be removed is gone."""
     runtime().settle()
-    assert leftovers.reap() == []
+    assert run_directories.reap() == []
 
 
 OWNER = """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sandboxgym.envs.alfworld.game import Game
-from sandboxgym.envs.alfworld.household import weight
+from sandboxgym.envs.alfworld.games.priors import weight
 
 REFUSED = "Nothing happens"
 NAME = re.compile(r"\b([a-z]+) (\d+)\b")

@@ -1,0 +1,1 @@
+"""The machine: processes, run directories, directory trees, other interpreters."""

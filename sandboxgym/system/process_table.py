@@ -1,0 +1,179 @@
+"""The processes of this machine: who started whom, in which session, and what they hold open.
+
+Read from /proc; where there is none from ``ps``, which tells process groups in place of sessions. Command lines and
+lists of descriptors are cut: they are as long as those who run there want them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from sandboxgym.sandbox.base import ProcessInfo, SandboxError
+from sandboxgym.sandbox.files.reading import start_of
+
+_PATIENCE = 10.0
+"""Seconds after which processes that do not die are an error."""
+# What a process shows of itself is its own choice, and there may be hundreds of them.
+_COMMAND = 1024  # bytes of a command line
+_DESCRIPTORS = 64  # of one process that are told
+_TARGET = 256  # characters of what one points to
+_NAMED = 10  # processes that an error lists
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A process."""
+
+    pid: int
+    parent: int
+    session: int
+    """Its process group where sessions cannot be known."""
+    state: str
+    started: str
+    """As the kernel gives it: compared, never computed with."""
+    command: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is more than what its parent has not collected yet."""
+        return self.state not in "ZX"
+
+    def info(self) -> ProcessInfo:
+        """As a backend hands it out."""
+        return ProcessInfo(self.pid, self.parent, self.command, descriptors(self.pid))
+
+
+def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[Row]:
+    """All processes, or those that are asked for by number."""
+    if sys.platform != "linux":
+        return [row for row in _table_by_ps() if only(row.pid)]
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [row for pid in numbers if only(pid) and (row := _row(pid))]
+
+
+def descendants(rows: Collection[Row], roots: Collection[int]) -> set[int]:
+    """The numbers of some processes and of all that descend from them."""
+    found = {row.pid for row in rows if row.pid in roots}
+    while more := {row.pid for row in rows if row.parent in found} - found:
+        found |= more
+    return found
+
+
+def start_times(pids: Collection[int]) -> dict[int, str]:
+    """When processes started; those that are gone are left out."""
+    return {row.pid: row.started for row in table(only=pids.__contains__)}
+
+
+def kill_until_none(left: Callable[[], list[Row]], *, kill: Callable[[list[int]], None] | None = None) -> None:
+    """Kill until nothing is left, since processes may start others meanwhile, and wait until all found are gone.
+
+    Raises:
+        SandboxError: some do not die.
+    """
+    end = time.monotonic() + _PATIENCE
+    found: set[tuple[int, str]] = set()
+    while True:
+        # One that was found may no longer be told from what it descends from, which died before it.
+        found |= {(row.pid, row.started) for row in left()}
+        pids = {pid for pid, _ in found}
+        rows = [row for row in table(only=pids.__contains__) if (row.pid, row.started) in found and row.runs]
+        if not rows:
+            return
+        if time.monotonic() > end:
+            named = ", ".join(f"{row.pid} ({row.command:.80})" for row in rows[:_NAMED])
+            raise SandboxError(f"these {len(rows)} processes do not end: {named}")
+        (kill or kill_all)([row.pid for row in rows])
+        time.sleep(0.001)
+
+
+def kill_all(pids: Collection[int]) -> None:
+    """Kill processes; those that are gone are ignored."""
+    for pid in pids:
+        send_signal(pid, signal.SIGKILL)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal; a process that is gone is ignored."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _row(pid: int) -> Row | None:
+    try:
+        # The second field is the program's name in parentheses and may hold anything.
+        head, _, tail = start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")
+        command = command_line(pid)
+    except OSError:  # gone meanwhile
+        return None
+    fields = tail.decode().split()
+    name = head.partition(b"(")[2].decode(errors="backslashreplace")
+    return Row(pid, int(fields[1]), int(fields[3]), _state(pid, fields), fields[19], command or name)
+
+
+def state(pid: int) -> str:
+    """The letter that the kernel gives for what a process is doing; X if there is none."""
+    try:
+        return _state(pid, start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].decode().split())
+    except OSError:
+        return "X"
+
+
+def _state(pid: int, fields: list[str]) -> str:
+    """The state among the fields after the name; that of another thread if only the first has ended."""
+    if fields[0] != "Z" or int(fields[17]) <= 1:
+        return fields[0]
+    letters = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                letters.add(start_of(f"/proc/{pid}/task/{thread}/stat", 4096).rpartition(b")")[2].decode().split()[0])
+    return min(letters - {"Z", "X"}, key=lambda letter: letter in "Tt", default="Z")
+
+
+def command_line(pid: int) -> str:
+    """The start of a process's command line.
+
+    Raises:
+        OSError: it is gone.
+    """
+    shown = start_of(f"/proc/{pid}/cmdline", _COMMAND)
+    return shown.rstrip(b"\0").replace(b"\0", b" ").strip().decode(errors="backslashreplace")
+
+
+def _table_by_ps() -> list[Row]:
+    columns = "pid=,ppid=,pgid=,state=,lstart=,command="
+    listed = subprocess.run(["ps", "-axo", columns], capture_output=True, text=True, errors="replace").stdout
+    pattern = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s+(\S)\S*\s+(\S+\s+\S+\s+\S+\s+\S+\s+\d{4})\s+(.*)")
+    found = [match for line in listed.splitlines() if (match := pattern.match(line))]
+    return [Row(int(m[1]), int(m[2]), int(m[3]), m[4], m[5], m[6]) for m in found]
+
+
+def descriptors(pid: int) -> tuple[str, ...]:
+    """What the first descriptors above 2 of a process point to; a last entry tells that there are more."""
+    found: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # in the order of their numbers
+        for name in itertools.islice((entry.name for entry in entries if int(entry.name) > 2), _DESCRIPTORS + 1):
+            if len(found) == _DESCRIPTORS:
+                found.append(f"{name} -> and more")
+                break
+            if (target := descriptor_target(pid, name)) is not None:
+                found.append(f"{name} -> {target}")
+    return tuple(found)
+
+
+def descriptor_target(pid: int | None, number: str | int) -> str | None:
+    """Where a descriptor of a process leads, as text whatever its name; None if there is none that may be seen."""
+    try:
+        target = os.readlink(b"/proc/%d/fd/%d" % (pid or 0, int(number))).decode(errors="backslashreplace")
+    except OSError:
+        return None
+    return target if len(target) <= _TARGET else f"{target[:_TARGET]}..."
