@@ -203,7 +203,7 @@ def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[
     """
     wanted = None if levels is None else as_levels(levels)
     for theme in THEMES:
-        importlib.import_module(f"sandboxgym.conformance.checks.{_ROOMS.get(theme)}{theme}")
+        importlib.import_module("sandboxgym.conformance.checks." + _ROOMS.get(theme, "") + theme)
     if only is not None and (unknown := sorted(set(only) - REGISTRY.keys())):
         raise ValueError(f"expected ids of checks ({', '.join(REGISTRY)}), found {', '.join(unknown)}")
     return [
