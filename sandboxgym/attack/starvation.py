@@ -404,7 +404,7 @@ def run_directories(pid: int) -> list[Path]:
 
 
 def clear(pid: int, seconds: float = 5.0) -> None:
-    """Clear what a killed process left, also where the directories in it keep `leftovers.reap` from doing so."""
+    """Clear what a killed process left, also where the directories in it keep `run_directories.reap` from doing so."""
     deadline = time.monotonic() + seconds
     leftovers.reap()
     while (left := run_directories(pid)) and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
 """``sandboxgym gc``: removes what killed processes left behind, and nothing that a living one uses.
 
-1. Run directories whose owner is gone (`leftovers.reap`).
+1. Run directories whose owner is gone (`run_directories.reap`).
 2. Partial downloads and half-unpacked archives that nobody has touched for a day and nobody holds.
 3. Temporary files of interrupted atomic writes, older than a day, in the directories of this package.
 4. With ``--all``, the caches: what is there can be made again. Prepared tasks that a living process uses stay.
@@ -22,7 +22,7 @@ from sandboxgym.system import run_directories
 from sandboxgym.system.run_directories import Leftover
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
-"""Names that `format.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
+"""Names that `serialization.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
 _HIDDEN = re.compile(r"\..+")
 PREPARED = Path("swebench", "prepared")
 """Of the caches: entries that processes use, some of which the Docker daemon holds."""

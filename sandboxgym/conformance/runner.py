@@ -446,7 +446,7 @@ def missing(subject: Subject, need: str) -> str | None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Puts back the global random streams and what `ambient.put_back` does."""
+    """Puts back the global random streams and what `process_globals.put_back` does."""
     streams = random.getstate(), np.random.get_state()
     try:
         with process_globals.put_back():

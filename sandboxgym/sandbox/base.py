@@ -5,7 +5,8 @@
 2. A `Tree` is the files of a sandbox at one instant: immutable, kept by whoever holds it, given back by ``release`` or
    garbage collection. A sandbox starts on a tree and goes on in a writable layer of its own.
 3. What a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
-4. Nothing survives its owner: closing is idempotent, and what a killed owner left is cleared by ``leftovers.reap``.
+4. Nothing survives its owner: closing is idempotent, and what a killed owner left is cleared by
+   ``run_directories.reap``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The inside of a worker: environments in numbered slots, and the calls that are carried out on them.
 
-The vocabulary that an owner (``workers.py``) and its workers share: a `Call`, its `Outcome`, a `Shipped` snapshot, what
+The vocabulary that an owner (``worker.py``) and its workers share: a `Call`, its `Outcome`, a `Shipped` snapshot, what
 can go wrong. Snapshots cross as their durable bytes, once: a host keeps the ones it took or was given last, by id.
 """
 

@@ -9,7 +9,7 @@
    affected. A job that takes too long fails with `CallTimedOut` at once.
 
 A whole episode, or a group of siblings, in one job is one message there and one back: cheap environments gain from
-processes only that way. `PooledEnvs` gives rollout trees (`tree.py`) environments in worker processes instead.
+processes only that way. `PooledEnvs` gives rollout trees (`tree/nodes.py`) environments in worker processes instead.
 """
 
 from __future__ import annotations

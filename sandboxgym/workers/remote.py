@@ -75,7 +75,7 @@ class RemoteEnv(gym.Env[Any, Any]):
     """
 
     captures_stack: ClassVar[bool] = True
-    """Snapshots include the wrappers in the worker; see ``wrappers.py``."""
+    """Snapshots include the wrappers in the worker; see ``wrappers/stack.py``."""
 
     def __init__(
         self,

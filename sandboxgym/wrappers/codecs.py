@@ -6,7 +6,7 @@
 3. A wrapper of a class that nobody registered is taken as stateless if it has no attributes of its own; otherwise it
    is refused by name.
 
-`gymnasium_codecs` registers the wrappers of Gymnasium; `wrappers` walks the stack.
+`gymnasium` registers the wrappers of Gymnasium; `stack` walks the stack.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A wrapper that can change a later observation, reward or flag is part of the environment's state: restoring the base
 alone would give a `TimeLimit` the wrong deadline. `snapshot`, `restore` and `fork` walk the whole stack, whatever is
 around the environment; `SnapshotWrapper`, which ``gym.make`` puts outermost around every environment of this
-package, offers them as methods. What each class of wrappers needs is in `codecs` and `gymnasium_codecs`; a stateful
+package, offers them as methods. What each class of wrappers needs is in `codecs` and `gymnasium`; a stateful
 wrapper without a codec is refused by name, never skipped.
 """
 

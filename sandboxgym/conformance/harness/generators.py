@@ -5,7 +5,8 @@
    of built-in containers.
 2. It enters no module and no class, goes in the order of distance, and stops after `MOST` objects.
 3. A generator is told by its bit generator: two `numpy.random.Generator` over one are one stream. Those of a space and
-   the process's global ones are not among them: `recording.streams` and `ambient.global_streams` are about these.
+   the process's global ones are not among them: `scenario.streams` and `process_globals.global_streams` are
+   about these.
 """
 
 from __future__ import annotations

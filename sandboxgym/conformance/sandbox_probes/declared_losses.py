@@ -1,6 +1,6 @@
 """Whether a sandbox says what its snapshots cannot hold: a traced process, a connection that leads outside.
 
-Each `Snag` is set up in the sandbox by ``snags.py``, as far as the sandbox lets it be; then a snapshot is taken.
+Each `Snag` is set up in the sandbox by ``uncapturable.py``, as far as the sandbox lets it be; then a snapshot is taken.
 
 1. What has its other end outside cannot be had twice. The snapshot must be refused by an error of a type of its own, or
    say in words what it does not hold.

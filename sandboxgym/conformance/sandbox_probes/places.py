@@ -104,7 +104,7 @@ class Unreadable(Exception):
 
 
 def walk(ask: Ask, token: str, kind: str, *, shared: bool) -> list[Place]:
-    """Find the places of a sandbox and mark them; the shell must be where `shell_probes.start` was.
+    """Find the places of a sandbox and mark them; the shell must be where `shell.start` was.
 
     Args:
         ask: runs commands in it.

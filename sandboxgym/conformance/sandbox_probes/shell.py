@@ -6,8 +6,8 @@
 3. Reading uses no patterns of file names, for a probe of the shell's options may have switched them off.
 4. Nothing outside of the directory in which the first command runs is touched, but ``/dev/shm`` and ``$TMPDIR``
    (default: ``/tmp``), there only names that begin with `MARK`; started processes end by themselves within ten minutes.
-5. What a program holds (memory, connections, deleted files, locks…) is held by ``holder.py``, which runs in the sandbox
-   and is asked through a FIFO.
+5. What a program holds (memory, connections, deleted files, locks…) is held by ``process_state.py``, which runs in the
+   sandbox and is asked through a FIFO.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _PROGRAM = Path(process_state.__file__).read_text(encoding="utf-8")
 
 
 def _held(name: str) -> Probe:
-    """Something that ``holder.py`` holds, which `process.repl` starts and asks."""
+    """Something that ``process_state.py`` holds, which `process.repl` starts and asks."""
     return Probe(f"held.{name}", ":", f'sed -n "s/^{name} //p" "$B/held/answers"', need="processes")
 
 

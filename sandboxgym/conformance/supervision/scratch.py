@@ -4,7 +4,7 @@
    `sandboxgym.system.run_directories` before the first folder is made there, so that the folders of a killed run can
    be found.
 2. A watched run's folders belong to the watching process, which clears them whenever a child ends, and to `janitor`
-   once that process is killed. Those of a run in the caller's own process go with the next `leftovers.reap`.
+   once that process is killed. Those of a run in the caller's own process go with the next `run_directories.reap`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 1. The box is frozen, where it has a control group for that and none of its processes is stopped; then the shell and all
    that descends from it are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to is then
    what it was at that instant, and becomes part of the tree as in any other snapshot.
-2. The captured box itself is made anew (``revive.py``), for its layer is frozen now; only then the stopped processes
+2. The captured box itself is made anew (``restore.py``), for its layer is frozen now; only then the stopped processes
    are ended. If that fails, `resume` lets them go on, and nothing was lost.
 3. What CRIU wrote (``image.py``) is kept in the store of layers, held and given back like a layer.
 """

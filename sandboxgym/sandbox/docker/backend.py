@@ -6,7 +6,7 @@
 2. A sandbox runs as the image's user with few capabilities, no new privileges, the daemon's system-call filter, its own
    process ids and no network, unless it is asked for.
 3. Containers and images go with the last thing that needs them; those of a killed owner go at the next
-   ``leftovers.reap``.
+   ``run_directories.reap``.
 4. The daemon must run on this machine: processes are seen through /proc, and the control directory is shared.
 """
 

@@ -1,7 +1,7 @@
 """What a process owns at the Docker daemon: its label, the images of its trees, and how they go.
 
 1. Containers and images carry the name of a run directory of their owner as a label. After the owner was killed,
-   ``leftovers.reap`` removes everything with that label (`reap`).
+   ``run_directories.reap`` removes everything with that label (`reap`).
 2. An image is held by the trees of it, by the containers that run it and by the images made from it. It goes with the
    last of these; nothing that this process did not make is ever removed.
 3. Garbage collection only notes what is to be removed, since it may interrupt a request: `Ownership.sweep` removes it.

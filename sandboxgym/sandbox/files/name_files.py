@@ -5,7 +5,7 @@
    its ``resolv.conf`` is.
 2. On overlays they are a layer of their own above the root file system (`layer`) and below all that is written: what is
    written to them inside is part of the sandbox's files like anything else, and a tree that is packed does not hold
-   them. In containers they are mounted, and what is written to them is recorded with the image (`docker_images`).
+   them. In containers they are mounted, and what is written to them is recorded with the image (``docker/images.py``).
 3. Where ``/etc`` is a link, they lie where it leads inside the root file system. A link in the place of one of them is
    hidden by the file, and nothing is ever written through it.
 """

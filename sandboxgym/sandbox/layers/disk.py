@@ -1,6 +1,6 @@
 """Counting and deleting directories that a sandbox's processes wrote. Standard library only.
 
-What is in there is hostile: see ``directories.py``.
+What is in there is hostile: see ``system/directories.py``.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class OverlayBackend:
         self.adopts = False
         """What processes on a terminal leave behind becomes theirs again, so that they can be captured as a whole."""
         self.lazy_pages: int | None = None
-        """Bytes of memory from which on restored processes get it bit by bit, see ``revive.py``; None: never."""
+        """Bytes of memory from which on restored processes get it bit by bit, see ``checkpoint/restore.py``; None:
+        never."""
         self.below: OverlayTree | None = None
         """What the live box stands on."""
         self._closed = False

@@ -200,7 +200,7 @@ class Init:
 
         Args:
             request: ``program``; ``work``, the directory that it works in.
-            descriptors: the socket that it is talked to through; the namespace of `join.keep_features`.
+            descriptors: the socket that it is talked to through; the namespace of `criu_process.keep_features`.
         """
         channel, namespace = descriptors
         criu_process.copy_mounts(namespace)

@@ -370,7 +370,7 @@ class Runtime:
         return ready
 
     def features(self, program: str) -> int:
-        """The mount namespace for every CRIU, see `join.keep_features`; made at the first call."""
+        """The mount namespace for every CRIU, see `criu_process.keep_features`; made at the first call."""
         with self.lock:
             if self._features < 0:
                 ours, theirs = socket.socketpair()
@@ -455,7 +455,7 @@ class Runtime:
         return path
 
     def names(self, rootfs: RootFS, *, network: bool) -> Path:
-        """A layer with the files that names are resolved by, see ``names.py``, to lie above a root file system."""
+        """A layer with the files that names are resolved by, above a root file system; see ``files/name_files.py``."""
         with self.lock:
             return names.layer(self.directory, rootfs.lowers, names.contents(network=network))
 

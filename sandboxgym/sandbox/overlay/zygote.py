@@ -3,16 +3,17 @@
 It is started by `command`, which imports this module without the package around it: standard library only, and little
 of that, for each box's init is a fork of it. The owner asks over a socket (`wire`, payloads by ``marshal``):
 
-- ``("embryo", spec)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``box.py``. It is
-  made a moment later, for the box that was just started needs the kernel's locks itself, or at once after:
+- ``("embryo", spec)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``init.py``. It
+  is made a moment later, for the box that was just started needs the kernel's locks itself, or at once after:
 - ``("hurry",)``;
 - ``("private", directories)`` with a pipe: why files there cannot have private ids (``ids.py``), nothing if they can;
 - ``("features", path, …)`` with a socket: the mount namespace for every CRIU, with what it needs of the host, is sent
-  through it; see ``join.py``, as for:
+  through it; see ``checkpoint/criu_process.py``, as for:
 - ``("capture", spec)`` with a socket and that namespace: a CRIU in a box's namespaces, talked to through the socket;
 - ``("pages", spec)`` with two pipes and that namespace: a CRIU that brings a restored box its memory; what is asked to
   be removed meanwhile of ``spec["layer"]``, where it has it from, stays until it is done;
-- ``("watch", id, directory, nbytes, files)``: kill the box when it takes more of the disk, see ``accountant.py``;
+- ``("watch", id, directory, nbytes, files)``: kill the box when it takes more of the disk;
+  see ``layers/accountant.py``;
 - ``("remove", paths)``: delete directories in the background;
 - ``("settle",)`` with a descriptor: closed once all that was asked for is done;
 - ``("end",)``.
@@ -126,7 +127,7 @@ class Zygote:
         self.free = 0
         self.free_files = 0
         self.features = -1
-        """Of `join.keep_features`."""
+        """Of `criu_process.keep_features`."""
         self.bringing: dict[int, tuple[str, int]] = {}
         """Where memory is being brought from, and the init of the box, by the id of the process that sees to it."""
         self.counted = 0.0
@@ -254,7 +255,7 @@ class Zygote:
             answer.close()
 
     def beside(self, work: Any, spec: dict[str, Any], descriptors: list[int]) -> int:
-        """Fork a process of ``join.py``; its id, or 0 where that cannot be done: the descriptors are closed then."""
+        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, with the descriptors closed, where that fails."""
         try:
             pid = os.fork()
             if pid == 0:

@@ -2,7 +2,7 @@
 
 Where the random streams are captured, futures couple exactly (`stochastic.coupled`); what is left to statistics is
 that a *seed* given to ``restore`` or ``fork`` gives a fresh draw from the right distribution, and environments whose
-randomness nobody captures. `futures` draws the samples, `study` compares them.
+randomness nobody captures. `continuations` draws the samples, `distribution` compares them.
 """
 
 from __future__ import annotations

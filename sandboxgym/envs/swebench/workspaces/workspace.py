@@ -569,7 +569,7 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
     Raises:
         SandboxUnavailable: no such sandbox on this machine, or no such image.
         TaskError: the image does not hold the repository at the task's base.
-        ImportError, ValueError: it cannot be graded, see `grading.check_gradable`.
+        ImportError, ValueError: it cannot be graded, see `verdict.check_gradable`.
     """
     key = (os.getpid(), task.digest, settings)
     found = _prepared.get(key)

@@ -84,7 +84,7 @@ def chosen_executable(named: str | os.PathLike[str] | None) -> str:
 
 
 class Chromium:
-    """A running browser; use `leases` to get the process's.
+    """A running browser; use `shared` to get the process's.
 
     Args:
         executable: "" takes Playwright's own, else the first of `ON_PATH`.
