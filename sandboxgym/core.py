@@ -10,9 +10,9 @@
 6. Freshness. ``restore`` returns the observation and info of the captured moment; ``last`` is the whole transition.
 7. Randomness. ``restore(snap)`` is exact; ``restore(snap, seed=S)`` and ``fork(k, seed=S)`` give fresh streams.
 8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``serialization.py``); what does not
-   match is refused with a typed error (``errors.py``), in time and memory that grow with the file's size (``bounds.py``), and
-   the environment stays as it was. What does not come from the file (an interrupt, an exit, a time limit that a signal
-   ends, a full disk) passes as it is.
+   match is refused with a typed error (``errors.py``), in time and memory that grow with the file's size
+   (``bounds.py``), and the environment stays as it was. What does not come from the file (an interrupt, an exit, a
+   time limit that a signal ends, a full disk) passes as it is.
 9. All or nothing. A failed ``fork`` leaves no child behind, a failed ``restore`` no half-restored environment.
 
 An author of an environment derives from `SnapshotEnv` and writes `_capture` and `_apply`. An environment that shares

@@ -1,1 +1,1 @@
-"""The machine: processes, run directories, directory trees, other interpreters."""
+"""The machine: run directories, directory trees of any depth, other interpreters."""

@@ -18,6 +18,7 @@ from sandbox.docker_image import docker_image  # noqa: F401 - fixture
 from sandbox.sandboxes import check
 
 from sandboxgym.errors import SnapshotCorrupt
+from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.base import LONGEST_COMMAND, READ_LIMIT, FileTooLarge, SandboxError
 from sandboxgym.sandbox.files.reading import FLAGS, beginning, regular_file
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
@@ -25,7 +26,6 @@ from sandboxgym.sandbox.shell import bash as shell_process
 from sandboxgym.sandbox.shell.bash import MAX_STATE, Report, parse_reports
 from sandboxgym.sandbox.shell.state import SECTIONS, ShellState
 from sandboxgym.sandbox.shell.terminal import plain_text
-from sandboxgym.system import process_table
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811

@@ -15,7 +15,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
-from sandboxgym.system import interpreter, process_table
+from sandboxgym.sandbox import process_table
+from sandboxgym.system import interpreter
 
 _REAP = "import sandboxgym.system.run_directories as leftovers; print(len(leftovers.reap()))"
 

@@ -7,8 +7,8 @@ host's files, in a mount namespace of its own, so that nothing of the box is exe
 1. `capture` and `bring_pages` run in forks of the zygote, outside the box. What is captured is frozen before.
 2. In their mount namespace little of the host is mounted: who is in the box can read its table of mounts in the moment
    in which restored processes run already and CRIU has not ended.
-3. A CRIU that restores is started by the box's own init (``overlay/init.py``), which is in the box's control groups already:
-   to move a process there takes the kernel 10 to 30 ms.
+3. A CRIU that restores is started by the box's own init (``overlay/init.py``), which is in the box's control groups
+   already: to move a process there takes the kernel 10 to 30 ms.
 """
 
 from __future__ import annotations

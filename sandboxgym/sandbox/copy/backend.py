@@ -62,8 +62,8 @@ from sandboxgym.sandbox.files.members import LONGEST_NAME, check_fits
 from sandboxgym.sandbox.files.portable import Header, Reader, Writer, changes
 from sandboxgym.sandbox.files.reading import FLAGS, check_regular, regular_file
 from sandboxgym.sandbox.layers.written import Written, look
+from sandboxgym.sandbox.process_table import start_times
 from sandboxgym.system import run_directories
-from sandboxgym.system.process_table import start_times
 
 log = logging.getLogger("sandboxgym")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sandboxgym.sandbox.base import ProcessInfo
 from sandboxgym.sandbox.files.reading import start_of
-from sandboxgym.system.process_table import Row, descendants, kill_until_none, send_signal, start_times, table
+from sandboxgym.sandbox.process_table import Row, descendants, kill_until_none, send_signal, start_times, table
 
 MARK = "SANDBOXGYM_BOX"
 """Environment variable that every process of a sandbox inherits."""

@@ -23,7 +23,7 @@ from sandboxgym.sandbox.base import SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.docker.client import daemon_address, daemon_errors
 from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.overlay.processes import readable
-from sandboxgym.system.process_table import Row, descendants, kill_all, kill_until_none, table
+from sandboxgym.sandbox.process_table import Row, descendants, kill_all, kill_until_none, table
 
 # Arguments: "tty" or "pipe", the directory, NAME=VALUE …, program, arguments.
 _LAUNCH = """

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 from sandboxgym.sandbox.base import ProcessInfo, SandboxError
-from sandboxgym.system.process_table import command_line, descriptors
-from sandboxgym.system.process_table import state as state
+from sandboxgym.sandbox.process_table import command_line, descriptors
+from sandboxgym.sandbox.process_table import state as state
 
 _PATIENCE = 10.0
 """Seconds after which processes that do not die are an error."""

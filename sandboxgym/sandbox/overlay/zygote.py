@@ -255,7 +255,7 @@ class Zygote:
             answer.close()
 
     def beside(self, work: Any, spec: dict[str, Any], descriptors: list[int]) -> int:
-        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, with the descriptors closed, where that fails."""
+        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, all closed, where that fails."""
         try:
             pid = os.fork()
             if pid == 0:

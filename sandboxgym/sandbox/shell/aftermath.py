@@ -19,7 +19,7 @@ from typing import Self
 
 from sandboxgym.sandbox.base import Backend, ProcessInfo, SandboxClosed
 from sandboxgym.sandbox.files.reading import start_of
-from sandboxgym.system.process_table import state
+from sandboxgym.sandbox.process_table import state
 
 log = logging.getLogger("sandboxgym")
 

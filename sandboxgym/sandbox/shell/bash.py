@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.files.reading import FLAGS, beginning, check_regular, regular_file, start_of
 from sandboxgym.sandbox.shell.state import Parser, ShellState, parse_limits
 from sandboxgym.sandbox.shell.terminal import encode
-from sandboxgym.system import process_table
 
 if TYPE_CHECKING:
     from pexpect.fdpexpect import fdspawn

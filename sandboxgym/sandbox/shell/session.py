@@ -42,11 +42,11 @@ from sandboxgym.sandbox.base import (
     SandboxUnavailable,
 )
 from sandboxgym.sandbox.files.reading import start_of
+from sandboxgym.sandbox.process_table import descriptor_target
 from sandboxgym.sandbox.shell.aftermath import Moment, birth_of, births_of, end_started, kill_started
 from sandboxgym.sandbox.shell.bash import ARGV, BashProcess, Connection, Heard
 from sandboxgym.sandbox.shell.state import ShellState
 from sandboxgym.sandbox.shell.terminal import Capture, decode, encode, plain_text
-from sandboxgym.system.process_table import descriptor_target
 
 log = logging.getLogger("sandboxgym")
 

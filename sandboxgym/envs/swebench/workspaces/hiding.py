@@ -1,7 +1,8 @@
 """What an image holds that an agent must not see, taken away before the first step and put back for the tests.
 
 1. SWE-bench's images need none of it: git is all that tells there (`workspace`). In those of SWE-smith the repository
-   has no bug yet, so that its files, its history and every copy of them are the solution; those of R2E-Gym hold the tests.
+   has no bug yet, so that its files, its history and every copy of them are the solution; those of R2E-Gym hold the
+   tests.
 2. `prepare` makes of an image what an agent may have: the bug is brought in, where the image lacks it, also into copies
    of the same files (installed packages, build directories); compiled files of the repository are deleted, for they
    may be of other sources; the history becomes one commit; what is hidden is deleted.
