@@ -154,7 +154,7 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_goes(tmp_path: Path, monkey
 _CLOSED = """
 import os
 from pathlib import Path
-from sandboxgym import directories, leftovers
+from sandboxgym.system import directories, run_directories
 top = Path(os.environ["HOME"], "top")
 (top / "a/b/c").mkdir(parents=True)
 (top / "a/b/file").write_bytes(bytes(1000))
