@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -61,3 +62,25 @@ def alfworld_games(parity_data: Path, tmp_path_factory: pytest.TempPathFactory) 
     import shutil
 
     shutil.rmtree(target, ignore_errors=True)  # 350 MB; pytest would keep three of them
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from this checkout without isolation: nothing is downloaded."""
+    pytest.importorskip("hatchling")
+    pytest.importorskip("build")
+    out = tmp_path_factory.mktemp("dist")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(Path(__file__).parents[1]),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (built,) = out.glob("*.whl")
+    return built
