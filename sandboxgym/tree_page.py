@@ -50,7 +50,7 @@ def mean_return(tree: RolloutTree) -> float:
     """Mean return of the paths that have ended: siblings share the weight of the path they left, one that survived a
     roulette of probability q counts 1/q, those it stopped are left out. NaN where none has ended.
     """
-    ended = [path for path in tree.paths if path.edges and not _stopped(path)]
+    ended = [path for path in tree.paths if not _stopped(path)]
     weights = [_share(path) for path in ended]
     total = sum(weight * path.total_reward for weight, path in zip(weights, ended))
     return total / sum(weights) if ended else math.nan
@@ -62,7 +62,7 @@ def outline(tree: RolloutTree, *, width: int = 100) -> str:
     mean = mean_return(tree)
     lines = [
         f"{heading}: {len(tree.paths)} paths, {tree.env_steps} steps, {tree.snapshots} snapshots"
-        + ("" if math.isnan(mean) else f", mean return {mean:.3g} (siblings share their path's weight)")
+        + ("" if math.isnan(mean) else f", {_mean_name(tree)} {mean:.3g}")
     ]
     for path in sorted(tree.paths, key=lambda path: path.key):
         if not path.edges:
@@ -152,6 +152,12 @@ def _heading(update: TreeFile) -> str:
     return f"{', '.join(said)}{rule}\n" if said else ""
 
 
+def _mean_name(tree: RolloutTree) -> str:
+    stopped = sum(map(_stopped, tree.paths))
+    weighted = stopped or any(len(path.key) > 2 for path in tree.paths)
+    return f"{'weighted ' * bool(weighted)}mean return" + f" of the {len(tree.paths) - stopped} that ended" * bool(stopped)
+
+
 def _outcome(path: TreePath) -> str:
     last = path.edges[-1]
     if _stopped(path):
@@ -161,7 +167,7 @@ def _outcome(path: TreePath) -> str:
 
 
 def _stopped(path: TreePath) -> bool:
-    return path.edges[-1].child.stopped
+    return bool(path.edges) and path.edges[-1].child.stopped
 
 
 def _share(path: TreePath) -> float:
