@@ -57,9 +57,6 @@ class RunLog:
         for path in (self._metrics, self._points):
             lines = path.read_text().splitlines() if step and path.exists() else []
             path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
-        if not step:  # trees of another run
-            for file in files_of_run(out):
-                file.unlink()
         purge = {"purge_step": step + 1 if step else None}
         accelerator.init_trackers("bpo_ref", init_kwargs={"tensorboard": purge, "wandb": {"name": out.name}})
         self._trackers = accelerator.trackers
@@ -234,6 +231,6 @@ def write_samples(
         own.parent.mkdir(exist_ok=True)
         save_trees(trees[:8], own, about=about)
         for file in files_of_run(out):
-            if file.name > own.name:  # of a run that was resumed from before, or of another one
+            if file.name > own.name:  # the run was resumed from an earlier update
                 file.unlink()
     write_page(trees[:8], out / "trees.html", title=title, about=about)

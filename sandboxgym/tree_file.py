@@ -3,8 +3,8 @@
 A file holds what `RolloutTree` holds but for what only the trainer understands (`Action.memory` and `Action.data`).
 Values that JSON lacks are written as their nearest: arrays and tuples as lists, NaN as null, anything else as text.
 
-Its head may say where the trees are from (`TreeFile.about`). Files without a head, and those of before paths said
-whether they were stopped, load all the same.
+Its head may say where the trees are from (`TreeFile.about`). Files without a head, and earlier ones that do not say
+which paths were stopped, load all the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sandboxgym.tree import Path as TreePath
 FORMAT = "sandboxgym.tree/1"
 _ACTION = ("text", "entropy", "logp", "position", "tokens")
 _EDGE = ("reward", "terminated", "truncated", "valid", "success", "value", "advantage", "weight")
-_NODE = ("depth", "observation", "key", "owner", "value", "survival")
+_NODE = ("depth", "observation", "key", "owner", "value", "survival", "stopped")
 
 
 class TreeFileError(ValueError):
@@ -123,7 +123,6 @@ def _tree(tree: RolloutTree) -> dict[str, Any]:
             {
                 "key": list(path.key),
                 "start": number[id(path.start)],
-                "stopped": bool(path.edges) and path.edges[-1].child.stopped,
                 "edges": [
                     {
                         "child": number[id(edge.child)],
@@ -146,7 +145,8 @@ def _load(content: Mapping[str, Any]) -> RolloutTree:
             n["key"],
             owner=tuple(n["owner"]),
             value=_float(n["value"]),
-            survival=float(n.get("survival", 1.0)),
+            survival=_float(n.get("survival", 1.0)),  # files of earlier versions have neither of the two
+            stopped=bool(n.get("stopped", False)),
         )
         for n in content["nodes"]
     ]
@@ -170,7 +170,6 @@ def _load(content: Mapping[str, Any]) -> RolloutTree:
                 at.width += 1
             path.edges.append(edge)
             at = edge.child
-        at.stopped = bool(entry.get("stopped", False))
     return tree
 
 

@@ -155,7 +155,9 @@ def _heading(update: TreeFile) -> str:
 def _mean_name(tree: RolloutTree) -> str:
     stopped = sum(map(_stopped, tree.paths))
     weighted = stopped or any(len(path.key) > 2 for path in tree.paths)
-    return f"{'weighted ' * bool(weighted)}mean return" + f" of the {len(tree.paths) - stopped} that ended" * bool(stopped)
+    return f"{'weighted ' * bool(weighted)}mean return" + f" of the {len(tree.paths) - stopped} that ended" * bool(
+        stopped
+    )
 
 
 def _outcome(path: TreePath) -> str:
