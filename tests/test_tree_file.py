@@ -312,6 +312,7 @@ def test_a_branch_point_compares_its_actions(opened: Callable[..., Any]) -> None
     tab.get_by_role("button", name="next branch point").click()
     panel = tab.locator("#branch")
     assert "step 2 of root path 0" in panel.inner_text()
+    assert "step 2 of root path 0. All 3 took the same action" in tab.get_by_role("status").inner_text()
     assert "schedule split, which forks where it pays" in panel.inner_text()
     assert panel.locator("thead th").all_inner_texts()[2:] == ["return", "advantage", "Q̂", "probability", "weight"]
     rows = panel.locator("tbody tr")
