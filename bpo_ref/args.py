@@ -10,7 +10,7 @@ from typing import Literal
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.sampling.backends import BackendName
-from sandboxgym.prompts import PromptName
+from sandboxgym.adapters.prompts import PromptName
 
 Algo = Literal[
     "sft", "ppo", "grpo", "gigpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",

@@ -20,7 +20,7 @@ import yaml
 
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.masks import VERDICTS, end_counts
-from sandboxgym.prompts import PromptName, make_prompt
+from sandboxgym.adapters.prompts import PromptName, make_prompt
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
 

@@ -42,7 +42,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.batch import by_length
 from bpo_ref.learning.packing import by_prefix
 from bpo_ref.learning.value_network import Features, ValueNetwork, told_of
-from sandboxgym.prompts import Prompt
+from sandboxgym.adapters.prompts import Prompt
 from sandboxgym.tree import Edge, Node, RolloutTree
 from sandboxgym.wrappers import outcomes
 

@@ -17,8 +17,8 @@ from bpo_ref.eval import Score, results_table
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, episode_text
 from sandboxgym.tree import Clock, Failure, RolloutTree
-from sandboxgym.tree_file import files_of_run, save_trees, update_file
-from sandboxgym.tree_page import write_page
+from sandboxgym.tree.files import files_of_run, save_trees, update_file
+from sandboxgym.tree.page import write_page
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args

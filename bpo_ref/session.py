@@ -55,7 +55,7 @@ from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
-from sandboxgym.prompts import make_prompt
+from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure
 
 Item = TypeVar("Item")

@@ -523,7 +523,7 @@ class Trainer:
         bar.close()
 
     def _about(self) -> dict[str, Any]:
-        """What a file of trees says of where they are from (`sandboxgym.tree_file.TreeFile.about`)."""
+        """What a file of trees says of where they are from (`sandboxgym.tree.files.TreeFile.about`)."""
         args = self.args
         told = {"algo": args.algo, "schedule": args.schedule, "rule": RULES[str(args.schedule)], "env": args.env_id}
         return {**told, "seed": args.seed, "update": self.session.step}

@@ -6,13 +6,13 @@
    after the environment that took it was closed, in another process.
 4. Isolation. Forks never see each other's effects, nor those of the environment they came from.
 5. The whole environment. Random streams (the environment's and its spaces') and the wrappers around it
-   (``wrappers.py``) are part of it; what cannot be captured is refused, never skipped.
+   (``wrappers/stack.py``) are part of it; what cannot be captured is refused, never skipped.
 6. Freshness. ``restore`` returns the observation and info of the captured moment; ``last`` is the whole transition.
 7. Randomness. ``restore(snap)`` is exact; ``restore(snap, seed=S)`` and ``fork(k, seed=S)`` give fresh streams.
-8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``format.py``); what does not match
-   is refused with a typed error (``errors.py``), in time and memory that grow with the file's size (``bounds.py``), and
-   the environment stays as it was. What does not come from the file (an interrupt, an exit, a time limit that a signal
-   ends, a full disk) passes as it is.
+8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``serialization.py``); what does not
+   match is refused with a typed error (``errors.py``), in time and memory that grow with the file's size
+   (``bounds.py``), and the environment stays as it was. What does not come from the file (an interrupt, an exit, a
+   time limit that a signal ends, a full disk) passes as it is.
 9. All or nothing. A failed ``fork`` leaves no child behind, a failed ``restore`` no half-restored environment.
 
 An author of an environment derives from `SnapshotEnv` and writes `_capture` and `_apply`. An environment that shares
@@ -49,8 +49,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils import seeding
 
-from sandboxgym import format as durable
 from sandboxgym import randomness
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.errors import (
     ResetNeeded,

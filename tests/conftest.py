@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import toy_envs
 from components import missing as missing  # for test modules too
 
-from sandboxgym import directories
+from sandboxgym.system import directories
 
 toy_envs.register()
 

@@ -25,7 +25,7 @@ from gymnasium import wrappers as w
 
 import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, SnapshotNotSupported
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.bounds import check_keys
 from sandboxgym.brief import brief
 from sandboxgym.errors import from_outside

@@ -28,7 +28,7 @@ from sandboxgym import (
     Transition,
     sibling_seed,
 )
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.randomness import capture
 
 every_env = pytest.mark.parametrize("env_id", IDS)

@@ -11,7 +11,7 @@ import pytest
 from components import missing
 from traces import fresh_interpreter
 
-from sandboxgym.tree_file import files_of_run, read_trees
+from sandboxgym.tree.files import files_of_run, read_trees
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 from sandboxgym import SnapshotCorrupt, SnapshotNotSupported
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 
 ARRAYS = hnp.arrays(
     hnp.scalar_dtypes().filter(lambda dtype: dtype.itemsize),

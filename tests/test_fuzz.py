@@ -27,7 +27,7 @@ from traces import plain
 
 import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, SnapshotReleased, sibling_seed
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.randomness import capture, capture_spaces
 
 ALFWORLD = "sandboxgym/ALFWorld-v0"

@@ -26,11 +26,11 @@ from gymnasium.error import ResetNeeded
 
 import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError
-from sandboxgym import format as durable
-from sandboxgym.sandbox import archive
+from sandboxgym import serialization as durable
 from sandboxgym.sandbox.base import RootFS, SandboxFull
-from sandboxgym.sandbox.layers import LayerStore, OverlayTree
-from sandboxgym.sandbox.tree_archive import Header, Reader, Writer, entries
+from sandboxgym.sandbox.files import archive
+from sandboxgym.sandbox.files.portable import Header, Reader, Writer, entries
+from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree
 
 FILES = int(os.environ.get("SANDBOXGYM_FUZZ_FILES", "12000"))
 SECONDS = 10.0

@@ -17,9 +17,10 @@ from toy_envs import Drift
 from traces import fresh_interpreter, plain
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, gymnasium_codecs
-from sandboxgym import format as durable
-from sandboxgym.codecs import CODECS
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
+from sandboxgym import serialization as durable
+from sandboxgym.wrappers import gymnasium as gymnasium_codecs
+from sandboxgym.wrappers.codecs import CODECS
 
 STEPS = 30
 
@@ -163,7 +164,7 @@ def begin(make):
 
 def act(env, done):
     """One transition, and whether the episode is over; actions come from the action space's own stream."""
-    if done and not any(isinstance(layer, w.Autoreset) for layer in sandboxgym.codecs.walk(env)):
+    if done and not any(isinstance(layer, w.Autoreset) for layer in sandboxgym.wrappers.codecs.walk(env)):
         return timeless(env.reset()), False
     transition = timeless(env.step(env.action_space.sample()))
     return transition, transition[2] or transition[3]
@@ -465,4 +466,4 @@ def test_classes_that_remember_stay_what_they_were():
 def test_environments_that_cannot_be_captured_pay_nothing():
     env = w.DelayObservation(gym.make("CartPole-v1"), 1)
     env.reset(seed=1)
-    assert sandboxgym.codecs.OUTPUT not in vars(env)
+    assert sandboxgym.wrappers.codecs.OUTPUT not in vars(env)

@@ -13,9 +13,9 @@ import pytest
 import worker_envs
 
 import sandboxgym
-from sandboxgym.host import CallTimedOut, WorkerDied
-from sandboxgym.pool import EnvPool, PoolClosed, PooledEnvs
 from sandboxgym.tree import Action, Envs, Schedule, rollout
+from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
+from sandboxgym.workers.pool import EnvPool, PoolClosed, PooledEnvs
 
 worker_envs.register()
 MODES = ("thread", "process")

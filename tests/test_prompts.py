@@ -11,8 +11,7 @@ from chat_stub import chat_stub
 from components import missing
 
 import sandboxgym  # noqa: F401
-from sandboxgym.adapters.trl import TRLEnvironments
-from sandboxgym.prompts import (
+from sandboxgym.adapters.prompts import (
     ANYWHERE,
     FORMAT,
     SYSTEMS,
@@ -23,6 +22,7 @@ from sandboxgym.prompts import (
     UnreadableAnswer,
     make_prompt,
 )
+from sandboxgym.adapters.trl import TRLEnvironments
 from sandboxgym.tree import Envs, ForkAt, rollout
 
 COMMANDS = {"admissible_commands": ["go to desk 1", "look"]}

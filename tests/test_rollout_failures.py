@@ -12,10 +12,10 @@ import gymnasium as gym
 import pytest
 from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
-import sandboxgym.lockstep as lockstep
+import sandboxgym.tree.lockstep as lockstep
 from sandboxgym import SnapshotEnv, register_wrapper, snapshot
-from sandboxgym.pool import PooledEnvs
 from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Schedule, rollout
+from sandboxgym.workers.pool import PooledEnvs
 
 
 class Mortal(gym.Wrapper):

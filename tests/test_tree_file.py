@@ -17,7 +17,7 @@ import pytest
 from components import missing
 
 from sandboxgym.tree import Action, Context, Envs, ForkAt, RolloutTree, Schedule, rollout
-from sandboxgym.tree_file import (
+from sandboxgym.tree.files import (
     TreeFile,
     TreeFileError,
     files_of_run,
@@ -28,7 +28,7 @@ from sandboxgym.tree_file import (
     to_json,
     update_file,
 )
-from sandboxgym.tree_page import main, mean_return, outline, page, page_of_updates
+from sandboxgym.tree.page import main, mean_return, outline, page, page_of_updates
 
 HOSTILE = 'café </script><script>document.title = "broken"</script> & <b>bold</b>'
 

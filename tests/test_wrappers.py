@@ -30,9 +30,9 @@ from sandboxgym import (
     WrapperCodec,
     register_wrapper,
 )
-from sandboxgym import format as durable
-from sandboxgym.codecs import CODECS
+from sandboxgym import serialization as durable
 from sandboxgym.wrappers import StackSnapshot
+from sandboxgym.wrappers.codecs import CODECS
 
 every_env = pytest.mark.parametrize("env_id", IDS)
 

@@ -39,7 +39,8 @@ from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, assign_credit
-from sandboxgym import SnapshotEnv, Unicode, interpreter
+from sandboxgym import SnapshotEnv, Unicode
+from sandboxgym.system import interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 
 WORDS = [f"w{i}" for i in range(100)]

@@ -33,7 +33,7 @@ from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.learning.tiny import tiny_tokenizer
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.generate import Generator, forward
-from sandboxgym import interpreter
+from sandboxgym.system import interpreter
 
 ALL_SHAPES = {
     "check": Shape(32, 2, 2, 1, 16, 64, 128, qkv_bias=True),

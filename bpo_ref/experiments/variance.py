@@ -59,7 +59,7 @@ from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import MAY_CHANGE, gives_key
 from bpo_ref.train import aggregate, assign_credit, policy_loss
-from sandboxgym.prompts import make_prompt
+from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
 
 METHODS = (

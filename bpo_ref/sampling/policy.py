@@ -17,8 +17,9 @@ from bpo_ref.learning.packing import common_prefix
 from bpo_ref.sampling.backends import Backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generation
-from sandboxgym.prompts import Exchange, Prompt
-from sandboxgym.tree import Action, Context, Envs, Path, PathKey, described, logger
+from sandboxgym.adapters.prompts import Exchange, Prompt
+from sandboxgym.tree import Action, Context, Envs, Path, PathKey
+from sandboxgym.tree.envs import described, logger
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from sandboxgym.tree_file import files_of_run, read_trees
-from sandboxgym.tree_page import page_of_updates
+from sandboxgym.tree.files import files_of_run, read_trees
+from sandboxgym.tree.page import page_of_updates
 
 TITLE = "BPO on ALFWorld, a tiny model"
 

@@ -30,8 +30,8 @@ def own_image() -> Iterator[str]:
     Raises:
         SandboxUnavailable: no daemon.
     """
-    from sandboxgym.sandbox.docker_client import daemon_errors
-    from sandboxgym.sandbox.docker_images import LABEL, Ownership
+    from sandboxgym.sandbox.docker.client import daemon_errors
+    from sandboxgym.sandbox.docker.images import LABEL, Ownership
 
     ownership = Ownership.of_this_process()
     api, name = ownership.api, f"{REPOSITORY}:{ownership.next_name()}"

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import leftovers
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, passed
 from sandboxgym.attack.limits import _alive
 from sandboxgym.attack.prober import Prober
 from sandboxgym.attack.stage import MIB, Stage
 from sandboxgym.attack.starvation import Owner, clear, run_directories
 from sandboxgym.sandbox.base import CONTROL, SandboxError
-from sandboxgym.sandbox.disk import remove_directories
+from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.system import run_directories as leftovers
 
 LEFTOVERS: list[Attempt] = []
 _PLACES = (
@@ -262,7 +262,7 @@ def _until(gone: Callable[[], list[Any]], seconds: float) -> list[Any]:
 
 
 def _containers(names: list[str]) -> list[str]:
-    from sandboxgym.sandbox.docker_client import connect
+    from sandboxgym.sandbox.docker.client import connect
 
     with contextlib.closing(connect()) as client:
         return [

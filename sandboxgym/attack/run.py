@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
 
-from sandboxgym import interpreter
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Outcome, Verdict
 from sandboxgym.attack.image import own_image
 from sandboxgym.attack.prober import ProberLost
 from sandboxgym.attack.report import Report, machine_facts
 from sandboxgym.attack.stage import FULL, Stage
 from sandboxgym.sandbox.base import Capabilities, SandboxError, SandboxUnavailable
+from sandboxgym.system import interpreter
 
 BACKENDS = ("overlay", "overlay-rootless", FULL, "docker", "copy")
 SHARED = "limits/share-*"
@@ -205,7 +205,7 @@ def _judged(attempt: Attempt, stage: Stage, capabilities: Capabilities) -> tuple
 
 
 def _daemon() -> str:
-    from sandboxgym.sandbox.docker_client import connect
+    from sandboxgym.sandbox.docker.client import connect
 
     with contextlib.closing(connect()) as client:
         return str(client.version().get("Version", "of unknown version"))

@@ -1,6 +1,6 @@
 """Where attempts are made: throw-away sandboxes of one backend, and things of the host that they must not reach.
 
-All that is made here is given back by `Stage.close`, and in time of need by the next ``leftovers.reap``.
+All that is made here is given back by `Stage.close`, and in time of need by the next ``run_directories.reap``.
 """
 
 from __future__ import annotations

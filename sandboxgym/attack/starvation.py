@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import errors, interpreter, leftovers
+from sandboxgym import errors
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, never, passed
 from sandboxgym.attack.stage import FULL, MIB, Stage
 from sandboxgym.sandbox.base import CONTROL, Capabilities, SandboxError
-from sandboxgym.sandbox.disk import remove_directories
+from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.system import interpreter
+from sandboxgym.system import run_directories as leftovers
 
 MOST_BYTES = 96 * MIB
 MOST_SECONDS = 40.0
@@ -402,7 +404,7 @@ def run_directories(pid: int) -> list[Path]:
 
 
 def clear(pid: int, seconds: float = 5.0) -> None:
-    """Clear what a killed process left, also where the directories in it keep `leftovers.reap` from doing so."""
+    """Clear what a killed process left, also where the directories in it keep `run_directories.reap` from doing so."""
     deadline = time.monotonic() + seconds
     leftovers.reap()
     while (left := run_directories(pid)) and time.monotonic() < deadline:

@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 
-from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.game import Game
-from sandboxgym.envs.alfworld.library import GameLibrary, content_of
+from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of
+from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.envs.alfworld.solver import shortest_plan
 
 LENGTHS = (1, 10, 40, 400)

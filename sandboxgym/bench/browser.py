@@ -24,12 +24,12 @@ from typing import Any, get_args
 import gymnasium as gym
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.bench import page
 from sandboxgym.bench.alfworld import Times
+from sandboxgym.bench.tools import page
 from sandboxgym.bench.webshop import Play, play, random_plays, recorded
-from sandboxgym.conformance.processes import descendants
+from sandboxgym.conformance.supervision.processes import descendants
 from sandboxgym.core import Snapshot
-from sandboxgym.envs.webshop.tab import BrowserMode
+from sandboxgym.envs.webshop.web.browser_page import BrowserMode
 
 FORKS = 8
 ROUNDS = 5

@@ -33,13 +33,13 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym  # noqa: F401 - registers the ids
-from sandboxgym.bench import cheat_cases, page, small_image
-from sandboxgym.bench.cheat_cases import Cheat, cases
-from sandboxgym.envs.swebench import suspicion
-from sandboxgym.envs.swebench.boxes import forget_prepared
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.tasks import Task, from_row, open_tasks
+from sandboxgym.bench.tools import cheat_cases, page, small_image
+from sandboxgym.bench.tools.cheat_cases import Cheat, cases
+from sandboxgym.envs.swebench.grading import suspicion
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task, from_row, open_tasks
 from sandboxgym.envs.swebench.tools import MARKER
+from sandboxgym.envs.swebench.workspaces.workspace import forget_prepared
 
 REPOSITORY = "sandboxgym-cheats"
 """Name of the image; its tag is the number of the process that made it."""

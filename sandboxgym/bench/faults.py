@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from sandboxgym.bench import page
-from sandboxgym.bench.traces import Folder, Traces
+from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools.traces import Folder, Traces
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxFull, SandboxUnavailable
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox

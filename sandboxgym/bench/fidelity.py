@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sandboxgym.bench import page
-from sandboxgym.conformance import holder
-from sandboxgym.conformance.checks.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
-from sandboxgym.conformance.recording import Scene
-from sandboxgym.conformance.shell_probes import NEEDS_PROCESSES, PROBES
+from sandboxgym.bench.tools import page
+from sandboxgym.conformance.checks.sandbox.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
+from sandboxgym.conformance.harness.scenario import Scene
+from sandboxgym.conformance.sandbox_probes import process_state
+from sandboxgym.conformance.sandbox_probes.shell import NEEDS_PROCESSES, PROBES
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Capabilities, RootFS, SandboxUnavailable
-from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.files.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
 from sandboxgym.spaces import Unicode
 
@@ -76,7 +76,7 @@ ROWS = (
     Row("background processes, servers", ("process.background", "process.server", "process.http", "process.log"),
         always=REPORTED, outside=True),
     Row("what a running program holds: memory, connections, deleted files, locks, …", ("process.repl",
-        *(f"held.{name}" for name in holder.MAKERS)), always=REPORTED),
+        *(f"held.{name}" for name in process_state.MAKERS)), always=REPORTED),
     Row("processes started after the snapshot are gone", ("process.later",), always=KEPT),
     Row("open descriptors and jobs of the shell", ("shell.descriptor", "shell.offset", "shell.job"), always=REPORTED),
     Row("the shell's history", ("shell.history",), always=KEPT),

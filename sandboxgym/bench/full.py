@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
-from sandboxgym.bench import page
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
-from sandboxgym.sandbox import criu
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.bench.tools import page
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 
 LONG = 300.0

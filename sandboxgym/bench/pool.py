@@ -20,12 +20,12 @@ import gymnasium as gym
 
 from sandboxgym.bench.snapshots import play
 from sandboxgym.core import Snapshot, SnapshotEnv
-from sandboxgym.host import Call, env_maker
-from sandboxgym.pool import EnvPool
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.spaces import Unicode
-from sandboxgym.vector import SnapshotVectorEnv
-from sandboxgym.workers import ProcessWorker, close_workers
+from sandboxgym.workers.env_host import Call, env_maker
+from sandboxgym.workers.pool import EnvPool
+from sandboxgym.workers.vector import SnapshotVectorEnv
+from sandboxgym.workers.worker import ProcessWorker, close_workers
 from sandboxgym.wrappers import restore, snapshot
 
 ALFWORLD = env_maker("sandboxgym/ALFWorld-v0", max_episode_steps=100_000)

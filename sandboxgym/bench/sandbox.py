@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.bench import against, cost, page
+from sandboxgym.bench.tools import against, cost, page
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import RootFS
-from sandboxgym.sandbox.namespace import OverlayBackend
-from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.files.rootfs import resolve
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import make_sandbox
-from sandboxgym.sandbox.shell_process import ARGV
+from sandboxgym.sandbox.shell.bash import ARGV
 
 AMOUNTS = (
     ("1 file", "echo 1 > /root/f"),

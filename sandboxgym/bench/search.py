@@ -33,14 +33,14 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym import interpreter
-from sandboxgym.envs.webshop.analysis import terms
-from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
-from sandboxgym.envs.webshop.index import K1, B, Index
-from sandboxgym.envs.webshop.index_build import Document, build_on_disk
-from sandboxgym.envs.webshop.lucene import Lucene, build_lucene
-from sandboxgym.envs.webshop.search import RESULTS, documents
-from sandboxgym.leftovers import tree_nbytes
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
+from sandboxgym.envs.webshop.retrieval.analysis import terms
+from sandboxgym.envs.webshop.retrieval.index import K1, B, Index
+from sandboxgym.envs.webshop.retrieval.index_build import Document, build_on_disk
+from sandboxgym.envs.webshop.retrieval.lucene import Lucene, build_lucene
+from sandboxgym.envs.webshop.retrieval.search import RESULTS, documents
+from sandboxgym.system import interpreter
+from sandboxgym.system.run_directories import tree_nbytes
 
 WORKERS = 2
 """Processes that analyze documents for our index."""

@@ -33,15 +33,19 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym
-from sandboxgym import interpreter, leftovers
-from sandboxgym.bench import page
 from sandboxgym.bench.sandbox import Times, why_no_docker
-from sandboxgym.cli.screen import nbytes_text
-from sandboxgym.envs.swebench import columns, grading, mini, parsing, prepared
-from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
-from sandboxgym.envs.swebench.tasks import HOST, Task, open_tasks
+from sandboxgym.bench.tools import page
+from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import parsing
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.tasks import HOST, Task, open_tasks
+from sandboxgym.envs.swebench.workspaces import prepared
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.system import interpreter, run_directories
 
 BACKENDS = ("overlay", "overlay-rootless", "docker", "copy")
 STEP, RESET = 3.0, 0.2
@@ -458,7 +462,7 @@ def _own_cache(folder: Path) -> Iterator[None]:
         else:
             os.environ[name] = before
         if folder.exists():
-            leftovers.remove_tree(folder)
+            run_directories.remove_tree(folder)
 
 
 def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> list[str]:

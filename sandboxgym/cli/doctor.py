@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from sandboxgym.cli import FAILED, OK, USAGE, CommandError
-from sandboxgym.cli.probes import PROBES, Finding
-from sandboxgym.cli.screen import Screen
+from sandboxgym.cli.support.doctor_checks import PROBES, Finding
+from sandboxgym.cli.support.terminal import Screen
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "dim"}
 

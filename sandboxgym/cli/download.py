@@ -20,13 +20,13 @@ from typing import Any
 
 from sandboxgym import data
 from sandboxgym.cli import OK, USAGE, CommandError
-from sandboxgym.cli.progress import progress
-from sandboxgym.cli.screen import nbytes_text
-from sandboxgym.cli.transfer import ChecksumMismatch, Progress, TransferError, fetch, forget, sha256
-from sandboxgym.cli.unpack import UnsafeArchive, merge, unpack
+from sandboxgym.cli.support.progress import progress
+from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.cli.support.transfer import ChecksumMismatch, Progress, TransferError, fetch, forget, sha256
+from sandboxgym.cli.support.unpack import UnsafeArchive, merge, unpack
 from sandboxgym.data import DataFile
-from sandboxgym.format import write_atomic
-from sandboxgym.leftovers import try_lock
+from sandboxgym.serialization import write_atomic
+from sandboxgym.system.run_directories import try_lock
 
 RECORD = "downloads.json"
 SCRATCH = ".downloads"
@@ -163,7 +163,7 @@ def check(name: str, root: Path) -> list[str]:
 
 def _check_alfworld(root: Path) -> list[str]:
     from sandboxgym.envs.alfworld.game import GameError
-    from sandboxgym.envs.alfworld.library import OFFICIAL_SPLITS, DataNotFound, open_library
+    from sandboxgym.envs.alfworld.games.library import OFFICIAL_SPLITS, DataNotFound, open_library
 
     lines = []
     for split in OFFICIAL_SPLITS:

@@ -19,7 +19,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 import sandboxgym
 from sandboxgym import data
 from sandboxgym.cli import OK, USAGE, CommandError
-from sandboxgym.cli.screen import Screen
+from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec
 
 SENTENCES: dict[str, dict[Any, str]] = {

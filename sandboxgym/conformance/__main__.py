@@ -17,14 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sandboxgym.conformance import reports
 from sandboxgym.conformance.check import BUDGETS, Level, as_levels
-from sandboxgym.conformance.recording import quiet
+from sandboxgym.conformance.harness.scenario import quiet
+from sandboxgym.conformance.reports import formats as reports
 from sandboxgym.conformance.runner import Report, all_checks, run
 from sandboxgym.conformance.subject import Subject
 
 if TYPE_CHECKING:
-    from sandboxgym.conformance.supervised import Watched
+    from sandboxgym.conformance.supervision.supervised import Watched
 
 USAGE = 3
 HOOKS = ("actions", "observe_state", "normalize", "shell", "lossy", "limits")
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error("the environment is missing: ENV_ID")
     if options.in_process or os.name != "posix":
         return in_process(options, command.prog)
-    from sandboxgym.conformance import supervised
+    from sandboxgym.conformance.supervision import supervised
 
     if watched := supervised.Watched.here():
         return told(options, watched)
@@ -282,7 +282,7 @@ def write(report: Report, options: argparse.Namespace) -> None:
         reports.write_json(report, options.json)
     for name in ("html", "markdown"):
         if path := getattr(options, name):
-            importlib.import_module(f"sandboxgym.conformance.{name}").write(report, Path(path))
+            importlib.import_module(f"sandboxgym.conformance.reports.{name}").write(report, Path(path))
 
 
 def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:

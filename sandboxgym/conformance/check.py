@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sandboxgym.conformance import pulse
-from sandboxgym.conformance.clock import Stopwatch
+from sandboxgym.conformance.supervision import pulse
+from sandboxgym.conformance.supervision.clock import Stopwatch
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.subject import Subject

@@ -27,9 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient
-from sandboxgym.conformance.causes import Cause, causes
-from sandboxgym.conformance.caveats import caveats, reset_options
 from sandboxgym.conformance.check import (
     REGISTRY,
     SHORTEST,
@@ -43,11 +40,14 @@ from sandboxgym.conformance.check import (
     Verdict,
     as_levels,
 )
-from sandboxgym.conformance.clock import Stopwatch
-from sandboxgym.conformance.recording import opened, quiet, release
-from sandboxgym.conformance.shrink import shrunk
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.scenario import opened, quiet, release
+from sandboxgym.conformance.harness.shrink import shrunk
+from sandboxgym.conformance.reports.causes import Cause, causes
+from sandboxgym.conformance.reports.caveats import caveats, reset_options
 from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
 from sandboxgym.conformance.subject import Control, Subject, put, take
+from sandboxgym.conformance.supervision.clock import Stopwatch
 
 SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
@@ -75,6 +75,7 @@ THEMES = (
     "concurrency",
     "cost",
 )
+_ROOMS = {"streams": "chance.", "stochastic": "chance.", "probes": "sandbox.", "hostile": "sandbox."}
 
 Listener = Callable[[Check, Result | None], None]
 """Called before each check (None) and after it."""
@@ -202,7 +203,7 @@ def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[
     """
     wanted = None if levels is None else as_levels(levels)
     for theme in THEMES:
-        importlib.import_module(f"sandboxgym.conformance.checks.{theme}")
+        importlib.import_module("sandboxgym.conformance.checks." + _ROOMS.get(theme, "") + theme)
     if only is not None and (unknown := sorted(set(only) - REGISTRY.keys())):
         raise ValueError(f"expected ids of checks ({', '.join(REGISTRY)}), found {', '.join(unknown)}")
     return [
@@ -445,10 +446,10 @@ def missing(subject: Subject, need: str) -> str | None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Puts back the global random streams and what `ambient.put_back` does."""
+    """Puts back the global random streams and what `process_globals.put_back` does."""
     streams = random.getstate(), np.random.get_state()
     try:
-        with ambient.put_back():
+        with process_globals.put_back():
             yield
     finally:
         random.setstate(streams[0])
@@ -465,11 +466,10 @@ def versions() -> dict[str, str]:
 
 
 SHOWING = (
-    *("__main__.py", "causes.py", "caveats.py", "html.py", "janitor.py", "markdown.py", "plugin.py", "reports.py"),
-    *("scratch.py", "shrink.py", "sidebyside.py", "strength.py", "supervised.py", "test_conformance.py"),
-    *("unrestored.py", "verdicts.py"),
+    *("__main__.py", "strength.py", "test_conformance.py", "harness/shrink.py", "harness/unrestored.py", "reports/"),
+    *("supervision/janitor.py", "supervision/scratch.py", "supervision/supervised.py"),
 )
-"""Modules of the suite on which no verdict depends."""
+"""Modules and rooms of the suite on which no verdict depends."""
 
 
 @functools.cache
@@ -477,8 +477,9 @@ def suite_digest() -> str:
     """The first digits of a digest of the modules of the suite that decide on verdicts."""
     found, home = hashlib.sha256(), Path(__file__).parent
     for path in sorted(home.rglob("*.py")):
-        if path.name not in SHOWING:
-            found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+        name = path.relative_to(home).as_posix()
+        if not name.startswith(SHOWING):
+            found.update(name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:8]
 
 

@@ -22,14 +22,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym import randomness, wrappers
+from sandboxgym import randomness
 from sandboxgym.conformance.check import REGISTRY, Budget, Result, Verdict
-from sandboxgym.conformance.recording import opened, quiet, release
+from sandboxgym.conformance.harness.canonical import canonical
+from sandboxgym.conformance.harness.scenario import opened, quiet, release
+from sandboxgym.conformance.harness.unrestored import unrestored
+from sandboxgym.conformance.reports.verdicts import UNRESTORED
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject, branch, declaration, put, take
-from sandboxgym.conformance.unrestored import unrestored
-from sandboxgym.conformance.values import canonical
-from sandboxgym.conformance.verdicts import UNRESTORED
 from sandboxgym.core import SnapshotEnv
+from sandboxgym.wrappers import stack as wrappers
 
 Path = tuple[Any, ...]
 """Keys, indices and names of attributes that lead to a field."""

@@ -21,8 +21,8 @@ import gymnasium as gym
 import numpy as np
 
 import sandboxgym
-from sandboxgym.conformance import pulse
-from sandboxgym.conformance.values import Canonical, canonical
+from sandboxgym.conformance.harness.canonical import Canonical, canonical
+from sandboxgym.conformance.supervision import pulse
 from sandboxgym.core import SnapshotSpec, Transition
 
 AnyEnv = gym.Env[Any, Any]
@@ -250,14 +250,14 @@ class Subject:
         return tuple(self._controls.values())
 
     def _record(self, index: int, steps: int) -> Control:
-        from sandboxgym.conformance.recording import record  # which needs this module
+        from sandboxgym.conformance.harness.scenario import record  # which needs this module
 
         return record(self, index, steps)
 
     @functools.cached_property
     def noise(self) -> str:
         """How a run differs by itself from another with the same seed or with other draws; empty if it does not."""
-        from sandboxgym.conformance.recording import noise
+        from sandboxgym.conformance.harness.scenario import noise
 
         return noise(self)
 

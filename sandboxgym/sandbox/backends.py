@@ -100,7 +100,7 @@ def make_backend(name: str, request: Request) -> Made:
 
 
 def _docker(request: Request) -> Made:
-    from sandboxgym.sandbox.docker import DockerBackend
+    from sandboxgym.sandbox.docker.backend import DockerBackend
 
     rootfs = request.rootfs
     image = os.fspath(rootfs) if not isinstance(rootfs, RootFS) else rootfs.id
@@ -113,8 +113,8 @@ def _docker(request: Request) -> Made:
 
 
 def _copy(request: Request) -> Made:
-    from sandboxgym.sandbox.plain import CopyBackend
-    from sandboxgym.sandbox.rootfs import resolve
+    from sandboxgym.sandbox.copy.backend import CopyBackend
+    from sandboxgym.sandbox.files.rootfs import resolve
 
     found = None if request.rootfs == "host" else resolve(request.rootfs)
     copied = CopyBackend(found, limits=request.limits, allow_unsafe=request.allow_unsafe, env=request.env)
@@ -123,8 +123,8 @@ def _copy(request: Request) -> Made:
 
 
 def _overlay(request: Request, *, rootless: bool) -> Made:
-    from sandboxgym.sandbox.namespace import OverlayBackend
-    from sandboxgym.sandbox.rootfs import resolve
+    from sandboxgym.sandbox.files.rootfs import resolve
+    from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
     found = resolve(request.rootfs)
     if not rootless and os.geteuid() != 0:
@@ -145,7 +145,7 @@ NAMES = tuple(_OWN)
 
 def _image_settings(name: str) -> RootFS:
     """Environment and directory of an image, without its files."""
-    from sandboxgym.sandbox.docker_client import connect, image_attributes
+    from sandboxgym.sandbox.docker.client import connect, image_attributes
 
     with contextlib.closing(connect()) as client:
         config: dict[str, Any] = image_attributes(client, name).get("Config") or {}
@@ -156,7 +156,7 @@ def _image_settings(name: str) -> RootFS:
 def check(name: str) -> None:
     """Try whether the overlay backends work here; others say so themselves."""
     if name.startswith("overlay"):
-        from sandboxgym.sandbox.namespace import why_unavailable
+        from sandboxgym.sandbox.overlay.backend import why_unavailable
 
         reason = why_unavailable(rootless=name == "overlay-rootless")
         if reason:

@@ -5,7 +5,8 @@
 2. A `Tree` is the files of a sandbox at one instant: immutable, kept by whoever holds it, given back by ``release`` or
    garbage collection. A sandbox starts on a tree and goes on in a writable layer of its own.
 3. What a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
-4. Nothing survives its owner: closing is idempotent, and what a killed owner left is cleared by ``leftovers.reap``.
+4. Nothing survives its owner: closing is idempotent, and what a killed owner left is cleared by
+   ``run_directories.reap``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
 
-from sandboxgym import leftovers
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
-from sandboxgym.sandbox.written import Written
+from sandboxgym.sandbox.layers.written import Written
+from sandboxgym.system import run_directories
 
 CONTROL = "/run/.sandboxgym"
 """Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
@@ -387,7 +388,7 @@ def new_shell_directory(control: Path) -> Path:
     """A directory that the sandbox's user can write to, below a control directory on disk; earlier ones go."""
     for earlier in list(control.iterdir()):
         with contextlib.suppress(OSError):  # another user's, without root
-            leftovers.remove_tree(earlier)
+            run_directories.remove_tree(earlier)
     folder = control / f"shell.{os.urandom(4).hex()}"
     folder.mkdir()
     folder.chmod(0o777)  # who may be another one

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from sandboxgym.sandbox.base import ProcessInfo, SandboxError
-from sandboxgym.sandbox.reading import start_of
+from sandboxgym.sandbox.files.reading import start_of
 
 _PATIENCE = 10.0
 """Seconds after which processes that do not die are an error."""

@@ -24,11 +24,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, SnapshotReleased
-from sandboxgym.sandbox import backends, criu
-from sandboxgym.sandbox.aftermath import Moment, births_of, end_started, started_since
+from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import (
     LONGEST_COMMAND,
     READ_LIMIT,
@@ -42,16 +41,18 @@ from sandboxgym.sandbox.base import (
     SnapshotLossy,
     Tree,
 )
-from sandboxgym.sandbox.criu import CriuError
-from sandboxgym.sandbox.layers import OverlayTree
-from sandboxgym.sandbox.namespace import OverlayBackend
-from sandboxgym.sandbox.one_command import collect
-from sandboxgym.sandbox.shell import Interaction, Shell, is_dying
-from sandboxgym.sandbox.shell_state import ShellState
-from sandboxgym.sandbox.written import Written
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.checkpoint.criu import CriuError
+from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.layers.written import Written
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.shell.aftermath import Moment, births_of, end_started, started_since
+from sandboxgym.sandbox.shell.exec import collect
+from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
+from sandboxgym.sandbox.shell.state import ShellState
 
 if TYPE_CHECKING:
-    from sandboxgym.sandbox.image import Whole
+    from sandboxgym.sandbox.checkpoint.image import Whole
 
 log = logging.getLogger("sandboxgym")
 
@@ -344,7 +345,7 @@ class Sandbox:
 
     def _obstacles(self) -> tuple[str, ...]:
         """What is known to be in the way of capturing the processes."""
-        from sandboxgym.sandbox.scan import obstacles
+        from sandboxgym.sandbox.checkpoint.preflight import obstacles
 
         shell, backend = self._parts.shell, self.backend
         if shell is None or shell.pid is None:
@@ -417,7 +418,7 @@ class Sandbox:
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._program is not None and mode != "filesystem" and whole_wanted:
-            from sandboxgym.sandbox import full
+            from sandboxgym.sandbox.checkpoint import capture as full
 
             try:
                 return self._captured(state, self._program)
@@ -451,7 +452,7 @@ class Sandbox:
             return shell.known_state, (f"what changed in the shell: {error}",)
 
     def _captured(self, state: ShellState | None, program: str) -> SandboxSnapshot:
-        from sandboxgym.sandbox import full
+        from sandboxgym.sandbox.checkpoint import capture as full
 
         shell = self._parts.shell
         assert shell is not None and isinstance(self.backend, OverlayBackend)
@@ -605,7 +606,7 @@ class Sandbox:
             raise SandboxClosed("the processes of the sandbox were ended from outside")
 
     def _revive(self, whole: Whole) -> None:
-        from sandboxgym.sandbox import revive
+        from sandboxgym.sandbox.checkpoint import restore as revive
 
         backend, parts = self.backend, self._parts
         assert isinstance(backend, OverlayBackend) and isinstance(parts.tree, OverlayTree)

@@ -37,7 +37,7 @@ from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, learning_rate_factor
 from sandboxgym.tree import Envs
-from sandboxgym.tree_file import files_of_run, load_trees, read_trees
+from sandboxgym.tree.files import files_of_run, load_trees, read_trees
 
 TINY: dict[str, Any] = {
     "env_id": wordgame.ENV_ID,

@@ -15,9 +15,10 @@ import pytest
 
 import sandboxgym
 from sandboxgym import cli, data
-from sandboxgym.cli import doctor, environments, passing, probes
+from sandboxgym.cli import doctor, environments, passing
 from sandboxgym.cli.doctor import summary
-from sandboxgym.cli.probes import Finding
+from sandboxgym.cli.support import doctor_checks
+from sandboxgym.cli.support.doctor_checks import Finding
 from sandboxgym.core import SnapshotSpec
 
 ROOT = Path(__file__).parents[2]
@@ -166,8 +167,8 @@ def test_doctor_finds_something_about_everything_and_leaves_nothing(run, tmp_pat
 
 @pytest.fixture
 def found(monkeypatch):
-    ok = probes.Finding("docker", "ok", "27.0", "containers")
-    limited = probes.Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
+    ok = doctor_checks.Finding("docker", "ok", "27.0", "containers")
+    limited = doctor_checks.Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
     monkeypatch.setattr(doctor, "PROBES", (lambda: ok, lambda: iter([limited])))
 
 
@@ -183,7 +184,7 @@ def test_a_trial_that_breaks_does_not_hide_the_others(run, monkeypatch):
     def broken():
         raise RuntimeError("unheard of")
 
-    monkeypatch.setattr(doctor, "PROBES", (broken, probes.cores))
+    monkeypatch.setattr(doctor, "PROBES", (broken, doctor_checks.cores))
     status, out, _ = run("doctor")
     assert status == 0 and "RuntimeError: unheard of" in out and "cores" in out
 
@@ -203,22 +204,22 @@ def test_docker_is_asked_over_its_socket(monkeypatch, tmp_path):
         thread = threading.Thread(target=daemon.handle_request)
         thread.start()
         monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
-        finding = probes.docker()
+        finding = doctor_checks.docker()
         thread.join()
     assert finding.status == "ok" and "27.3.1" in finding.detail
-    finding = probes.docker()
+    finding = doctor_checks.docker()
     assert finding.status == "missing" and finding.fix
 
 
 def test_a_trial_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(probes, "SECONDS", 0.2)
-    assert probes._run(["sleep", "30"]) is None
-    assert probes._why(probes._unshare(script="sleep 30")) == "no answer within 0.2 s"
+    monkeypatch.setattr(doctor_checks, "SECONDS", 0.2)
+    assert doctor_checks._run(["sleep", "30"]) is None
+    assert doctor_checks._why(doctor_checks._unshare(script="sleep 30")) == "no answer within 0.2 s"
 
 
 def test_overlay_says_why_it_does_not_work(monkeypatch):
-    monkeypatch.setattr(probes, "_OVERLAY", "echo 'mount: unknown filesystem type' >&2; exit 32")
-    finding = probes.overlay()
+    monkeypatch.setattr(doctor_checks, "_OVERLAY", "echo 'mount: unknown filesystem type' >&2; exit 32")
+    finding = doctor_checks.overlay()
     assert finding.status == "missing" and finding.fix
-    monkeypatch.setattr(probes.shutil, "which", lambda name: None)
-    assert probes.overlay().detail == "no `unshare` command"
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: None)
+    assert doctor_checks.overlay().detail == "no `unshare` command"

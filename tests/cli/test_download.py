@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from sandboxgym import data
-from sandboxgym.cli import download, transfer
+from sandboxgym.cli import download
+from sandboxgym.cli.support import transfer
 
 ROOT = Path(__file__).parents[2]
 TREE = {f"json_2.1.1/valid_seen/pick_and_place_simple-{n}/trial/game.tw-pddl": os.urandom(40_000) for n in range(5)}
@@ -228,7 +229,7 @@ def test_wrong_usage_is_told_apart(run, arguments, message):
 
 
 def test_official_games_are_opened_as_the_environment_does(run, tmp_path, server, monkeypatch):
-    from sandboxgym.envs.alfworld.generate import generate_game
+    from sandboxgym.envs.alfworld.games.generate import generate_game
 
     name = "json_2.1.1/valid_seen/pick_and_place_simple-Mug/trial/game.tw-pddl"
     server.content["json_2.1.2_tw-pddl.zip"] = zipped({name: generate_game("train", 0)})

@@ -12,7 +12,7 @@ import gymnasium as gym
 from toy_envs import Corridor, Dice
 
 from sandboxgym import SnapshotSpec
-from sandboxgym.conformance.adapters import DeepCopySnapshots
+from sandboxgym.conformance.baselines import DeepCopySnapshots
 
 
 class Shared(Corridor):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.conformance import reports
 from sandboxgym.conformance.__main__ import main as command
 from sandboxgym.conformance.__main__ import parse_kwargs, parse_levels, parse_only, parse_reset_options
+from sandboxgym.conformance.reports import formats as reports
 
 HERE = Path(__file__).parent
 

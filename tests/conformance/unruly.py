@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from sandboxgym import SnapshotEnv, leftovers
+from sandboxgym import SnapshotEnv
+from sandboxgym.system import run_directories
 
 
 class Counter(SnapshotEnv[int, int]):
@@ -127,7 +128,7 @@ class WaitsInAFolder(Counter):
         if "sandboxgym-conformance-" in folder:
             os.makedirs(os.path.join(folder, "mine", "locked"))
             os.chmod(os.path.join(folder, "mine"), 0)
-            claimed = leftovers.claim("copy")
+            claimed = run_directories.claim("copy")
             with open(os.environ["UNRULY_PID"], "w") as file:
                 file.write(str(claimed))
             threading.Event().wait()

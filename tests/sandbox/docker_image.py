@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from components import missing
 
-from sandboxgym.bench.small_image import fill as fill
+from sandboxgym.bench.tools.small_image import fill as fill
 
 REPOSITORY = "sandboxgym-test-base"
 SETTINGS = (

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from components import missing
 
-from sandboxgym import directories
-from sandboxgym.sandbox import kernel
 from sandboxgym.sandbox.base import RootFS
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend, why_unavailable
+from sandboxgym.sandbox.overlay import kernel
+from sandboxgym.sandbox.overlay.backend import OverlayBackend, why_unavailable
+from sandboxgym.sandbox.overlay.runtime import runtime
+from sandboxgym.system import directories
 
 NOBODY = 65534
 CHECKOUT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ def check(kind: str) -> None:
     if kind == "overlay" and os.geteuid() != 0:
         missing("overlay", "this process is not root")
     if kind.startswith("overlay"):
-        from sandboxgym.sandbox.namespace import why_unavailable
+        from sandboxgym.sandbox.overlay.backend import why_unavailable
 
         if reason := why_unavailable(rootless=kind == "overlay-rootless"):
             missing("overlay", reason)

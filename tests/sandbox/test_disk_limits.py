@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from sandbox.overlay_boxes import CHECKOUT, Maker, make, python, rootless, runtime_folder, sh  # noqa: F401 - fixtures
 
-from sandboxgym.sandbox import accountant
-from sandboxgym.sandbox.accountant import FLOOR, NONE, Watch, hold_to_limits, nameless, unexplained
 from sandboxgym.sandbox.base import Limits, SandboxFull
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.layers import accountant
+from sandboxgym.sandbox.layers.accountant import FLOOR, NONE, Watch, hold_to_limits, nameless, unexplained
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk is limited by overlay sandboxes only")
 # ruff: noqa: F811
@@ -178,7 +178,7 @@ sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
 from sandbox import test_disk_limits as tests
 from sandbox.overlay_boxes import make_rootfs
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 rootfs = make_rootfs(Path(os.environ["HOME"], "lower"))
 for evasion in sys.argv[2:]:
     backend = OverlayBackend(rootfs, limits=tests.SMALL)

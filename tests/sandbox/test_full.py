@@ -18,8 +18,9 @@ from components import missing
 from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
 
 from sandboxgym.errors import SnapshotMismatch, SnapshotNotSupported
-from sandboxgym.sandbox import criu, full
 from sandboxgym.sandbox.base import CONTROL, SandboxFull, SandboxUnavailable, SnapshotLossy
+from sandboxgym.sandbox.checkpoint import capture as full
+from sandboxgym.sandbox.checkpoint import criu
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -593,7 +594,7 @@ def test_a_sandbox_that_was_not_made_for_processes(box: Sandbox) -> None:
 def test_a_full_disk_is_noticed_before(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     said(box, "sleep 1000 &")
     with monkeypatch.context() as patch:
-        patch.setattr("sandboxgym.sandbox.layers.FLOOR", 1 << 60)
+        patch.setattr("sandboxgym.sandbox.layers.store.FLOOR", 1 << 60)
         with pytest.raises(SandboxFull):
             box.snapshot(strict=True)
     assert said(box, "jobs -pr | wc -l") == "1\n"
@@ -620,7 +621,7 @@ def test_a_released_snapshot_leaves_nothing(box: Sandbox) -> None:
 OWNER = """
 import os, sys
 os.environ["SANDBOXGYM_CRIU"] = sys.argv[1]
-from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import make_sandbox
 box = make_sandbox("overlay", snapshot="full")
 box.execute("sleep 1000 & setsid -f sleep 1000", timeout=120)
@@ -631,7 +632,11 @@ print(runtime().directory, runtime().process.pid, *pids, flush=True)
 while True:
     box.snapshot(strict=True).release()
 """
-REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:

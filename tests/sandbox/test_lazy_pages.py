@@ -15,9 +15,9 @@ import pytest
 from components import missing
 from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
 
-from sandboxgym.sandbox import criu
 from sandboxgym.sandbox.base import SandboxClosed
-from sandboxgym.sandbox.processes import readable
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -214,7 +214,7 @@ def test_nothing_is_left_of_what_brings_it(make: Maker, fork: Fork) -> None:
 OWNER = """
 import os, sys
 os.environ["SANDBOXGYM_CRIU"] = sys.argv[1]
-from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import make_sandbox
 box = make_sandbox("overlay", snapshot="full")
 box.interact("python3 -q -i", timeout=300, until=">>> $")
@@ -225,7 +225,11 @@ assert child.backend.box.pages >= 0
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 os.kill(os.getpid(), 9)
 """
-REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:

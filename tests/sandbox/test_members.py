@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from sandboxgym import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym import format as durable
-from sandboxgym.sandbox import archive, members
+from sandboxgym import serialization as durable
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxFull
-from sandboxgym.sandbox.layers import LayerStore
-from sandboxgym.sandbox.plain import CopyBackend
+from sandboxgym.sandbox.copy.backend import CopyBackend
+from sandboxgym.sandbox.files import archive, members
+from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.sandbox.layers.store import LayerStore
 from sandboxgym.sandbox.sandbox import Sandbox
-from sandboxgym.sandbox.shell_state import SECTIONS, ShellState
-from sandboxgym.sandbox.tree_archive import Header, Reader, Writer
+from sandboxgym.sandbox.shell.state import SECTIONS, ShellState
 
 ROOTLESS = os.geteuid() != 0
 LIMIT = 2**20
@@ -225,7 +225,7 @@ def test_the_number_of_members_is_bounded_before_the_first_is_written(
     make: Callable[..., bytes], store: Store, backend: CopyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "MOST", 50)
-    monkeypatch.setattr("sandboxgym.sandbox.tree_archive.MOST", 50)
+    monkeypatch.setattr("sandboxgym.sandbox.files.portable.MOST", 50)
     data = make(many(60))
     with pytest.raises(SnapshotCorrupt, match="at most 50 members"):
         if make is overlay:

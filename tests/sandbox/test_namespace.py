@@ -28,10 +28,11 @@ from sandbox.overlay_boxes import (  # noqa: F401 - fixtures
 
 import sandboxgym
 from sandboxgym.errors import SnapshotMismatch
-from sandboxgym.sandbox import kernel, seccomp, wire
 from sandboxgym.sandbox.base import CONTROL, Backend, Limits, SandboxClosed, Tree
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import kernel, seccomp
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 
@@ -616,7 +617,7 @@ WITHOUT_PRIVILEGES = """
 from pathlib import Path
 from sandbox.overlay_boxes import make_rootfs, run, sh
 from sandboxgym.sandbox.base import Limits
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 import os, sys
 backend = OverlayBackend(make_rootfs(Path(os.environ["HOME"], "lower")), limits=Limits(processes=20))
 backend.start()

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from sandbox.overlay_boxes import Maker, box, make, python, rootless, runtime_folder, sh  # noqa: F401 - fixtures
 
-from sandboxgym.sandbox import reaper
 from sandboxgym.sandbox.base import SandboxClosed, SandboxUnavailable
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay import reaper
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 # ruff: noqa: F811
@@ -26,8 +26,8 @@ OWNER = """
 import json, os, sys, time
 from pathlib import Path
 from sandbox.overlay_boxes import make_rootfs, sh
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 rootfs = make_rootfs(Path(os.environ["HOME"], f"lower-{os.getpid()}"))
 backends = [OverlayBackend(rootfs, rootless=sys.argv[1] == "rootless") for _ in range(3)]
 for backend in backends:
@@ -48,7 +48,11 @@ while True:
     trees = [*trees[-5:], backends[0].freeze(keep_processes=len(trees) % 3 == 0)]
     backends[0].start(trees[-1])
 """
-REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def _owner(folder: Path, rootless: bool) -> tuple[subprocess.Popen[str], dict[str, object]]:

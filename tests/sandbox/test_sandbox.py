@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sandbox.sandboxes import Maker, box, kind, make  # noqa: F401 - fixtures
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotReleased
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxUnavailable, SnapshotLossy
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox

@@ -12,10 +12,10 @@ from components import missing
 from sandbox.docker_image import docker_image  # noqa: F401 - fixture
 from sandbox.sandboxes import check
 
-from sandboxgym.sandbox.aftermath import Moment, birth_of, end_started, started_since
 from sandboxgym.sandbox.base import ProcessInfo, Result
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.shell.aftermath import Moment, birth_of, end_started, started_since
 
 # fixtures of another module are arguments of the tests below
 

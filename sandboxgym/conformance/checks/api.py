@@ -8,10 +8,10 @@ from typing import Any, get_args
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import masks
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.recording import Scene, opened, outcome_difference
-from sandboxgym.conformance.shell_probes import PROBES
+from sandboxgym.conformance.harness import masks
+from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference
+from sandboxgym.conformance.sandbox_probes.shell import PROBES
 from sandboxgym.conformance.subject import Subject, as_spec, declaration, layers, methods, put, take
 from sandboxgym.core import Kind, SnapshotSpec
 from sandboxgym.errors import ResetNeeded, SnapshotError, SnapshotNotSupported

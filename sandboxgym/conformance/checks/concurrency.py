@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient, processes
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.fork import variation
 from sandboxgym.conformance.checks.restore import controls
-from sandboxgym.conformance.recording import Scene, Walk, first_difference, outcome_difference
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.scenario import Scene, Walk, first_difference, outcome_difference
 from sandboxgym.conformance.subject import AnyEnv, Subject, branch, layers, put, take
+from sandboxgym.conformance.supervision import processes
 
 
 def _plan(
@@ -165,7 +166,7 @@ def partial_fork(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
     tried = []
     for name in ("restore", "_apply", "reset", "__init__"):
         for seed, calls in ((None, 3), (1, 3), (1, 6)):  # at the third child; late, where children are visited twice
-            with ambient.private_temporary() as path:
+            with process_globals.private_temporary() as path:
                 outcome = _broken_fork(subject, control, name, path, seed, calls)
             if outcome is not None:
                 tried.append({"failing": name, "call": calls, "seed": seed, **outcome})

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
-from sandboxgym.conformance.clock import Stopwatch, timed
-from sandboxgym.conformance.recording import Scene, choose, release
+from sandboxgym.conformance.harness.scenario import Scene, choose, release
 from sandboxgym.conformance.subject import AnyEnv, Op, Subject, branch, put, take
+from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
 _GROWTH = 5.0
 """How much dearer an operation may be in a ten times longer episode; replay is ten times as dear."""

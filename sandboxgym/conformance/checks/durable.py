@@ -16,12 +16,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import elsewhere, scratch
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, finds, own_future, points_of
 from sandboxgym.conformance.checks.snapshot import identity
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import (
+from sandboxgym.conformance.harness import other_process
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import (
     Scene,
     Walk,
     first_difference,
@@ -31,6 +31,7 @@ from sandboxgym.conformance.recording import (
     show_outcome,
 )
 from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, put, take
+from sandboxgym.conformance.supervision import scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
@@ -149,34 +150,36 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     compared = 0
     with Scene(subject) as scene, folder() as path:
         parcels: list[tuple[Walk, int]] = []
-        jobs: list[elsewhere.Job] = []
+        jobs: list[other_process.Job] = []
         for index in budget.spending(6 * budget.traces, seconds=budget.seconds / 4, at_least=budget.traces):
             control = subject.control(index, budget.steps)
             walk = scene.walk(control, points_of(control, rng, 2))
             for point in walk.points:
                 try:
-                    parcel = elsewhere.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
-                except elsewhere.Unreachable as error:
+                    parcel = other_process.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
+                except other_process.Unreachable as error:
                     raise Failed(f"cross_process is declared, but a snapshot cannot be carried over: {error}") from None
                 if len(jobs) % 3 == 2:
-                    parcel = elsewhere.pickled(walk.snaps[point]) or parcel
-                jobs.append(elsewhere.Job(control.seed + 1, control.ops[point : walk.end], parcel))
+                    parcel = other_process.pickled(walk.snaps[point]) or parcel
+                jobs.append(other_process.Job(control.seed + 1, control.ops[point : walk.end], parcel))
                 parcels.append((walk, point))
-        alone = elsewhere.Job(control.seed, control.ops[: walk.end])
+        alone = other_process.Job(control.seed, control.ops[: walk.end])
         other = {"SANDBOXGYM_CONFORMANCE": "1", "TZ": "Pacific/Chatham", "LC_ALL": "C"}
         here = os.environ.get("PYTHONHASHSEED")
         seeds = [seed for seed in ("0", "1", "2", "3", "4") if seed != here][:3]
-        children = [elsewhere.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)]
+        children = [
+            other_process.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)
+        ]
         try:
-            started = [elsewhere.start(subject, [*jobs, alone], child) for child in children]
-        except elsewhere.Unreachable as error:
+            started = [other_process.start(subject, [*jobs, alone], child) for child in children]
+        except other_process.Unreachable as error:
             raise Skipped(f"another process cannot make the environment: {error}") from None
         for child, process in zip(children, started):
             try:
-                answers = elsewhere.finish(process)
-            except elsewhere.Unreachable as error:
+                answers = other_process.finish(process)
+            except other_process.Unreachable as error:
                 raise Skipped(f"another process cannot make the environment: {error}") from None
-            except elsewhere.Broken as error:
+            except other_process.Broken as error:
                 if child.folder and _relative(subject, alone, child):
                     continue  # it is made from relative paths, which is no matter of snapshots
                 message = str(error).strip()
@@ -184,7 +187,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                     f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
                 ) from None
             unlike = walk.control.repeatable and first_difference(
-                elsewhere.stateless(walk.expected[: walk.end]), elsewhere.stateless(answers[-1])
+                other_process.stateless(walk.expected[: walk.end]), other_process.stateless(answers[-1])
             )
             for (origin, point), outcomes in zip(parcels, answers):
                 compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
@@ -218,20 +221,23 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
         raise Skipped("no run repeats itself: " + subject.control(0, budget.steps).differs)
     pool = pool[:1] if budget.waits else pool
     wanted = [{max(1, each.last // 2)} | (set() if budget.waits else {1, max(1, each.last - 1)}) for each in pool]
-    jobs = [elsewhere.Job(each.seed, each.ops, points=tuple(sorted(points))) for each, points in zip(pool, wanted)]
+    jobs = [other_process.Job(each.seed, each.ops, points=tuple(sorted(points))) for each, points in zip(pool, wanted)]
     compared = 0
     ways = (("killed", False, True), ("ended without closing its environments", False, False))
     for how, closes, stays in (*ways, ("closed its environments and ended", True, False)):
         with folder() as path, scratch.folder() as temporary:
             own = {"TMPDIR": temporary} if closes and subject.capabilities.cross_host else {}
             try:
-                with elsewhere.saver(subject, jobs, path, closes=closes, stays=stays, variables=own) as (saved, end):
+                with other_process.saver(subject, jobs, path, closes=closes, stays=stays, variables=own) as (
+                    saved,
+                    end,
+                ):
                     if stays:
                         compared += _loaded(subject, pool, jobs, saved, "the process that saved it is further on")
                     end()
-            except elsewhere.Unreachable as error:
+            except other_process.Unreachable as error:
                 raise Skipped(f"another process cannot make the environment or save it: {error}") from None
-            except elsewhere.Broken as error:
+            except other_process.Broken as error:
                 message = str(error).strip()
                 raise Failed(
                     f"another process cannot save a snapshot: {message.splitlines()[-1]}", {"there": message}
@@ -246,11 +252,13 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     return {"calls compared": compared, "files": 3 * sum(len(job.points) for job in jobs)}
 
 
-def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved: list[Any], when: str) -> int:
+def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], saved: list[Any], when: str) -> int:
     """Restore what another process saved, and compare; unless it played something else than is played here."""
     compared = 0
     for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
-        if first_difference(elsewhere.stateless(control.outcomes[: len(outcomes)]), elsewhere.stateless(outcomes)):
+        if first_difference(
+            other_process.stateless(control.outcomes[: len(outcomes)]), other_process.stateless(outcomes)
+        ):
             continue
         with Scene(subject) as scene:
             scene.note("# snapshots of this run were saved by another process")
@@ -259,7 +267,7 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved:
                 env = scene.start(control)
                 what = f"loaded after {when}" if "further" not in when else f"loaded while {when}"
                 try:
-                    result = scene.restore(env, scene.adopt(elsewhere.arrived(parcel), "load('/tmp/snapshot')"))
+                    result = scene.restore(env, scene.adopt(other_process.arrived(parcel), "load('/tmp/snapshot')"))
                 except (SnapshotError, OSError, ValueError, KeyError, RuntimeError) as error:
                     scene.fail(f"a snapshot cannot be {what}: {error!r:.300}")
                 scene.expect_returned(env, walk, point, result, what)
@@ -269,7 +277,7 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved:
 
 
 def _same_there(
-    scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: elsewhere.Child, unlike: bool
+    scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: other_process.Child, unlike: bool
 ) -> int:
     """Compare what another process gave after a restore; ``unlike``: even without snapshots it gives something else."""
     returned, last = outcomes[0], walk.expected[point - 1]
@@ -299,11 +307,11 @@ def _same_there(
     return len(pairs)
 
 
-def _relative(subject: Subject, job: elsewhere.Job, child: elsewhere.Child) -> bool:
+def _relative(subject: Subject, job: other_process.Job, child: other_process.Child) -> bool:
     """Whether the environment cannot even be made and played in another working directory."""
     try:
-        elsewhere.run(subject, [job], child)
-    except (elsewhere.Broken, elsewhere.Unreachable):
+        other_process.run(subject, [job], child)
+    except (other_process.Broken, other_process.Unreachable):
         return True
     return False
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import seeds as seeding
-from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
-from sandboxgym.conformance.clock import Stopwatch
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import (
+from sandboxgym.conformance.harness import seeds as seeding
+from sandboxgym.conformance.harness.branching import branches
+from sandboxgym.conformance.harness.canonical import show
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import (
     Scene,
     Walk,
     choose,
@@ -29,7 +29,7 @@ from sandboxgym.conformance.recording import (
     streams,
 )
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
-from sandboxgym.conformance.values import show
+from sandboxgym.conformance.supervision.clock import Stopwatch
 from sandboxgym.core import SnapshotEnv
 
 HELD = 2**30

@@ -11,10 +11,10 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import Scene, opened, outcome_difference, quiet, seed_spaces, written
+from sandboxgym.conformance.harness.canonical import canonical, difference
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference, quiet, seed_spaces, written
 from sandboxgym.conformance.subject import AnyEnv, Control, Outcome, Subject
-from sandboxgym.conformance.values import canonical, difference
 from sandboxgym.core import SnapshotEnv, Transition
 
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import scratch
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
-from sandboxgym.conformance.clock import Stopwatch
-from sandboxgym.conformance.recording import Scene, choose, outcome_difference, seed_spaces
+from sandboxgym.conformance.harness.scenario import Scene, choose, outcome_difference, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, put
+from sandboxgym.conformance.supervision import scratch
+from sandboxgym.conformance.supervision.clock import Stopwatch
 from sandboxgym.errors import SnapshotNotSupported
 
 CORPUS = "SANDBOXGYM_CONFORMANCE_CORPUS"

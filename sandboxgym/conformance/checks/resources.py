@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient, elsewhere, processes, watching
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
 from sandboxgym.conformance.checks.durable import folder
-from sandboxgym.conformance.clock import Stopwatch, timed
-from sandboxgym.conformance.recording import Scene, opened, release
+from sandboxgym.conformance.harness import other_process, process_globals
+from sandboxgym.conformance.harness.scenario import Scene, opened, release
 from sandboxgym.conformance.subject import Control, Subject, branch, put, take
+from sandboxgym.conformance.supervision import processes, watching
+from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
 _OTHERS = "files of child processes in /tmp, /dev/shm and the working directory"
 _MACHINE = frozenset({"mounts", "containers", _OTHERS})
@@ -161,7 +162,7 @@ def _steady(
     the same length between them, and it must grow in each of these and in no pause.
     """
     rounds: list[dict[str, int]] = []
-    with ambient.private_temporary() as path, watching.watched(path) as doings:
+    with process_globals.private_temporary() as path, watching.watched(path) as doings:
         tracing = tracemalloc.is_tracing()
         if not tracing:
             tracemalloc.start()
@@ -218,7 +219,9 @@ def _count(path: Path, doings: watching.Doings) -> dict[str, int]:
     counts["mounts"] = len(processes.mounts())
     counts[_OTHERS] = counts["containers"] = 0
     if started := doings.children:
-        counts[_OTHERS] = len(ambient.names([Path("/tmp"), Path("/dev/shm"), Path.cwd()]) - set(map(Path, made)))
+        counts[_OTHERS] = len(
+            process_globals.names([Path("/tmp"), Path("/dev/shm"), Path.cwd()]) - set(map(Path, made))
+        )
     if started or doings.containers:
         counts["containers"] = len(processes.containers() or ())
         doings.children = started  # the client just asked is none of the environment's
@@ -369,8 +372,8 @@ def killed_owner(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
         work, temporary = path / "job", path / "tmp"
         work.mkdir()
         temporary.mkdir()
-        job = elsewhere.Job(0, control.ops[:3])
-        content: Any = (subject.make_spec, elsewhere.registered(subject.make_spec), [job], {}, False)
+        job = other_process.Job(0, control.ops[:3])
+        content: Any = (subject.make_spec, other_process.registered(subject.make_spec), [job], {}, False)
         try:
             (work / "job").write_bytes(pickle.dumps(content))
         except Exception as error:
@@ -415,7 +418,7 @@ def killed_owner(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
 
 
 def _held(work: Path, variables: dict[str, str], *, kill: bool) -> None:
-    process = elsewhere.popen([str(work), "hold"], "0", None, variables)
+    process = other_process.popen([str(work), "hold"], "0", None, variables)
     try:
         done = processes.until(
             lambda: (work / "ready").exists() or (work / "failed").exists() or process.poll() is not None, 60

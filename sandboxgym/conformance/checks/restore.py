@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import elsewhere, scratch, seeds
-from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
 from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks import restore_lasting as restore_lasting  # registers its checks
-from sandboxgym.conformance.coverage import coverage, ending
-from sandboxgym.conformance.recording import (
+from sandboxgym.conformance.harness import other_process, seeds
+from sandboxgym.conformance.harness.branching import LENGTH, WIDTH, branches, pictured
+from sandboxgym.conformance.harness.canonical import difference, show
+from sandboxgym.conformance.harness.coverage import coverage, ending
+from sandboxgym.conformance.harness.scenario import (
     Scene,
     Walk,
     comparable,
@@ -28,9 +29,9 @@ from sandboxgym.conformance.recording import (
     outcome_difference,
     streams,
 )
+from sandboxgym.conformance.harness.whole import whole_episodes
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
-from sandboxgym.conformance.values import difference, show
-from sandboxgym.conformance.whole import whole_episodes
+from sandboxgym.conformance.supervision import scratch
 
 SHORT = 4
 """Calls compared after each of hundreds of restores."""
@@ -667,11 +668,11 @@ def _by_restore(scene: Scene, control: Control, point: int, parted: list[Walk], 
 def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
     """Whether branches give here what they give in a process of their own, if a control run itself does."""
     control = subject.control(0, SHORTEST)
-    plain = elsewhere.Job(control.seed, control.ops[: control.last])
-    jobs = [plain, *(elsewhere.Job(branch.control.seed, branch.control.ops) for branch in told)]
+    plain = other_process.Job(control.seed, control.ops[: control.last])
+    jobs = [plain, *(other_process.Job(branch.control.seed, branch.control.ops) for branch in told)]
     try:
-        answers = elsewhere.run(subject, jobs, separate=True)
-    except (elsewhere.Unreachable, elsewhere.Broken) as error:
+        answers = other_process.run(subject, jobs, separate=True)
+    except (other_process.Unreachable, other_process.Broken) as error:
         return {"compared with a new process": f"no: {str(error).strip().splitlines()[-1][:200]}"}
     before = control.outcomes[: control.last]
     with Scene(subject) as scene:
@@ -679,10 +680,10 @@ def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
         now = [scene.call(env, op) for op in control.ops[: control.last]]
     if differs := first_difference(before, now):
         raise Failed(f"where branches were played, even an untouched run is not what it was before: {differs}")
-    if first_difference(answers[0], elsewhere.stateless(before)):
+    if first_difference(answers[0], other_process.stateless(before)):
         return {"compared with a new process": "no: even an untouched run gives something else there"}
     for branch, there in zip(told, answers[1:]):
-        if differs := first_difference(elsewhere.stateless(there), elsewhere.stateless(branch.outcomes)):
+        if differs := first_difference(other_process.stateless(there), other_process.stateless(branch.outcomes)):
             raise Failed(
                 f"in a process where other branches were played, one gives something else than in a new one: {differs}",
                 {"branch": branch.control.name, "calls": len(branch.control.ops)},
@@ -889,30 +890,30 @@ def _across(subject: Subject, control: Control) -> str | int:
         own = own_future(scene, source, control)
         scene.play(source, control.ops[:point])
         try:
-            parcel = elsewhere.carried(scene.snapshot(source), Path(folder), "snapshot")
+            parcel = other_process.carried(scene.snapshot(source), Path(folder), "snapshot")
             ahead = scene.expect(source, own, point, "the source of a snapshot", calls=max(1, control.last // 3))
-            started = elsewhere.start(
+            started = other_process.start(
                 subject,
                 [
-                    elsewhere.Job(control.seed, control.ops[point : own.end], parcel),
-                    elsewhere.Job(control.seed, control.ops[: own.end]),
+                    other_process.Job(control.seed, control.ops[point : own.end], parcel),
+                    other_process.Job(control.seed, control.ops[: own.end]),
                 ],
-                elsewhere.Child(),
+                other_process.Child(),
             )
             scene.expect(source, own, point + ahead, "a source whose snapshot is restored in another process", calls=2)
-            restored, alone = elsewhere.finish(started)
-        except elsewhere.Unreachable as error:
+            restored, alone = other_process.finish(started)
+        except other_process.Unreachable as error:
             return f"cannot be reached: {error}"[:200]
-        except elsewhere.Broken as error:
+        except other_process.Broken as error:
             message = str(error).strip()
             last = message.splitlines()[-1]
             raise Failed(
                 f"another process cannot restore while the source is alive: {last}", {"there": message}, scene.script()
             ) from None
-        expected = elsewhere.stateless(control.outcomes[: own.end])
-        if first_difference(expected, elsewhere.stateless(alone)):
+        expected = other_process.stateless(control.outcomes[: own.end])
+        if first_difference(expected, other_process.stateless(alone)):
             return "even without snapshots it gives something else there"
-        if differs := first_difference(expected[point:], elsewhere.stateless(restored[1:])):
+        if differs := first_difference(expected[point:], other_process.stateless(restored[1:])):
             scene.fail(f"restored in another process while its source is alive and further on: {differs}")
         scene.expect(source, own, point + ahead + 2, "a source after its snapshot was restored in another process")
         return own.end - point

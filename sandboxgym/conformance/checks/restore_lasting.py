@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import processes
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.recording import Scene, Walk, choose, control_seed, written
+from sandboxgym.conformance.harness.canonical import literal
+from sandboxgym.conformance.harness.scenario import Scene, Walk, choose, control_seed, written
+from sandboxgym.conformance.harness.whole import affordable, whole_episodes
 from sandboxgym.conformance.subject import Control, Op, Outcome, Subject, methods
-from sandboxgym.conformance.values import literal
-from sandboxgym.conformance.whole import affordable, whole_episodes
+from sandboxgym.conformance.supervision import processes
 
 HELD = {"quick": 3000, "full": 10_000}
 """Snapshots held at once, by budget."""

@@ -8,14 +8,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import ambient
-from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, perturbed, points_of
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import Scene, opened, release, streams, written
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.branching import branches
+from sandboxgym.conformance.harness.canonical import canonical, difference
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import Scene, opened, release, streams, written
 from sandboxgym.conformance.subject import Control, Subject, layers, take
-from sandboxgym.conformance.values import canonical, difference
 
 
 @check(
@@ -86,7 +86,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
 
 
 def _global_streams() -> Any:
-    return canonical(ambient.global_streams())
+    return canonical(process_globals.global_streams())
 
 
 @check(

@@ -10,7 +10,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, opened
+from sandboxgym.conformance.harness.scenario import Scene, opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, take
 from sandboxgym.errors import SnapshotNotSupported
 

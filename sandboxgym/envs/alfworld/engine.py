@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.envs.alfworld.game import Game, GameState, Progress
-from sandboxgym.envs.alfworld.library import GameLibrary
+from sandboxgym.envs.alfworld.games.library import GameLibrary
 
 EngineName = Literal["native", "textworld"]
 

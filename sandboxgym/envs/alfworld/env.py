@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotEnv, Transition
 from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
 from sandboxgym.envs.alfworld.game import Game, GameState
-from sandboxgym.envs.alfworld.library import GameLibrary, GameNotFound, GameRef, open_library
+from sandboxgym.envs.alfworld.games.library import GameLibrary, GameNotFound, GameRef, open_library
 from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported

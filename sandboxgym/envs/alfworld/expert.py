@@ -6,7 +6,7 @@ What this module promises:
    admissible commands, no game file.
 2. It plays the embedded games and the official ones, with either verb for putting things down ("move O to R",
    "put O in/on R"). It relies on names being a word and a number, and on closed furniture being called closed.
-3. It searches where things usually are (`household.weight`), cheapest and likeliest piece of furniture first.
+3. It searches where things usually are (`priors.weight`), cheapest and likeliest piece of furniture first.
 4. It never repeats a refused command for ever, and recovers from the random commands that ``noise`` mixes in.
    It is deterministic but for ``noise``.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sandboxgym.envs.alfworld.game import Game
-from sandboxgym.envs.alfworld.household import weight
+from sandboxgym.envs.alfworld.games.priors import weight
 
 REFUSED = "Nothing happens"
 NAME = re.compile(r"\b([a-z]+) (\d+)\b")

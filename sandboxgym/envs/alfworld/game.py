@@ -28,7 +28,6 @@ from pathlib import PurePosixPath
 from typing import TypeAlias, TypeVar
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.grammar import (
     Binding,
     Entity,
@@ -40,6 +39,7 @@ from sandboxgym.envs.alfworld.grammar import (
     read_grammar,
 )
 from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
+from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
 
 NOTHING_HAPPENS = "Nothing happens."

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from sandboxgym.envs.alfworld.joins import Database, Picker, Query, picker
 from sandboxgym.envs.alfworld.pddl import (
     EQUALS,
     Action,
@@ -35,6 +34,7 @@ from sandboxgym.envs.alfworld.pddl import (
     Row,
     constants_of,
 )
+from sandboxgym.envs.alfworld.relations import Database, Picker, Query, picker
 
 
 class Schema:

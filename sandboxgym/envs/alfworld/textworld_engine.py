@@ -33,7 +33,7 @@ from typing import Any
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.envs.alfworld.game import Game, GameState, Progress
-from sandboxgym.envs.alfworld.library import GameLibrary, content_of, file_key
+from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of, file_key
 from sandboxgym.errors import SnapshotCorrupt
 
 KEPT_GAMES = 4

@@ -13,18 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
-from sandboxgym.envs.swebench import arguments, grading, tools
-from sandboxgym.envs.swebench.boxes import Box, Pristine, Settings, pristine
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.durations import without_durations
+from sandboxgym.envs.swebench import tools
 from sandboxgym.envs.swebench.editor import Editor
 from sandboxgym.envs.swebench.expert import Expert
-from sandboxgym.envs.swebench.extraction import PATCH_LIMIT
-from sandboxgym.envs.swebench.grading import Verdict
-from sandboxgym.envs.swebench.tasks import Task, TaskNotFound, open_tasks
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.grading.durations import without_durations
+from sandboxgym.envs.swebench.grading.extraction import PATCH_LIMIT
+from sandboxgym.envs.swebench.grading.verdict import Verdict
+from sandboxgym.envs.swebench.rows import arguments
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task, TaskNotFound, open_tasks
+from sandboxgym.envs.swebench.workspaces.workspace import Box, Pristine, Settings, pristine
 from sandboxgym.errors import (
     ResetNeeded,
     SnapshotCorrupt,

@@ -21,8 +21,8 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.tasks import Task
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.tools import ToolSet
 
 _REFUSED = "No replacement was performed"

@@ -16,15 +16,15 @@ from gymnasium import spaces
 from gymnasium.error import DependencyNotInstalled
 from numpy.typing import NDArray
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.core import SnapshotSpec, Transition
-from sandboxgym.envs.webshop import gestures
-from sandboxgym.envs.webshop.chromium import BrowserError, chosen_executable
 from sandboxgym.envs.webshop.env import HARMLESS, WebShopEnv
 from sandboxgym.envs.webshop.goals import Kind, Split
 from sandboxgym.envs.webshop.session import Session
 from sandboxgym.envs.webshop.shop import Tagger
-from sandboxgym.envs.webshop.tab import BrowserMode, Look, PageState, Tab
+from sandboxgym.envs.webshop.web import browser_actions
+from sandboxgym.envs.webshop.web.browser_page import BrowserMode, Look, PageState, Tab
+from sandboxgym.envs.webshop.web.chromium import BrowserError, chosen_executable
 from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.spaces import Unicode
 
@@ -168,7 +168,7 @@ class WebShopBrowserEnv(WebShopEnv):
         if not isinstance(action, str):
             raise TypeError(f"expected an action as a string, found {action!r}")
         state = self._here()
-        gesture = None if state.session.done else gestures.parse(action)
+        gesture = None if state.session.done else browser_actions.parse(action)
         if gesture is None:
             self._nothing_done(state)
             return self._transition()

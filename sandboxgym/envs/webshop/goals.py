@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandboxgym.data import cache_dir
-from sandboxgym.envs.webshop.catalogue import Catalogue
-from sandboxgym.envs.webshop.product import Product
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue
+from sandboxgym.envs.webshop.catalogues.product import Product
 
 Kind = Literal["synthetic", "human"]
 Split = Literal["test", "eval", "train", "product-test", "product-eval", "product-train"]

@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from sandboxgym.envs.webshop.markup import html
 from sandboxgym.envs.webshop.views import View
+from sandboxgym.envs.webshop.web.html import html
 
 ObservationMode = Literal["text", "text_rich", "html", "url"]
 SEPARATOR = " [SEP] "

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sandboxgym.envs.webshop.fuzzy import normalize_color, same
+from sandboxgym.envs.webshop.catalogues.product import Product
 from sandboxgym.envs.webshop.goals import Goal, Options
-from sandboxgym.envs.webshop.nouns import Nouns
-from sandboxgym.envs.webshop.product import Product
+from sandboxgym.envs.webshop.words.fuzzy import normalize_color, same
+from sandboxgym.envs.webshop.words.nouns import Nouns
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
 

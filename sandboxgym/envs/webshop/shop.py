@@ -31,14 +31,14 @@ from typing import get_args
 
 from sandboxgym.brief import brief
 from sandboxgym.envs.webshop import actions, pages, views
-from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
 from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
 from sandboxgym.envs.webshop.goals import goals as all_goals
-from sandboxgym.envs.webshop.nouns import Nouns, open_nouns
+from sandboxgym.envs.webshop.retrieval.search import Search, open_search
 from sandboxgym.envs.webshop.reward import Reward, reward
-from sandboxgym.envs.webshop.search import Search, open_search
 from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, Place, Session
 from sandboxgym.envs.webshop.views import View
+from sandboxgym.envs.webshop.words.nouns import Nouns, open_nouns
 from sandboxgym.errors import SnapshotCorrupt
 
 RANDOM_RESULTS = 50

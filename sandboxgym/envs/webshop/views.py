@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sandboxgym.envs.webshop.catalogue import Catalogue, Product
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, Product
 from sandboxgym.envs.webshop.goals import Goal
 from sandboxgym.envs.webshop.reward import Reward
 from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, Place, SubPage

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from sandboxgym.envs.alfworld.expert import Expert, Task, parse_task, play_expert
-from sandboxgym.envs.alfworld.library import open_library
+from sandboxgym.envs.alfworld.games.library import open_library
 
 SENTENCES = {
     "put a pencil in shelf": Task("pencil", "shelf"),

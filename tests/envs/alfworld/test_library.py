@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sandboxgym.envs.alfworld.game import GameError
-from sandboxgym.envs.alfworld.generate import generate_game
-from sandboxgym.envs.alfworld.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
+from sandboxgym.envs.alfworld.games.generate import generate_game
+from sandboxgym.envs.alfworld.games.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
 
 GAMES = {
     "pick_and_place_simple-Pen-None-Desk-1/trial_b": 0,

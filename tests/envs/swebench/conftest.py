@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sandbox"))
 from docker_image import docker_image as docker_image
 
 import sandboxgym  # noqa: F401  registers the ids
-from sandboxgym.envs.swebench.tasks import TaskSet, open_tasks
+from sandboxgym.envs.swebench.rows.tasks import TaskSet, open_tasks
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def check_backend(name: str) -> None:
     if name == "overlay" and os.geteuid() != 0:
         missing("overlay", "this process is not root")
     if name.startswith("overlay"):
-        from sandboxgym.sandbox.namespace import why_unavailable
+        from sandboxgym.sandbox.overlay.backend import why_unavailable
 
         if reason := why_unavailable(rootless=name == "overlay-rootless"):
             missing("overlay", reason)
@@ -76,7 +76,7 @@ def make_env(quick_backend: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session", autouse=True)
 def prepared_tasks_are_given_back() -> Iterator[None]:
     yield
-    module = sys.modules.get("sandboxgym.envs.swebench.boxes")
+    module = sys.modules.get("sandboxgym.envs.swebench.workspaces.workspace")
     if module is not None:
         module.forget_prepared()
         gc.collect()  # what is in use would not be removed

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sandboxgym.envs.swebench.env import SWEBenchEnv
-from sandboxgym.envs.swebench.tasks import TaskNotFound, open_tasks
+from sandboxgym.envs.swebench.rows.tasks import TaskNotFound, open_tasks
 from sandboxgym.sandbox.base import MOST_SECONDS, Limits
 
 NAN, INFINITE = float("nan"), float("inf")

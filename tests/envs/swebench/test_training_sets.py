@@ -16,10 +16,12 @@ import pytest
 from docker_image import fill
 from envs.swebench.conftest import check_backend
 
-from sandboxgym.envs.swebench import datasets, hiding, parsers
-from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
-from sandboxgym.envs.swebench.rows import TaskError
-from sandboxgym.envs.swebench.tasks import DataNotFound, Task, TaskNotFound, from_row, open_tasks
+from sandboxgym.envs.swebench.grading import parsers
+from sandboxgym.envs.swebench.rows import datasets
+from sandboxgym.envs.swebench.rows.files import TaskError
+from sandboxgym.envs.swebench.rows.tasks import DataNotFound, Task, TaskNotFound, from_row, open_tasks
+from sandboxgym.envs.swebench.workspaces import hiding
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 GOOD = """class Stack:

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from sandboxgym.envs.swebench import columns
 from sandboxgym.envs.swebench.mini.source import Commit, Repository, git_patch, parse
-from sandboxgym.envs.swebench.tasks import HOST, TaskSet, from_row
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.tasks import HOST, TaskSet, from_row
 
 SERVICES = ("letterbox", "framelink", "pressroom")
 REPOSITORIES = ("slugline", "tally", "spans", "errands", "braid", "hoard", *SERVICES)

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.envs.swebench import grading, mini
-from sandboxgym.envs.swebench.boxes import Settings, pristine
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.tasks import Task, from_row
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task, from_row
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
 
 
 def record(settings: Mapping[str, Any], *, only: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:

@@ -27,15 +27,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from sandboxgym.envs.webshop.site.messages import (
-    MOST_FIELDS,
-    MOST_LINE,
-    Refused,
-    Request,
-    Response,
-    parse,
-    problem,
-)
+from sandboxgym.envs.webshop.site.messages import MOST_FIELDS, MOST_LINE, Refused, Request, Response, parse, problem
 
 log = logging.getLogger("sandboxgym")
 MOST_CONNECTIONS = 256

@@ -1,0 +1,1 @@
+"""Control runs and what they are compared with: scenarios, branches, other processes, random generators."""

@@ -1,0 +1,152 @@
+"""Whether a seed given to ``restore`` or ``fork`` decides what happens, told by futures and not by kinds of generators.
+
+1. A draw may come from anything: a private space, an integer key, a generator of one's own arithmetic. What counts as
+   randomness under a seed is that futures differ from seed to seed while each seed repeats its own.
+2. What a seed must not change is all that it does not decide. Where every seed gives one and the same future, and that
+   is not the captured one, something else was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget
+from sandboxgym.conformance.harness import generators
+from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces, streams
+from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, put, take
+from sandboxgym.core import SnapshotEnv
+
+VARY = 16
+"""Of `LEAST` restores with seeds that must differ from a future for forks that never do to be at fault."""
+
+OTHER_DRAWS = "runs with other draws differ"
+"""How `Subject.noise` begins where streams that were recognised decide what happens."""
+OTHER_SEEDS = "restores with other seeds differ"
+"""How it begins where streams that nobody recognises do."""
+
+TRIED = 3
+"""Seeds by which it is found out beforehand whether seeds decide anything."""
+TRIED_DECLARED = 8
+"""As many where an environment says by a ``_reseed`` of its own that they do."""
+MANY = 400
+"""Seeds that give one future before it is said that seeds do not decide it; `LEAST` where calls are slow."""
+LEAST = 64
+
+
+def random_by(noise: str) -> bool:
+    """Whether futures are random and repeat from a seed."""
+    return noise.startswith((OTHER_DRAWS, OTHER_SEEDS))
+
+
+def reseeds(env: AnyEnv) -> bool:
+    """Whether an environment has a ``_reseed`` of its own: it draws from more than ``np_random`` and the spaces."""
+    base = env.unwrapped
+    return isinstance(base, SnapshotEnv) and type(base)._reseed is not SnapshotEnv._reseed
+
+
+def recognised(env: AnyEnv) -> list[str]:
+    """The streams that looking finds: ``np_random`` and the spaces of each layer, generators wherever they are kept."""
+    found = [name for name, bits in streams(env).items() if bits is not None]
+    return found + [path for path in generators.find(env) if not path.endswith("._np_random")]
+
+
+def told(env: AnyEnv) -> str:
+    """In words: by what it was decided that nothing is random."""
+    names = ", ".join(recognised(env)[:6]) or "none"
+    own = "has a _reseed of its own" if reseeds(env) else "has no _reseed of its own"
+    return f"streams recognised: {names}; other bits in them change no future; the environment {own}"
+
+
+def decided(subject: Subject, random: bool) -> dict[str, str]:
+    """For the evidence: by what futures were decided to be random, where no stream that was recognised shows it."""
+    if not random or subject.noise.startswith(OTHER_DRAWS):
+        return {}
+    return {"decided by": "seeds give different futures, each its own again; no stream that was recognised does"}
+
+
+def by_seed(subject: Subject) -> str:
+    """How futures of distinct seeds differ where each seed repeats its own; empty where none is seen to.
+
+    What a restore without a seed does not repeat either proves nothing about seeds; neither does what raises.
+    """
+    for index in (0, 1):
+        try:
+            if text := _by_seed(subject, index):
+                return f"{OTHER_SEEDS}: {text}"
+        except (Exception, SystemExit):  # the checks of restores report it
+            return ""
+    return ""
+
+
+def _by_seed(subject: Subject, index: int) -> str:
+    control = subject.control(index, 60)
+    ops = control.ops[1 : control.last]
+    if control.outcomes[0].raised or not ops:
+        return ""
+    with opened(subject) as env:
+        seed_spaces(env, control.seed)
+        subject.call(env, control.ops[0])
+        snap = take(env)
+        try:
+
+            def future(seed: int | None) -> list[Outcome]:
+                put(env, snap, seed)
+                return [subject.call(env, op)[0] for op in ops]
+
+            if subject.capabilities.rng and first_difference(control.outcomes[1 : control.last], future(None)):
+                return ""
+            first = future(1)  # 0 may be taken for none
+            for seed in range(2, 1 + (TRIED_DECLARED if reseeds(env) else TRIED)):
+                other = future(seed)
+                if text := first_difference(first, other):
+                    # In this order what goes wrong at every second or third restore repeats nothing.
+                    again = (future(seed), future(seed), future(1)) == (other, other, first)
+                    return f"{text} (seeds 1 and {seed}; {told(env)})" if again else ""
+        finally:
+            release(snap)
+    return ""
+
+
+def must_decide(
+    scene: Scene,
+    env: AnyEnv,
+    budget: Budget,
+    call: str,
+    future: Callable[[int], Any],
+    captured: Any,
+    rng: np.random.Generator,
+) -> None:
+    """Fail unless futures differ from seed to seed, each seed repeating its own; asked where one was not the captured.
+
+    Args:
+        scene: of the calls.
+        env: whose streams are named.
+        budget: how many seeds are tried.
+        call: with a seed; it changed the future.
+        future: from a seed to the future that it gives.
+        captured: the future without a seed.
+        rng: draws seeds, never 0, which may be taken for none.
+    """
+    first: Any = None
+    tried = 0
+    for index in budget.spending(MANY, at_least=LEAST):
+        seed = int(rng.integers(1, 2**31))
+        mark = len(scene.lines)
+        found = future(seed)
+        tried += 1
+        if index and found == first:
+            del scene.lines[mark:]  # one of them is enough to see it
+        if index == 0:
+            one, first = seed, found
+        elif found != first:
+            if (future(seed), future(one)) != (found, first):
+                scene.fail(f"{call} twice gave two futures, with one of the seeds {one} and {seed}")
+            return
+    every = "is that without a seed: no other seed does" if first == captured else "is not that without a seed"
+    scene.fail(
+        f"nothing is random, but {call} changed the future: {tried} more seeds give one and the same future, which "
+        f"{every}, so that what differs is not drawn ({told(env)})"
+    )

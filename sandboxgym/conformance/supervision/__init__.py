@@ -1,0 +1,1 @@
+"""Runs of the suite in watched processes, and what they leave."""

@@ -1,0 +1,1 @@
+"""Games: where they come from, and the embedded ones."""

@@ -1,0 +1,1 @@
+"""The shop's search engine, with Lucene's exact ranking."""

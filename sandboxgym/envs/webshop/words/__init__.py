@@ -1,0 +1,1 @@
+"""Words: lists, nouns, the original's two comparisons of texts."""

@@ -1,0 +1,260 @@
+"""Boxes captured whole: files and running processes at one instant, and any number of boxes that go on from there.
+
+1. The box is frozen, where it has a control group for that and none of its processes is stopped; then the shell and all
+   that descends from it are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to is then
+   what it was at that instant, and becomes part of the tree as in any other snapshot.
+2. The captured box itself is made anew (``restore.py``), for its layer is frozen now; only then the stopped processes
+   are ended. If that fails, `resume` lets them go on, and nothing was lost.
+3. What CRIU wrote (``image.py``) is kept in the store of layers, held and given back like a layer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from sandboxgym.sandbox.base import CONTROL, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.checkpoint.criu import DUMP, Criu, CriuError, Value
+from sandboxgym.sandbox.checkpoint.image import OPTIONS, Content, Image, Whole, control_of, copy_control, images_of
+from sandboxgym.sandbox.checkpoint.restore import Successor, await_pages, revive
+from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
+from sandboxgym.sandbox.overlay.processes import descendants, offspring, send, state
+from sandboxgym.sandbox.shell.session import Shell, number_inside
+
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.overlay.backend import OverlayBackend
+    from sandboxgym.sandbox.overlay.runtime import Box
+
+_STOPPED_IN = ("do_signal_stop", "ptrace_stop")
+GHOST_LIMIT = 64 * 2**20
+"""Bytes of a deleted file that is still open, up to which it is captured."""
+
+
+class Refused(CriuError):
+    """It was not tried, for what was found to be in the way.
+
+    Attributes:
+        reasons: one each.
+    """
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+class Capturer:
+    """A CRIU beside a live box, and a layer whose directory it writes to.
+
+    Args:
+        backend: with a live box.
+        program: CRIU.
+
+    Raises:
+        SandboxUnavailable: there can be none.
+    """
+
+    def __init__(self, backend: OverlayBackend, program: str) -> None:
+        assert backend.box is not None
+        self._store = backend.runtime.store
+        self.layer = self._store.new()
+        self.images = images_of(self.layer.path)
+        try:
+            self.images.mkdir()
+            self.criu = Criu(backend.runtime.capturer(program, backend.box), self.images)
+        except BaseException:
+            self._store.drop([self.layer])
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.criu.close()
+        self._store.drop([self.layer])
+
+
+def snapshot(
+    backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
+) -> tuple[OverlayTree, Whole]:
+    """Files and processes of a live box at one instant; the box goes on as a copy of itself.
+
+    Args:
+        backend: with a live box.
+        shell: in it; all that runs descends from its bash.
+        program: CRIU.
+        obstacles: looks for what is in the way, while CRIU starts.
+
+    Raises:
+        Refused: there are obstacles.
+        CriuError: it cannot be done; everything goes on, as if nothing had been tried.
+        SandboxFull: there is no room for it; as above.
+        SandboxClosed: the box was ended, for its memory could not be brought.
+    """
+    leader, box = shell.pid, backend.box
+    if leader is None:
+        raise CriuError("no shell was started")
+    assert box is not None
+    await_pages(box)
+    _freeze(box)
+    try:
+        with Capturer(backend, program) as capturer, Successor(backend, program) as successor:
+            if found := obstacles():
+                raise Refused(found)
+            backend.runtime.store.check_room((box.group.memory() if box.group else None) or 0)
+            return _captured(backend, shell, leader, capturer, successor)
+    except SandboxUnavailable as error:
+        raise CriuError(str(error)) from error
+    finally:
+        box.thaw()
+
+
+def _freeze(box: Box) -> None:
+    """Freeze what runs before any CRIU is among them, which it could see, and kill.
+
+    Not where something is stopped, for CRIU cannot seize what is stopped and frozen.
+    """
+    members = descendants(box.pid)
+    if any(state(pid) in "Tt" for pid in members) or not box.freeze():
+        return
+    if any(_waits_in(pid) in _STOPPED_IN for pid in descendants(box.pid)):  # since the look
+        box.thaw()
+
+
+def _waits_in(pid: int) -> str:
+    """The function of the kernel that a process waits in, as far as it is told."""
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""
+
+
+def _captured(
+    backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, successor: Successor
+) -> tuple[OverlayTree, Whole]:
+    box, below = backend.box, backend.below
+    assert box is not None and below is not None
+    jobs = stopped_jobs(leader)
+    image = capture(backend, capturer, leader)
+    tree = OverlayTree(backend.runtime.store, backend.rootfs, (box.layer, *below.layers), rootless=backend.rootless)
+    left = backend.part()
+    try:
+        seat = shell.seat()
+        # As a whole, and not bit by bit as a fork may be: the stopped processes are ended when this is done.
+        process = revive(backend, tree, image, successor)
+    except BaseException as error:
+        backend.settle(box, below)
+        resume(backend, but=jobs)
+        image.release()
+        tree.release()
+        if isinstance(error, SandboxError):
+            raise CriuError(str(error)) from error
+        raise
+    shell.move(process, seat)
+    left.give_back()
+    return tree, Whole(image, seat)
+
+
+def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
+    """Stop the processes of a live box and write them down. They stay stopped.
+
+    Args:
+        backend: with a live box.
+        capturer: in it.
+        leader: the shell, as the host numbers it.
+
+    Raises:
+        CriuError: it cannot be done; the processes go on, as if nothing had been tried.
+    """
+    mounts = _foreign_mounts(backend, leader)
+    images, layer = capturer.images, capturer.layer
+    options: dict[str, Value] = {
+        **OPTIONS,
+        "images_dir": os.fspath(images),
+        "log_file": "dump.log",
+        "pid": _inside(leader),
+        "leave_stopped": True,
+        "link_remap": True,
+        "ghost_limit": GHOST_LIMIT,
+        "force_irmap": True,
+        "irmap_scan_paths": ["/tmp", "/root", "/testbed", "/run"],
+        "external": [f"mnt[{point}]:{point}" for point in mounts],
+    }
+    box = backend.box
+    if box is not None and box.group is not None and box.frozen:
+        options["freeze_cgroup"] = os.fspath(box.group.folders["freezer"])
+    try:
+        began = time.monotonic()
+        capturer.criu.ask(DUMP, options)
+        seconds = time.monotonic() - began
+        members = [leader, *(info.pid for info in offspring(leader))]
+        content = Content(
+            leader=_inside(leader),
+            last_pid=max(map(_inside, members)),
+            mounts=mounts,
+            resident=sum(file.stat().st_size for file in images.glob("pages-*.img")),
+            seconds=seconds,
+        )
+        copy_control(backend.control, control_of(layer.path))
+        return Image(backend.runtime.store, layer, content)
+    except BaseException as error:
+        if not isinstance(error, CriuError):
+            resume(backend)
+        raise
+
+
+def stopped_jobs(leader: int) -> frozenset[int]:
+    """The descendants of a shell that are stopped, which `resume` must leave so."""
+    return frozenset(info.pid for info in offspring(leader) if state(info.pid) in "Tt")
+
+
+def resume(backend: OverlayBackend, *, but: frozenset[int] = frozenset()) -> None:
+    """Let captured processes go on; the shell last, for it hears of its children."""
+    assert backend.box is not None
+    for info in reversed(offspring(backend.box.pid)):
+        if info.pid not in but:
+            send(info.pid, signal.SIGCONT)
+
+
+def _inside(pid: int) -> int:
+    number = number_inside(pid)
+    if number is None:
+        raise SandboxError(f"process {pid} of the sandbox is gone")
+    return number
+
+
+def _foreign_mounts(backend: OverlayBackend, leader: int) -> dict[str, str]:
+    """The mounts of a box that are not CRIU's to make: mount point inside, and the place of what is shown there."""
+    rows = []
+    for line in Path(f"/proc/{leader}/mountinfo").read_text(errors="surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        rows.append((fields[2], _unescaped(fields[4]), after.split()[0]))
+    own = {device for device, point, kind in rows if point in ("/", "/dev/pts") or kind == "proc"}
+    bound = attached_points(backend.runtime.shown(backend.rootfs), CONTROL)
+    found: dict[str, str] = {}
+    for device, point, _ in rows:
+        if device in own:
+            continue
+        if point == "/dev":
+            found[point] = DEV_PLACE
+        elif point.startswith("/proc/"):
+            found[point] = EMPTY_PLACE if os.path.isdir(f"/proc/{leader}/root{point}") else NOTHING_PLACE
+        elif point in bound:
+            found[point] = BIND_PLACE.format(bound.index(point))
+        elif not any(point.startswith(f"{above}/") for above in bound):  # what is mounted below comes along
+            raise CriuError(f"expected a mount that the sandbox was made with, found one at {point}")
+    return found
+
+
+def _unescaped(path: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        path = path.replace(code, character)
+    return path

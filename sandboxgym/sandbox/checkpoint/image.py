@@ -1,0 +1,141 @@
+"""What CRIU wrote of the processes of a box at one instant, kept in the store of layers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxgym.sandbox.base import SandboxClosed
+from sandboxgym.sandbox.checkpoint.criu import Value
+from sandboxgym.sandbox.layers.store import Layer, LayerStore
+from sandboxgym.sandbox.overlay.mounts import SHELL
+from sandboxgym.sandbox.shell.session import Seat
+
+TIMEOUT = 60
+"""Seconds that CRIU may take to stop processes."""
+_IMAGES, _CONTROL = "images", "control"
+_IGNORE_CGROUPS, _NO_NETWORK_LOCK = 0, 3
+OPTIONS: Mapping[str, Value] = {
+    "images_dir_fd": -1,
+    "log_level": 2,
+    "manage_cgroups_mode": _IGNORE_CGROUPS,
+    "network_lock": _NO_NETWORK_LOCK,
+    "tcp_established": True,
+    "file_locks": True,
+    "orphan_pts_master": True,
+    "timeout": TIMEOUT,
+}
+"""What is asked of CRIU in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What there is to know about an image."""
+
+    leader: int
+    """Process id of the shell, inside."""
+    last_pid: int
+    mounts: Mapping[str, str]
+    """What is not CRIU's to capture: mount point inside, and what is shown there, a place of `mounts.for_criu`."""
+    resident: int
+    """Bytes of memory in it."""
+    seconds: float
+    """That capturing took, from the request to the processes stopped and written down."""
+
+
+class Image:
+    """The processes of a box at one instant, as CRIU wrote them; immutable.
+
+    Args:
+        store: which keeps it.
+        layer: whose directory holds it; the image takes a hold of its own.
+        content: of it.
+    """
+
+    def __init__(self, store: LayerStore, layer: Layer, content: Content) -> None:
+        store.hold([layer])
+        self._store, self._layer, self.content = store, layer, content
+        self._finalizer = weakref.finalize(self, store.drop, [layer])
+        self._finalizer.atexit = False  # the whole store goes then
+
+    @property
+    def path(self) -> Path:
+        """Its directory.
+
+        Raises:
+            SandboxClosed: it was released.
+        """
+        if not self._finalizer.alive:
+            raise SandboxClosed("the image was released, and its files are gone")
+        return self._layer.path
+
+    @property
+    def files(self) -> Path:
+        """What CRIU wrote, a directory."""
+        return images_of(self.path)
+
+    @property
+    def control(self) -> Path:
+        """The control directory as it was."""
+        return control_of(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(entry.stat().st_size for entry in os.scandir(self.files))
+
+    def retain(self) -> Image:
+        """Another hold on the same image."""
+        assert self.path
+        return Image(self._store, self._layer, self.content)
+
+    def release(self) -> None:
+        """Give up this hold. Idempotent."""
+        self._finalizer()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What a snapshot holds beside files, to go on with its processes."""
+
+    image: Image
+    seat: Seat
+
+    def retain(self) -> Whole:
+        """Another hold on the same."""
+        return Whole(self.image.retain(), self.seat)
+
+    def release(self) -> None:
+        """Give up this hold. Idempotent."""
+        self.image.release()
+
+
+def images_of(layer: Path) -> Path:
+    """Where CRIU writes in the directory of a layer."""
+    return layer / _IMAGES
+
+
+def control_of(layer: Path) -> Path:
+    """Where the control directory is kept in the directory of a layer."""
+    return layer / _CONTROL
+
+
+def copy_control(source: Path, target: Path) -> None:
+    """Copy the directory of a shell: small files, which keep their place where there are such, and pipes, made anew."""
+    for folder in (source / SHELL, target / SHELL):
+        folder.mkdir(parents=True, exist_ok=True)
+    for entry in os.scandir(source / SHELL):
+        copy = target / SHELL / entry.name
+        status = entry.stat(follow_symlinks=False)
+        if stat.S_ISFIFO(status.st_mode):
+            os.mkfifo(copy)
+        elif stat.S_ISREG(status.st_mode):
+            shutil.copyfile(entry.path, copy, follow_symlinks=False)
+        else:
+            continue
+        copy.chmod(stat.S_IMODE(status.st_mode))

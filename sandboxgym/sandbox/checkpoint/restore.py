@@ -1,0 +1,208 @@
+"""Boxes that go on from an image: fresh namespaces, a fresh layer, the captured processes, a terminal of their own.
+
+1. `Successor` is such a box before it is known what to restore into it: a CRIU starts there meanwhile.
+2. With much in memory it is brought bit by bit, while the processes run (`fork`): they wait for what they touch first,
+   and a box goes on after the same short time whatever its size. A process of CRIU's outside the box does that. It ends
+   when all is there, and with the box; what it reads is not deleted before; if it fails the box is ended.
+3. What is not there yet cannot be captured: `await_pages`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
+
+from sandboxgym.sandbox.base import Process, SandboxClosed, SandboxUnavailable
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.checkpoint.criu import RESTORE, SECONDS, Criu, CriuError, Value
+from sandboxgym.sandbox.checkpoint.criu_process import DONE
+from sandboxgym.sandbox.checkpoint.image import OPTIONS, Image, copy_control
+from sandboxgym.sandbox.layers.squash import squash
+from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.overlay.cgroups import rlimits
+from sandboxgym.sandbox.overlay.processes import NamespaceProcess, readable
+from sandboxgym.sandbox.overlay.runtime import Box
+
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.overlay.backend import OverlayBackend
+
+LARGEST = 2**31 - 1
+"""Bytes of memory up to which that can be done: CRIU 4.2 counts the bytes of a range in 32 bits."""
+
+_WORK = "criu"
+_LOG, _PAGES_LOG = "restore.log", "pages.log"
+
+
+class Successor:
+    """A box of the kind of ``backend`` in which a CRIU waits for what to restore; discarded if that fails.
+
+    Args:
+        backend: live or not.
+        program: CRIU.
+
+    Raises:
+        SandboxUnavailable: there can be none.
+    """
+
+    def __init__(self, backend: OverlayBackend, program: str) -> None:
+        self.program = program
+        self._shared = backend.runtime
+        self.box = self._shared.box(backend.flavour)
+        self.work = self.box.layer.path / _WORK
+        try:
+            self.work.mkdir()
+            self.criu = Criu(self._shared.restorer(program, self.box, self.work), self.work)
+        except BaseException as error:
+            self._shared.discard(self.box)
+            if isinstance(error, EOFError | OSError):
+                raise SandboxUnavailable(f"no sandbox can be made for captured processes: {error}") from error
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.criu.close()
+        if error is not None:
+            self._shared.discard(self.box)
+
+
+def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str) -> Process:
+    """Make a backend without a box live on ``tree`` with the processes of ``image``; the shell, with its terminal.
+
+    Args:
+        backend: not live.
+        tree: captured with ``image``.
+        image: of a box of the same kind.
+        program: CRIU.
+
+    Raises:
+        SandboxUnavailable, SandboxFull: it could not be done, and the backend is still not live.
+    """
+    with Successor(backend, program) as successor:
+        return revive(backend, tree, image, successor, lazy=_is_lazy(backend, image, program))
+
+
+def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
+    """Whether memory is brought bit by bit: not if that cannot be, or if copies of it may take more than is allowed."""
+    least, most = backend.lazy_pages, min(LARGEST, backend.limits.memory or LARGEST)
+    return least is not None and least <= image.content.resident <= most and criu.brings_pages(program)
+
+
+def revive(
+    backend: OverlayBackend, tree: OverlayTree, image: Image, successor: Successor, *, lazy: bool = False
+) -> Process:
+    """As `fork`, with a CRIU that was started before.
+
+    Args:
+        backend: not live.
+        tree: captured with ``image``.
+        image: of a box of the same kind.
+        successor: of ``backend``; discarded by whoever made it if this fails.
+        lazy: have memory brought bit by bit.
+
+    Raises:
+        SandboxUnavailable, SandboxFull: it could not be done, and the backend is still not live.
+    """
+    shared = backend.runtime
+    shared.store.check_room()
+    squash(tree)
+    below = tree.retain()
+    try:
+        process = _restored(backend, below, image, successor, lazy=lazy)
+    except BaseException as error:
+        below.release()
+        if isinstance(error, CriuError | EOFError | OSError):
+            raise SandboxUnavailable(f"the captured processes could not be restored: {error}") from error
+        raise
+    backend.settle(successor.box, below)
+    shared.watch(successor.box, backend.limits)
+    shared.prepare(backend.flavour)
+    return cast("Process", process)
+
+
+def _restored(
+    backend: OverlayBackend, below: OverlayTree, image: Image, successor: Successor, *, lazy: bool
+) -> NamespaceProcess:
+    box, work, stage = successor.box, successor.work, backend.runtime.directory / "stage"
+    ready = _begin_to_bring(backend, image, successor) if lazy else -1
+    try:
+        _mount(backend, below, box)
+        copy_control(image.control, Path(f"/proc/self/fd/{box.control}"))
+        if lazy and not (readable(ready, SECONDS) and os.read(ready, 1)):
+            raise CriuError(f"the memory cannot be brought{criu.errors(work / _PAGES_LOG)}")
+    finally:
+        if lazy:
+            os.close(ready)
+    options: dict[str, Value] = {
+        **OPTIONS,
+        "images_dir": os.fspath(image.files),
+        "log_file": _LOG,
+        "root": os.fspath(backend.runtime.directory / "root"),
+        "external": [f"mnt[{point}]:{stage / place}" for point, place in image.content.mounts.items()],
+        "notify_scripts": True,
+        "lazy_pages": lazy,
+    }
+    status, report = os.pipe()
+    terminal: tuple[int, ...] = ()
+    kept: list[int] = []
+    try:
+        terminal = successor.criu.ask(RESTORE, options).descriptors
+        if len(terminal) != 1:
+            raise CriuError(f"expected the terminal of one shell from CRIU, found {len(terminal)}")
+        successor.criu.wait()
+        kept = box.ask("adopt", {"pid": image.content.leader}, [report])
+        grouped = frozenset(box.group.folders) if box.group else frozenset()
+        request = {"last_pid": image.content.last_pid, "rlimits": rlimits(backend.limits, grouped=grouped)}
+        (box.root,) = box.ask("enter", request, kept)
+    except BaseException:
+        for descriptor in (status, *terminal, *kept):
+            os.close(descriptor)
+        raise
+    finally:
+        os.close(report)
+    if not lazy:  # else it is in use, and goes with the layer
+        shutil.rmtree(work)
+    os.set_inheritable(terminal[0], False)
+    return NamespaceProcess(kept[0], status, terminal[0], None)
+
+
+def _begin_to_bring(backend: OverlayBackend, image: Image, successor: Successor) -> int:
+    return backend.runtime.bring_pages(
+        successor.program, successor.box, layer=image.path, images=image.files, work=successor.work
+    )
+
+
+def _mount(backend: OverlayBackend, below: OverlayTree, box: Box) -> None:
+    """Have all that processes are restored upon mounted where CRIU sees it."""
+    if box.group:
+        box.group.limit(backend.limits)
+    request = backend.mounts(box, below)
+    box.layer.dress(Path(request["lowers"][0]))
+    box.answer()
+    (box.control,) = box.ask("mount", request)
+
+
+def await_pages(box: Box) -> None:
+    """Until all memory of the processes in a box is there.
+
+    Raises:
+        CriuError: that takes too long.
+        SandboxClosed: it could not be brought, and the box was ended.
+    """
+    if box.pages < 0:
+        return
+    if not readable(box.pages, SECONDS):
+        raise CriuError(f"the memory of the processes was not all there after {SECONDS:.0f} s")
+    complete = os.read(box.pages, 1) == DONE
+    os.close(box.pages)
+    box.pages = -1
+    if not complete:
+        log = criu.errors(box.layer.path / _WORK / _PAGES_LOG)
+        box.kill()
+        raise SandboxClosed(f"the memory of restored processes could not be brought, and they were ended{log}")

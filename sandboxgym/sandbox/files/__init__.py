@@ -1,0 +1,1 @@
+"""File systems of sandboxes: roots, archives, exact copies, files that hold names."""

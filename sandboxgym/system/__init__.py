@@ -1,0 +1,1 @@
+"""The machine: run directories, directory trees of any depth, other interpreters."""

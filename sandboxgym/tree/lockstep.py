@@ -1,0 +1,522 @@
+"""How `sandboxgym.tree.rollout` goes about it: paths in lockstep, waiting forks, environments that fail.
+
+1. A captured state is kept for as long as something may start from it: forks that wait, a path that may yet ask for
+   some, and (with ``retries``) the path whose last snapshot it is.
+2. What an environment raises ends the rollout, or (with ``retries``) that environment: see `Lockstep.regain`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.utils.env_checker import data_equivalence
+
+from sandboxgym.tree.envs import EnvSource, described, logger
+from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
+from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy
+from sandboxgym.tree.schedules import Schedule
+from sandboxgym.wrappers import restore, snapshot
+
+T = TypeVar("T")
+
+Begun = tuple[Any, dict[str, Any]]
+"""Observation and info, of a reset or a restore."""
+Outcome = tuple[Any, float, float] | Exception
+"""What came of a job: its result, seconds of capturing and of stepping; or what the environment raised."""
+
+
+class Diverged(Exception):
+    """An environment that was led through the same actions again showed something else."""
+
+
+@dataclass(slots=True)
+class _Point:
+    """A captured node."""
+
+    node: Node
+    memory: Any
+    pending: int = 0
+    """Siblings that have yet to start from it."""
+    snap: Any = None
+    users: int = 0
+    """What the snapshot is kept for."""
+
+    def free(self) -> None:
+        """One user less; the last one lets the snapshot go."""
+        self.users -= 1
+        if not self.users:
+            self.snap.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A path being rolled out."""
+
+    tree: RolloutTree
+    path: Path
+    env: gym.Env[Any, Any]
+    node: Node
+    context: Context
+    anchors: list[_Point]
+    """With ``retries``: the state that the path started from, and the last that was captured on it, if any."""
+    points: list[_Point] = field(default_factory=list)
+    """Captured on it, where forks may be asked for once it has ended."""
+    lost: int = 0
+    """Environments that failed on it."""
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class _Acting:
+    """A path whose environment is about to be captured, where it forks or may yet, and to step."""
+
+    run: _Live
+    action: Action
+    point: _Point | None
+    look: Look | None
+
+    def step(self, _: Begun | None = None) -> tuple[Any, float, float]:
+        """What ``env.step`` returns, and the seconds that capture and step took."""
+        began = time.perf_counter()
+        if self.point is not None and self.point.snap is None:
+            self.point.snap = snapshot(self.run.env)
+        captured = time.perf_counter()
+        node = self.run.node
+        if self.look is not None and node.ahead is None:
+            node.ahead = self.look(self.run.env, self.run.context.info)
+        return self.run.env.step(self.action.text), captured - began, time.perf_counter() - captured
+
+
+@dataclass(slots=True)
+class _Part:
+    """Paths that advance in lockstep."""
+
+    live: list[_Live] = field(default_factory=list)
+    started: list[tuple[int, PathKey]] = field(default_factory=list)
+    """Paths whose last forks have started, but not acted yet."""
+    acting: list[_Acting] = field(default_factory=list)
+    outcomes: Callable[[], list[Outcome]] | None = None
+    """Waits for the steps of ``acting``; None while nothing is under way."""
+
+
+class Lockstep:
+    """One call of `rollout`: which paths are live, and which wait at captured nodes."""
+
+    def __init__(
+        self,
+        envs: EnvSource,
+        policy: Policy,
+        schedule: Schedule,
+        seed: Sequence[int],
+        clock: Clock,
+        background: ThreadPoolExecutor | None,
+        retries: int,
+        failures: list[Failure],
+        look: Look | None = None,
+    ) -> None:
+        if retries < 0:
+            raise ValueError(f"expected retries to be at least 0, found {retries}")
+        self.envs, self.policy, self.schedule, self.seed, self.clock = envs, policy, schedule, seed, clock
+        self.background, self.retries, self.failures, self.look = background, retries, failures, look
+        self.release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
+        self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
+        self.waiting: list[tuple[RolloutTree, _Point]] = []
+        self.parts: list[_Part] = []
+        self.taken: dict[int, gym.Env[Any, Any]] = {}
+
+    def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
+        """The trees, in the order of the tasks."""
+        trees: list[RolloutTree] = []
+        try:
+            for at in range(0, len(tasks), max_live):
+                trees += self.plant(tasks[at : at + max_live], indices[at : at + max_live])
+            while self.waiting:
+                wave, self.waiting = self.waiting[:max_live], self.waiting[max_live:]
+                self.parts = [_Part() for _ in range(2 if self.background else 1)]
+                for part, paths in zip(self.parts, self.divided(wave), strict=True):
+                    self.start(part, paths)
+                while any(part.live for part in self.parts):
+                    for part in self.parts:
+                        if part.outcomes is not None:
+                            self.advance(part, part.outcomes)
+                        if part.live:
+                            self.act(part)
+        finally:  # nothing is left over after an error; otherwise all of this is empty
+            if self.background:
+                self.background.shutdown()  # steps that are under way end first
+            for env in list(self.taken.values()):
+                self.give(env)
+            points = [point for _, point in self.waiting]
+            for part in self.parts:
+                points += [point for run in part.live for point in run.points + run.anchors]
+                points += [acting.point for acting in part.acting if acting.point is not None]
+            for point in points:
+                if point.snap is not None:
+                    point.snap.release()
+        return [tree for tree in trees if tree.paths]
+
+    def divided(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> list[list[tuple[RolloutTree, _Point]]]:
+        """Paths for each part, a tree's all for the same one; as even as that goes."""
+        paths: list[list[tuple[RolloutTree, _Point]]] = [[] for _ in self.parts]
+        by_tree: dict[int, list[tuple[RolloutTree, _Point]]] = {}
+        for tree, point in wave:
+            by_tree.setdefault(id(tree), []).append((tree, point))
+        for group in by_tree.values():
+            min(paths, key=len).extend(group)
+        return paths
+
+    # Environments.
+
+    def take(self) -> gym.Env[Any, Any]:
+        """One in any state."""
+        env = self.envs.take()
+        self.taken[id(env)] = env
+        return env
+
+    def give(self, env: gym.Env[Any, Any]) -> None:
+        """Back, unless it was discarded."""
+        if self.taken.pop(id(env), None) is not None:
+            self.envs.give(env)
+
+    def discard(self, env: gym.Env[Any, Any]) -> None:
+        """Away with one that has failed."""
+        if self.taken.pop(id(env), None) is not None:
+            self.envs.discard(env)
+
+    def attempt(self, jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
+        """Run jobs on environments; what one raises is in its place of the results."""
+
+        def guarded(job: Callable[[], T]) -> T | Exception:
+            try:
+                return job()
+            except Exception as error:
+                return error
+
+        return self.envs.call([partial(guarded, job) for job in jobs])
+
+    def account(self, waited: float, outcomes: Iterable[Outcome]) -> None:
+        """Share the seconds that were waited for jobs out to capturing and stepping."""
+        ended = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        captures, steps = (sum(outcome[i] for outcome in ended) for i in (1, 2))
+        share = captures / (captures + steps) if captures + steps else 0.0
+        self.clock.snapshots += waited * share
+        self.clock.steps += waited * (1.0 - share)
+
+    # What a policy keeps of paths.
+
+    def hold(self, path: tuple[int, PathKey]) -> None:
+        """It is still needed."""
+        self.holds[path] += 1
+
+    def let_go(self, path: tuple[int, PathKey]) -> None:
+        """The opposite of `hold`; the policy is told of the last."""
+        self.holds[path] -= 1
+        if not self.holds[path]:
+            del self.holds[path]
+            self.release(path)
+
+    # The course of a rollout.
+
+    def plant(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
+        """Reset to each task and capture the root, where the root paths then wait."""
+
+        def begin(task: Any, index: int) -> tuple[tuple[Begun, Any, Any], float, float]:
+            began = time.perf_counter()
+            options = None if task is None else {"task": task}
+            begun = envs[index].reset(seed=_seed(self.seed, index, ()), options=options)
+            stepped = time.perf_counter()
+            snap = snapshot(envs[index])
+            captured = time.perf_counter()
+            # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
+            ahead = self.look(envs[index], begun[1]) if self.look is not None else None
+            return (begun, snap, ahead), captured - stepped, stepped - began + time.perf_counter() - captured
+
+        trees: dict[int, RolloutTree] = {}
+        wanted = {index: self.schedule.roots_of(index) for index in indices}
+        todo = list(zip(tasks, indices, strict=True))
+        for retries_left in reversed(range(self.retries + 1)):
+            envs = {index: self.take() for _, index in todo}
+            began = time.perf_counter()
+            outcomes = self.attempt([partial(begin, task, index) for task, index in todo])
+            self.account(time.perf_counter() - began, outcomes)
+            again, errors = [], []
+            for (task, index), outcome in zip(todo, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    errors.append(outcome)
+                    again.append((task, index))
+                    continue
+                ((observation, info), snap, ahead), seconds, _ = outcome
+                state, features = info.get("state_hash"), info.get("features")
+                key = info.get("progress_key")
+                root = Node(0, observation, key, owner=(), state_hash=state, features=features, ahead=ahead)
+                tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
+                tree.snapshot_seconds = seconds
+                self.hold((index, root.owner))
+                roots = wanted[index]
+                self.waiting += [(tree, _Point(root, memory=None, pending=roots, snap=snap, users=roots))] * roots
+                trees[index] = tree
+                self.give(envs[index])
+            if errors and not self.retries:
+                raise errors[0]
+            for (_, index), error in zip(again, errors, strict=True):
+                self.discard(envs[index])
+                self.note(Failure(index, (), 0, described(error), 0 if retries_left else wanted[index]))
+            todo = again
+        planted = {index: place for place, index in enumerate(indices)}
+        self.waiting.sort(key=lambda entry: planted.get(entry[0].index, -1))  # whatever failed
+        return [trees[index] for index in indices if index in trees]
+
+    def start(self, part: _Part, wave: Sequence[tuple[RolloutTree, _Point]]) -> None:
+        """Restore an environment for each of these paths."""
+        for tree, point in wave:
+            path = Path((*point.node.owner, point.node.depth, point.node.width), point.node)
+            point.node.width += 1
+            tree.paths.append(path)
+            rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
+            context = Context((tree.index, path.key), None, {}, point.node.depth, point.memory, rng)
+            part.live.append(_Live(tree, path, self.take(), point.node, context, [point]))
+            self.hold(context.path)
+        began = time.perf_counter()
+        outcomes = self.attempt([partial(self.lead, run, run.anchors[0], _same) for run in part.live])
+        self.clock.snapshots += time.perf_counter() - began
+        for run, found in zip(part.live, outcomes, strict=True):
+            begun = self.regain(run, found, _same) if isinstance(found, Exception) else found
+            (point,) = run.anchors
+            point.pending -= 1
+            if not point.pending:
+                part.started.append((run.tree.index, point.node.owner))
+            if begun is None:
+                self.drop(run)
+                continue
+            run.context.observation, run.context.info = begun
+            if not self.retries:
+                run.anchors.pop().free()
+        part.live = [run for run in part.live if not run.dropped]
+
+    def act(self, part: _Part) -> None:
+        """Decide the next step of every live path, and have the environments carry it out."""
+        began = time.perf_counter()
+        decided = list(zip(part.live, self.policy([run.context for run in part.live]), strict=True))
+        self.clock.policy += time.perf_counter() - began
+        part.acting = [
+            _Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
+        ]
+        while part.started:
+            self.let_go(part.started.pop())
+        carry_out = partial(self.attempt, [acting.step for acting in part.acting])
+        part.outcomes = self.background.submit(carry_out).result if self.background else carry_out
+
+    def point(self, run: _Live, action: Action) -> _Point | None:
+        """Where the state in which the action was decided is captured: siblings start there, or may yet."""
+        count = self.schedule.now(run.tree, run.path, run.node, action)
+        if not count and not self.schedule.watches(run.path):
+            return None
+        self.hold((run.tree.index, run.node.owner))
+        return _Point(run.node, run.context.memory, pending=count)
+
+    def advance(self, part: _Part, wait: Callable[[], list[Outcome]]) -> None:
+        """Wait for the steps of the paths, and take note of what they led to."""
+        began = time.perf_counter()
+        outcomes = wait()
+        self.account(time.perf_counter() - began, outcomes)
+        acted = []
+        for acting, outcome in zip(part.acting, outcomes, strict=True):
+            found = None if isinstance(outcome, Exception) else outcome
+            if isinstance(outcome, Exception) and not acting.run.dropped:
+                found = self.regain(acting.run, outcome, acting.step)
+            if found is None:
+                self.drop(acting.run)
+            acted.append((acting, found))
+        part.acting, part.outcomes = [], None
+        for acting, found in acted:
+            if acting.point is None:
+                continue
+            if found is None or acting.run.dropped:
+                self.forget(acting.run, acting.point)
+            else:
+                self.keep(acting.run, acting.point, found[1])
+        going = []
+        for acting, found in acted:
+            if found is not None and not acting.run.dropped and self.moved(acting.run, acting.action, found[0]):
+                going.append(acting.run)
+        stays = set(map(id, going))
+        ended = [run for run in part.live if id(run) not in stays]
+        for run in ended:
+            self.end(run)
+        part.live = going
+
+    def moved(self, run: _Live, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
+        """Add what a step led to; whether the path goes on."""
+        observation, reward, terminated, truncated, info = result
+        edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
+        edge.valid = action.valid and bool(info.get("valid_action", True))
+        edge.success = bool(info.get("success", False))
+        edge.verdict = str(info.get("verdict") or "")
+        edge.masked, edge.suspicious = bool(info.get("masked", False)), bool(info.get("suspicious"))
+        depth, key = run.node.depth + 1, info.get("progress_key")
+        state, features = info.get("state_hash"), info.get("features")
+        edge.child = Node(depth, observation, key, run.path.key, edge, state_hash=state, features=features)
+        run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
+        run.node.children.append(edge)
+        run.path.edges.append(edge)
+        run.node = edge.child
+        run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
+        return not (terminated or truncated) and self.survives(run)
+
+    def survives(self, run: _Live) -> bool:
+        """Whether the schedule lets the path go on, by a coin where it is not sure."""
+        node = run.node
+        node.survival = self.schedule.survival(run.tree, run.path, node)
+        if node.survival >= 1.0:
+            return True
+        coin = _sequence(self.seed, run.tree.index, (*run.path.key, node.depth), purpose=2)
+        node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
+        return not node.stopped
+
+    def keep(self, run: _Live, point: _Point, seconds: float) -> None:
+        """A state was captured: siblings start there, or its path may yet ask for them once it has ended."""
+        run.tree.snapshots += 1
+        run.tree.snapshot_seconds += seconds
+        point.users = point.pending or 1
+        if self.retries:
+            point.users += 1
+            while len(run.anchors) > 1:
+                run.anchors.pop().free()
+            run.anchors.append(point)
+        if point.pending:
+            run.node.width = max(run.node.width, 1)
+            self.waiting += [(run.tree, point)] * point.pending
+        else:
+            run.points.append(point)
+
+    def end(self, run: _Live) -> None:
+        """The path has ended: ask where to fork it afterwards, and give its environment back."""
+        if run.dropped:
+            return
+        if not run.path.edges:
+            error = f"the policy has no room to act at the start of task {run.tree.task!r}"
+            lost = len(run.tree.offspring(run.path.key))
+            self.failures.append(Failure(run.tree.index, run.path.key, run.node.depth, error, lost, too_long=True))
+            logger.warning("%s: path %s is dropped", error, run.path.key)
+            self.drop(run)
+            return
+        last = run.path.edges[-1]
+        last.truncated = last.truncated or not last.terminated  # also where the policy had no room left
+        if run.points:
+            siblings = {id(node): count for node, count in self.schedule.after(run.tree, run.path)}
+            for point in run.points:
+                point.pending = siblings.get(id(point.node), 0)
+                point.users += point.pending
+                self.waiting += [(run.tree, point)] * point.pending
+        self.leave(run)
+
+    def leave(self, run: _Live) -> None:
+        """Nothing of the path is needed any more but what waits to start from it."""
+        for point in run.points:
+            point.free()
+            if not point.pending:
+                self.let_go((run.tree.index, point.node.owner))
+        for point in run.anchors:
+            point.free()
+        run.points, run.anchors = [], []
+        self.let_go(run.context.path)
+        self.give(run.env)
+
+    # Environments that fail.
+
+    def lead(self, run: _Live, anchor: _Point, go: Callable[[Begun], T]) -> T:
+        """Bring the path's environment from there to where the path is, and go on."""
+        started = anchor is run.anchors[0]
+        seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
+        begun = restore(run.env, anchor.snap, seed=seed)
+        for edge in run.path.edges:
+            if edge.parent.depth >= anchor.node.depth:
+                observation, *_ = run.env.step(edge.action.text)
+                if not data_equivalence(observation, edge.child.observation):
+                    raise Diverged(f"after {edge.action.text!r}, at step {edge.child.depth}")
+        return go(begun)
+
+    def regain(self, run: _Live, error: Exception, go: Callable[[Begun], T]) -> T | None:
+        """What ``go`` gives with another environment, led to where the path was; None where too many have failed.
+
+        The first begins at the last snapshot, those after it where the path started, in case that snapshot is at fault.
+
+        Raises:
+            Exception: the error, where there are no ``retries``.
+        """
+        while True:
+            if not self.retries:
+                raise error
+            self.discard(run.env)
+            run.lost += 1
+            if run.lost > self.retries:
+                self.note(self.failure(run, error, dropped=len(run.tree.offspring(run.path.key))))
+                return None
+            self.note(self.failure(run, error))
+            began = time.perf_counter()
+            try:
+                run.env = self.take()
+                (found,) = self.envs.call([partial(self.lead, run, run.anchors[-1 if run.lost == 1 else 0], go)])
+                return found
+            except Exception as failed_again:
+                error = failed_again
+            finally:
+                self.clock.snapshots += time.perf_counter() - began
+
+    def failure(self, run: _Live, error: Exception, dropped: int = 0) -> Failure:
+        """What happened on the path."""
+        return Failure(run.tree.index, run.path.key, run.node.depth, described(error), dropped)
+
+    def note(self, failure: Failure) -> None:
+        """For whoever asked, and for the log."""
+        self.failures.append(failure)
+        cost = f"dropped paths: {failure.dropped}" if failure.dropped else "trying again with another"
+        place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
+        logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
+
+    def drop(self, run: _Live) -> None:
+        """The path, with whatever was forked off it, has never been."""
+        if run.dropped:
+            return
+        tree, keys = run.tree, run.tree.offspring(run.path.key)
+        tree.remove(keys)
+        for other in (other for part in self.parts for other in part.live):
+            if other.tree is tree and other.path.key in keys and not other.dropped:
+                other.dropped = True
+                self.leave(other)
+        waiting, self.waiting = self.waiting, []
+        for entry in waiting:
+            point = entry[1]
+            if entry[0] is not tree or point.node.owner not in keys:
+                self.waiting.append(entry)
+                continue
+            point.free()
+            point.pending -= 1
+            if not point.pending:
+                self.let_go((tree.index, point.node.owner))
+
+    def forget(self, run: _Live, point: _Point) -> None:
+        """A state that was to be captured on a path which is dropped."""
+        if point.snap is not None:
+            point.snap.release()
+        self.let_go((run.tree.index, point.node.owner))
+
+
+def _same(begun: Begun) -> Begun:
+    return begun
+
+
+def _sequence(seed: Sequence[int], index: int, key: PathKey, *, purpose: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence([*seed, index, purpose], spawn_key=key)
+
+
+def _seed(seed: Sequence[int], index: int, key: PathKey) -> int:
+    return int(_sequence(seed, index, key, purpose=0).generate_state(1, np.uint64)[0])
