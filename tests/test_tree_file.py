@@ -252,6 +252,12 @@ def test_a_folder_without_trees_is_told_what_was_expected(tmp_path: Path, capsys
     assert "expected the folder of a run, with trees/update-*.json or trees.json" in capsys.readouterr().err
 
 
+def test_a_folder_of_runs_names_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(run.parent)])
+    assert f"these are runs: {run}" in capsys.readouterr().err
+
+
 def test_a_text_that_names_a_place_of_the_template_stays_text(trees: list[RolloutTree]) -> None:
     trees[0].root.observation = "@TITLE@ @DATA@"
     assert "@TITLE@ @DATA@" in page(trees, title='a "title" @DATA@')

@@ -121,8 +121,10 @@ def _chosen(source: Path, update: int | None, task: str | None, *, every: bool) 
     """What was asked for: of a file its trees, of a run's folder every update or the last."""
     paths = files_of_run(source) if source.is_dir() else [source]
     if not paths:
+        inside = [str(file.parent) for file in sorted(source.glob("*/trees.json"))]
+        hint = f"; these are runs: {', '.join(inside)}" if inside else ""
         raise TreeFileError(
-            f"{source}: expected the folder of a run, with trees/update-*.json or trees.json; found neither"
+            f"{source}: expected the folder of a run, with trees/update-*.json or trees.json; found neither{hint}"
         )
     if not every and update is None:
         paths = paths[-1:]
