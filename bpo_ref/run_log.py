@@ -17,7 +17,7 @@ from bpo_ref.eval import Score, results_table
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, episode_text
 from sandboxgym.tree import Clock, Failure, RolloutTree
-from sandboxgym.tree.files import save_trees
+from sandboxgym.tree.files import files_of_run, save_trees, update_file
 from sandboxgym.tree.page import write_page
 
 if TYPE_CHECKING:
@@ -211,9 +211,26 @@ def write_report(
     print(f"\n{text}\n\nIn {out}: {', '.join(name for name in names if (out / name).exists())}")
 
 
-def write_samples(out: Path, trees: Sequence[RolloutTree], *, title: str) -> None:
-    """``samples.txt`` for reading, ``trees.json`` and ``trees.html`` for looking at."""
+def write_samples(
+    out: Path, trees: Sequence[RolloutTree], *, title: str, about: Mapping[str, Any] | None = None
+) -> None:
+    """``samples.txt`` for reading, ``trees.json`` and ``trees.html`` for looking at, and the update's own file under
+    ``trees/``, which `sandboxgym tree RUN` browses.
+
+    Args:
+        out: the run's folder.
+        trees: of the last update; the first few are kept.
+        title: of the page.
+        about: what the files' head says (`TreeFile.about`); an ``update`` names the file of its own.
+    """
     text = "\n\n".join(episode_text(tree.paths[0]) for tree in trees[:4])
     (out / "samples.txt").write_text(f"Episodes sampled: {title}\n\n{text}\n")
-    save_trees(trees[:8], out / "trees.json")
-    write_page(trees[:8], out / "trees.html", title=title)
+    save_trees(trees[:8], out / "trees.json", about=about)
+    if about and "update" in about:
+        own = update_file(out, about["update"])
+        own.parent.mkdir(exist_ok=True)
+        save_trees(trees[:8], own, about=about)
+        for file in files_of_run(out):
+            if file.name > own.name:  # the run was resumed from an earlier update
+                file.unlink()
+    write_page(trees[:8], out / "trees.html", title=title, about=about)

@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from bpo_ref.args import Args
 
 
+RULES = {
+    "none": "never forks: independent rollouts of the task",
+    "root": "forks at the start only",
+    "entropy": "forks at the steps of highest entropy, once the path has ended",
+    "lowest": "forks at the steps of lowest entropy, once the path has ended",
+    "random": "forks at steps drawn at random, once the path has ended",
+    "spaced": "forks at evenly spaced steps, once the path has ended",
+    "value-oracle": "forks at the steps where the return depends most on the action, known from extra rollouts",
+    "entropy-online": "forks where the entropy exceeds a threshold fixed before the episode",
+    "explained": "forks at the depth at which a set share of the return's variance has been decided",
+    "split": "forks wherever a state's importance (variance of the return, per step that remains) has quadrupled since "
+    "the last fork on its path, by earlier updates' V̂: not by entropy",
+    "mc": "forks to estimate V̂, at every step or at some",
+}
+"""Where each ``--schedule`` forks, in words for who looks at its trees."""
+
+
 class Forks(Schedule):
     """What all rules share: which paths fork, how often (M times from root to leaf), and how far apart."""
 

@@ -54,7 +54,7 @@ from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, write_sa
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.sampling.selection import draw_tasks, leave_out, returns_differ, shuffled_parts
-from bpo_ref.schedules import make_schedule
+from bpo_ref.schedules import RULES, make_schedule
 from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from bpo_ref.supervised import supervised
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
@@ -518,9 +518,15 @@ class Trainer:
                 score = session.evaluate(f"{args.algo}@{session.step}")
                 bar.set_description(f"{args.algo} eval {score.rate:.2f}")
                 if session.accelerator.is_main_process:
-                    write_samples(session.out, trees, title=f"{args.algo}, update {session.step}")
+                    write_samples(session.out, trees, title=f"{args.algo}, update {session.step}", about=self._about())
             session.maybe_save(args.save_every, last=last)
         bar.close()
+
+    def _about(self) -> dict[str, Any]:
+        """What a file of trees says of where they are from (`sandboxgym.tree.files.TreeFile.about`)."""
+        args = self.args
+        told = {"algo": args.algo, "schedule": args.schedule, "rule": RULES[str(args.schedule)], "env": args.env_id}
+        return {**told, "seed": args.seed, "update": self.session.step}
 
     def _position(self) -> float:
         """How far the run is, in updates: of its ``updates``, or as the same part of its budget."""

@@ -21,7 +21,7 @@ COMMANDS = {
     "download": ("sandboxgym.cli.download:main", "fetch a data set, or take it from a file"),
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
     "serve": ("sandboxgym.cli.serve:main", "WebShop as a web site, for people"),
-    "tree": ("sandboxgym.tree.page:main", "a page that shows a rollout tree"),
+    "tree": ("sandboxgym.tree.page:main", "rollout trees of a run or a file, as text or as a page"),
     "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),
     "eval": ("sandboxgym.cli.passing:eval_main", "success of a checkpoint on an environment's tasks (bpo_ref)"),
     "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),

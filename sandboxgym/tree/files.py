@@ -2,6 +2,9 @@
 
 A file holds what `RolloutTree` holds but for what only the trainer understands (`Action.memory` and `Action.data`).
 Values that JSON lacks are written as their nearest: arrays and tuples as lists, NaN as null, anything else as text.
+
+Its head may say where the trees are from (`TreeFile.about`). Files without a head, and earlier ones that do not say
+which paths were stopped, load all the same.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +26,49 @@ from sandboxgym.tree import Path as TreePath
 FORMAT = "sandboxgym.tree/1"
 _ACTION = ("text", "entropy", "logp", "position", "tokens")
 _EDGE = ("reward", "terminated", "truncated", "valid", "success", "value", "advantage", "weight")
-_NODE = ("depth", "observation", "key", "owner", "value")
+_NODE = ("depth", "observation", "key", "owner", "value", "survival", "stopped")
 
 
 class TreeFileError(ValueError):
     """Not a file of rollout trees."""
 
 
-def save_trees(trees: Iterable[RolloutTree], path: str | os.PathLike[str]) -> None:
-    """Write trees to a JSON file, atomically."""
-    write_atomic(path, json.dumps(to_json(trees), allow_nan=False, ensure_ascii=False, indent=1).encode())
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """The content of a file."""
+
+    trees: list[RolloutTree]
+    about: dict[str, Any] = field(default_factory=dict)
+    """Where they are from, as far as the file says so: ``algo``, ``schedule``, ``rule`` (where the schedule forks, in a
+    sentence), ``env``, ``update``, …"""
+
+
+def save_trees(
+    trees: Iterable[RolloutTree], path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None
+) -> None:
+    """Write trees to a JSON file, atomically, with what its head shall say (`TreeFile.about`)."""
+    content = json.dumps(to_json(trees, about), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    write_atomic(path, content.encode("utf-8", "surrogatepass"))
 
 
 def load_trees(path: str | os.PathLike[str]) -> list[RolloutTree]:
-    """Read what `save_trees` wrote.
+    """Read the trees that `save_trees` wrote.
+
+    Raises:
+        TreeFileError: naming the file and what was expected.
+    """
+    return read_trees(path).trees
+
+
+def read_trees(path: str | os.PathLike[str]) -> TreeFile:
+    """Read what `save_trees` wrote, with its head.
 
     Raises:
         TreeFileError: naming the file and what was expected.
     """
     try:
-        return from_json(json.loads(Path(path).read_bytes()))
+        content = json.loads(Path(path).read_bytes())
+        return TreeFile(from_json(content), about_of(content))
     except json.JSONDecodeError as error:
         raise TreeFileError(
             f"{os.fspath(path)}: expected rollout trees as JSON, which this is not from line {error.lineno}, column "
@@ -51,13 +78,29 @@ def load_trees(path: str | os.PathLike[str]) -> list[RolloutTree]:
         raise TreeFileError(f"{os.fspath(path)}: {error}") from error
 
 
-def to_json(trees: Iterable[RolloutTree]) -> dict[str, Any]:
-    """``{"format", "trees"}``; a tree's ``paths`` refer to its ``nodes`` by number."""
-    return {"format": FORMAT, "trees": [_tree(tree) for tree in trees]}
+def update_file(run: str | os.PathLike[str], update: int) -> Path:
+    """Where a run keeps the trees of an update."""
+    return Path(run, "trees", f"update-{update:06d}.json")
+
+
+def files_of_run(run: str | os.PathLike[str]) -> list[Path]:
+    """A run's files of trees, in the order of its updates; that of the last update alone, if it kept no others."""
+    kept = sorted(Path(run, "trees").glob("update-*.json"))
+    return kept or [file for file in [Path(run, "trees.json")] if file.exists()]
+
+
+def to_json(trees: Iterable[RolloutTree], about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``{"format", …about, "trees"}``; a tree's ``paths`` refer to its ``nodes`` by number."""
+    return {**_plain(about or {}), "format": FORMAT, "trees": [_tree(tree) for tree in trees]}
+
+
+def about_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of what `to_json` gave."""
+    return {name: value for name, value in content.items() if name not in ("format", "trees")}
 
 
 def from_json(content: Any) -> list[RolloutTree]:
-    """The inverse of `to_json`."""
+    """The trees of what `to_json` gave."""
     found = content.get("format") if isinstance(content, dict) else content
     if found != FORMAT:
         raise TreeFileError(f"expected rollout trees in the format {FORMAT!r}, found {found!r:.80}")
@@ -96,7 +139,15 @@ def _tree(tree: RolloutTree) -> dict[str, Any]:
 
 def _load(content: Mapping[str, Any]) -> RolloutTree:
     nodes = [
-        Node(int(n["depth"]), n["observation"], n["key"], owner=tuple(n["owner"]), value=_float(n["value"]))
+        Node(
+            int(n["depth"]),
+            n["observation"],
+            n["key"],
+            owner=tuple(n["owner"]),
+            value=_float(n["value"]),
+            survival=_float(n.get("survival", 1.0)),  # files of earlier versions have neither of the two
+            stopped=bool(n.get("stopped", False)),
+        )
         for n in content["nodes"]
     ]
     tree = RolloutTree(

@@ -37,7 +37,7 @@ from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, learning_rate_factor
 from sandboxgym.tree import Envs
-from sandboxgym.tree.files import load_trees
+from sandboxgym.tree.files import files_of_run, load_trees, read_trees
 
 TINY: dict[str, Any] = {
     "env_id": wordgame.ENV_ID,
@@ -114,6 +114,8 @@ def test_a_run_leaves_its_results(finished: Path) -> None:
     trees = load_trees(finished / "trees.json")
     assert trees and all(e.action.logp <= 0 <= e.action.entropy for t in trees for e in t.edges())
     assert "bpo, update" in (finished / "trees.html").read_text()
+    files = [read_trees(file) for file in files_of_run(finished)]
+    assert [file.about["update"] for file in files] == [2, 4, 5] and files[0].about["schedule"] == "split"
     assert [line["step"] for line in metrics(finished) if "update/loss" in line] == [4, 5, 6, 7, 8]
 
 

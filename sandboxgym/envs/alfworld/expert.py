@@ -13,6 +13,7 @@ What this module promises:
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections import Counter
@@ -98,6 +99,12 @@ class Expert:
         self._put_known = False
         self._last: str | None = None
         self._steps = 0
+
+    def fork(self, rng: random.Random) -> Expert:
+        """A player that knows what this one knows and draws its noise from ``rng``: for a fork of the game."""
+        other = copy.deepcopy(self)
+        other._rng = rng
+        return other
 
     def act(self, observation: str) -> str:
         """The next command, given the feedback to the last one."""
