@@ -22,7 +22,7 @@ from sandboxgym.tree import Path as TreePath
 FORMAT = "sandboxgym.tree/1"
 _ACTION = ("text", "entropy", "logp", "position", "tokens")
 _EDGE = ("reward", "terminated", "truncated", "valid", "success", "value", "advantage", "weight")
-_NODE = ("depth", "observation", "key", "owner", "value")
+_NODE = ("depth", "observation", "key", "owner", "value", "survival", "stopped")
 
 
 class TreeFileError(ValueError):
@@ -96,7 +96,15 @@ def _tree(tree: RolloutTree) -> dict[str, Any]:
 
 def _load(content: Mapping[str, Any]) -> RolloutTree:
     nodes = [
-        Node(int(n["depth"]), n["observation"], n["key"], owner=tuple(n["owner"]), value=_float(n["value"]))
+        Node(
+            int(n["depth"]),
+            n["observation"],
+            n["key"],
+            owner=tuple(n["owner"]),
+            value=_float(n["value"]),
+            survival=_float(n.get("survival", 1.0)),  # files of earlier versions have neither of the two
+            stopped=bool(n.get("stopped", False)),
+        )
         for n in content["nodes"]
     ]
     tree = RolloutTree(
