@@ -18,15 +18,13 @@ from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, results_table
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, episode_text
+from bpo_ref.schedules import FAIR
 from sandboxgym.tree import Clock, Failure, Node, RolloutTree
 from sandboxgym.tree_file import save_trees
 from sandboxgym.tree_page import write_page
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
-
-RANKING = ("entropy", "lowest", "random", "spaced", "root", "value-oracle")
-"""Schedules that fork a path once it has ended (`schedules.PostHoc`)."""
 
 Stage = Literal["sft", "rl"]
 """Each has steps of its own, from 0: supervised learning, and the updates of reinforcement learning."""
@@ -176,11 +174,11 @@ def root_weights(tree: RolloutTree, args: Args) -> dict[int, float]:
     Σ weight x reward is an unbiased estimate of an independent episode's total reward, and Σ weight x success over the
     last actions of paths that came to an end by themselves of its probability of success: a fork of n shares its weight
     among them, 1/n each, as credit ``tree`` does; and a path that has survived roulette counts 1/q more, for those that
-    were stopped and do not count (E[[survived] / q] = 1). Where forks were chosen by a path's future (schedules that
-    rank the steps of a finished path), or start values alone (``mc``), paths are no fair sample of the policy but for
-    the independent root paths, which then count alike, and the rest 0.
+    were stopped and do not count (E[[survived] / q] = 1). Where forks were chosen by a path's future or only value
+    states (schedules that are not `FAIR`), the independent root paths alone are a fair sample of the policy: they count
+    alike, and the rest 0.
     """
-    if args.schedule in RANKING or args.schedule == "mc":
+    if args.schedule not in FAIR:
         roots = [path for path in tree.paths if independent(path, args)]
         return {id(edge): 1.0 / len(roots) for path in roots for edge in path.edges}
     weights: dict[int, float] = {}

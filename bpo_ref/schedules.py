@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from bpo_ref.args import Args
 
 
+FAIR = ("none", "entropy-online", "explained", "split")
+"""Schedules that fork before the action and go on with all children alike: the paths that leave a fork are as many
+independent draws of the policy. Others choose by how a path went on, or fork only to value states."""
+
+
 class Forks(Schedule):
     """What all rules share: which paths fork, how often (M times from root to leaf), and how far apart."""
 

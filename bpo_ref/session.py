@@ -52,6 +52,7 @@ from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
 from bpo_ref.running import folder
 from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
+from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.masks import VERDICTS
@@ -65,7 +66,7 @@ OUT_SECONDS = 30.0
 """How long a process looks for the first one's file in ``out``."""
 
 SAME_SIGNAL_SECONDS = 1.0
-"""Signals to stop that come so soon after the first are the same one: launchers pass on what a terminal has sent."""
+"""A SIGINT that comes so soon after the first is the same one: launchers pass on what a terminal has sent."""
 
 MAY_CHANGE = {  # on resuming
     "resume", "overwrite", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
@@ -269,7 +270,7 @@ class TrainingSession:
         return f"what was learned up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume continues from there)"
 
     def catch_signals(self) -> None:
-        """On SIGINT or SIGTERM finish the step, save and stop; the second time, at once."""
+        """On SIGINT or SIGTERM finish the step, save and stop; at a second SIGINT, at once."""
         first = 0.0
 
         def interrupt(number: int, _: object) -> None:
@@ -277,10 +278,11 @@ class TrainingSession:
             if not self._interrupted:
                 self._interrupted, first = number, time.monotonic()
                 if self.accelerator.is_main_process:
-                    say_from_signal("stopping once this step is done and saved; interrupt again to stop at once")
-            elif time.monotonic() - first > SAME_SIGNAL_SECONDS:
+                    say_from_signal("stopping once this step is done and saved; Ctrl-C again stops at once")
+            elif number == signal.SIGINT and time.monotonic() - first > SAME_SIGNAL_SECONDS:
                 raise KeyboardInterrupt
 
+        stop_with_launcher()
         signal.signal(signal.SIGTERM, interrupt)
         signal.signal(signal.SIGINT, interrupt)
 

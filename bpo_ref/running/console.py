@@ -91,7 +91,7 @@ def header(args: Args, *, device: str, processes: int, resumed: str) -> str:
     stages = [supervised, "" if args.algo == "sft" else learning]
     lines = {
         "environment": " ".join(filter(None, (args.env_id, played))),
-        "evaluation": f"{args.eval_episodes} episodes{f' of {judged}' if judged else ''}",
+        "evaluated": f"on {args.eval_episodes} episodes{f' of {judged}' if judged else ''}",
         "training": ", then ".join(filter(None, stages)) + f"; seed {args.seed}",
         "device": f"{device}, {args.dtype}, {processes} process{'es' * (processes > 1)}",
         "output": args.out + (f", continued from {resumed}" if resumed else ""),
