@@ -96,7 +96,7 @@ def test_overwriting_what_the_run_starts_from_is_refused(tmp_path: Path, name: s
     with pytest.raises(ConfigError, match=rf"^overwrite: would clear {tmp_path}/sft, which {name} names"):
         Trainer(Args(**{**TINY, **given}))
     assert (tmp_path / "sft").exists()
-    with pytest.raises(ConfigError, match="^overwrite: does not go with resume"):
+    with pytest.raises(ConfigError, match=r"^overwrite: does not go with resume"):
         Trainer(Args(**{**TINY, "out": str(tmp_path), "overwrite": True, "resume": True}))
 
 
