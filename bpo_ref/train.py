@@ -688,7 +688,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
         scores = trainer.run()
     except (ConfigError, CheckpointError, TrainingFailed) as error:
         raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the first step, or the second time
         raise SystemExit(128 + signal.SIGINT) from None
     if trainer.session.stopped_by:
         raise SystemExit(128 + trainer.session.stopped_by)

@@ -6,6 +6,7 @@ small steps.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,14 +19,24 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line of its own; above the bar where there is one."""
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
+    """A line of its own; above the bar where there is one.
+
+    Where nobody reads any more it is lost: Ctrl-C ends the reader of a pipe too (``… 2>&1 | tee log``), and the run has
+    to be saved all the same.
+    """
+    try:
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+    except BrokenPipeError:  # what is still to be written would fail again at exit, and change the exit status
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 def say_from_signal(text: str) -> None:
     """As `say`, from a handler of signals, which may have interrupted a write."""
-    os.write(2, f"\n{text}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
 
 
 class Progress:
@@ -52,9 +63,10 @@ class Progress:
         """It is there now, with these numbers to show."""
         before, self.done = self.done, to
         if self._bar is not None:
-            self._bar.n = to
             self._bar.set_postfix(numbers, refresh=False)
-            self._bar.refresh()
+            self._bar.update(to - self._bar.n)
+            if self._lines is None:  # few steps, each worth showing
+                self._bar.refresh()
         if self._logs and (self._lines is None or to >= self.total or self._part(before) != self._part(to)):
             shown = ", ".join(f"{name} {value}" for name, value in numbers.items())
             at = f"{to:.0f}" if to == int(to) else f"{to:.1f}"

@@ -7,7 +7,7 @@ cleared first (``--overwrite``), and while a process trains in a folder no other
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
+import os
 import re
 import shutil
 import time
@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from bpo_ref.config import ConfigError
+from sandboxgym import __version__
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -29,7 +30,7 @@ CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
 LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
     SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "demonstrations.tmp", "results.md",
-    "learning_curve.png", "samples.txt", "trees.json", "trees.html", "tensorboard",
+    "learning_curve.png", "samples.txt", "trees.json", "trees.html", "tensorboard", "trackers",
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
 """Everything that a run writes into its folder: what `clear` removes."""
@@ -66,6 +67,8 @@ def refusal(args: Args) -> str | None:
     if args.overwrite:
         if args.resume:
             return "overwrite: does not go with resume, which continues the run that overwrite would clear"
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and holds_run(out):
+            return f"overwrite: the launcher starts this run again, and what it has saved in {out} would be cleared"
         for name in ("init_from", "model", "sft_data"):
             if inside := _own_part(out, getattr(args, name)):
                 return f"overwrite: would clear {inside}, which {name} names; choose another --out"
@@ -117,10 +120,9 @@ def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> N
     """
     mine, whole = _plain(given), _plain(filled)
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    version = importlib.metadata.version("sandboxgym")
     preset = {name: value for name, value in whole.items() if name not in mine}
     lines = [
-        f"# A run of sandboxgym {version}, started {started} with {processes} process{'es' * (processes > 1)}.",
+        f"# A run of sandboxgym {__version__}, started {started} with {processes} process{'es' * (processes > 1)}.",
         f"# Repeat it with --config {out / SETTINGS} --out ELSEWHERE; continue it with --resume.",
         yaml.safe_dump(mine, sort_keys=False, allow_unicode=True, width=120),
         f"# Filled in by algo: {filled.algo}",

@@ -90,12 +90,18 @@ def test_everything_that_a_run_writes_is_known_as_its_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["init_from", "model", "sft_data"])
-def test_overwriting_what_the_run_starts_from_is_refused(tmp_path: Path, name: str) -> None:
+def test_overwriting_what_the_run_starts_from_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / "sft").mkdir()
     given: dict[str, Any] = {"out": str(tmp_path), "overwrite": True, name: str(tmp_path / "sft" / "part")}
     with pytest.raises(ConfigError, match=rf"^overwrite: would clear {tmp_path}/sft, which {name} names"):
         Trainer(Args(**{**TINY, **given}))
     assert (tmp_path / "sft").exists()
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"^overwrite: the launcher starts .* again"):
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        (tmp_path / "metrics.jsonl").write_text("{}")
+        Trainer(Args(**{**TINY, "out": str(tmp_path), "overwrite": True}))
     with pytest.raises(ConfigError, match=r"^overwrite: does not go with resume"):
         Trainer(Args(**{**TINY, "out": str(tmp_path), "overwrite": True, "resume": True}))
 
@@ -212,6 +218,19 @@ def test_only_the_first_process_tells(capsys: pytest.CaptureFixture[str]) -> Non
     bar.advance(4)
     bar.close()
     assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends both sides of ``… 2>&1 | tee log``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        bar = console.Progress("rollouts", 4)
+        for at in range(4):
+            bar.advance(at)
+        console.say("saved")
+        monkeypatch.undo()
 
 
 def test_sizes_of_models_are_read_at_a_glance() -> None:
