@@ -31,6 +31,9 @@ RULES = {
     "mc": "forks to estimate V̂, at every step or at some",
 }
 """Where each ``--schedule`` forks, in words for who looks at its trees."""
+FAIR = ("none", "entropy-online", "explained", "split")
+"""Schedules that fork before the action and go on with all children alike: the paths that leave a fork are as many
+independent draws of the policy. Others choose by how a path went on, or fork only to value states."""
 
 
 class Forks(Schedule):

@@ -86,6 +86,25 @@ def test_a_saved_tree_loads_as_it_was(trees: list[RolloutTree], tmp_path: Path) 
     assert to_json(loaded) == to_json(trees)
 
 
+def test_a_saved_tree_keeps_which_paths_roulette_stopped_and_files_without_load_too(
+    trees: list[RolloutTree], tmp_path: Path
+) -> None:
+    end = trees[0].paths[0].edges[-1].child
+    end.survival, end.stopped, end.value = 0.25, True, 0.125
+    save_trees(trees, tmp_path / "trees.json")
+    loaded = load_trees(tmp_path / "trees.json")
+    ends = [path.edges[-1].child for path in loaded[0].paths]
+    assert (ends[0].survival, ends[0].stopped, ends[0].value) == (0.25, True, 0.125)
+    assert not any(end.stopped for end in ends[1:])
+    content = json.loads(json.dumps(to_json(trees)))
+    for node in (node for tree in content["trees"] for node in tree["nodes"]):
+        del node["survival"], node["stopped"]
+    (old, *_) = from_json(content)
+    assert [(path.edges[-1].child.survival, path.edges[-1].child.stopped) for path in old.paths] == [
+        (1.0, False) for _ in old.paths
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

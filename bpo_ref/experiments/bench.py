@@ -200,7 +200,7 @@ def environment_line(env_id: str, kwargs: tuple[str, ...], turns: int, size: str
         Trainer(args, Exploring).run()
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "time/rollout" in line][1:]
-    median = {name: statistics.median(line[name] for line in updates) for name in updates[0]}
+    median = {name: statistics.median(line[name] for line in updates) for name in updates[0] if name != "stage"}
     busy = [(line["time/env"] + line["time/snapshots"], line["time/rollout"] + line["time/update"]) for line in updates]
     steps = (updates[-1]["total/env_steps"] - updates[0]["total/env_steps"]) / max(1, len(updates) - 1)
     env_share, snapshot_share = median["time/env_share"], median["time/snapshots_share"]

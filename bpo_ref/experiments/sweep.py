@@ -24,8 +24,11 @@ from typing import get_args
 from bpo_ref.experiments.archive import pack
 from bpo_ref.experiments.plots import Metric, Plot
 from bpo_ref.experiments.tables import write
+from bpo_ref.running.folder import holds_run, resumable
 
 CURVES = ("main", "overhead")  # studies whose picture is learning curves; of ablations it is what each gained
+STOPPED = (130, 143)
+"""Exit status of a run that SIGINT or SIGTERM has stopped."""
 TRAIN = Path(__file__).parents[1] / "train.py"
 
 Variants = Mapping[str, str]  # label -> words of the command line
@@ -109,8 +112,10 @@ def commands(
     def command(folder: Path, *words: str) -> list[list[str]]:
         if (folder / "results.json").exists():
             return []
-        resume = ["--resume", "True"] if (folder / "checkpoint").exists() else []
-        return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *resume]]
+        again = ["--resume", "True"] if resumable(folder) else []
+        if not again and holds_run(folder):  # stopped before its first checkpoint
+            again = ["--overwrite", "True"]
+        return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *again]]
 
     def start_of(seed: int) -> int:
         return seed if starts is None else seed % starts
@@ -156,6 +161,8 @@ def begin(record: Path, settings: Mapping[str, object]) -> None:
 def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
     """Run the commands, so many at a time; their output goes to a file.
 
+    One that was asked to stop has not failed: it has saved its state.
+
     Raises:
         SystemExit: one failed; the rest has been run.
     """
@@ -165,7 +172,7 @@ def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
             return subprocess.run(command, stdout=file, stderr=file, check=False).returncode
 
     with ThreadPoolExecutor(jobs) as executor:
-        failed = [shlex.join(c) for c, code in zip(commands, executor.map(one, commands)) if code]
+        failed = [shlex.join(c) for c, code in zip(commands, executor.map(one, commands)) if code not in (0, *STOPPED)]
     if failed:
         raise SystemExit(f"error: failed (see {log}):\n" + "\n".join(failed))
 
