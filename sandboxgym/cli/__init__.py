@@ -24,6 +24,7 @@ COMMANDS = {
     "tree": ("sandboxgym.tree.page:main", "rollout trees of a run or a file, as text or as a page"),
     "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),
     "eval": ("sandboxgym.cli.evaluation:main", "success of a model behind an endpoint, or of a checkpoint, on tasks"),
+    "init": ("sandboxgym.cli.init:main", "a package for an environment of your own, with tests and a certificate"),
     "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),
     "bench": ("sandboxgym.cli.passing:bench_main", "measure what snapshots cost"),
     "doctor": ("sandboxgym.cli.doctor:main", "what this machine can run, and what to install for the rest"),
