@@ -225,6 +225,8 @@ def headlines(summary: Mapping[str, Any]) -> list[str]:
         "suspicious": "with a suspicious reward, counted as rewarded",
     }
     lines += [f"note      {summary[name]} episodes {text}" for name, text in told.items() if summary[name]]
+    if summary["retries"]:
+        lines.append(f"note      {summary['retries']} requests were repeated after failures of the endpoint")
     lines.append(f"tokens    {_spent(tokens)}")
     if (failed := sum(summary["errors"].values())) > 0:
         parts = ", ".join(f"{count} of the {where}" for where, count in summary["errors"].items() if count)
