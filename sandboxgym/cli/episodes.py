@@ -51,7 +51,7 @@ def play(
     seed: int,
     limit: int,
     named: bool,
-) -> tuple[gym.Env[Any, Any] | None, Record, Exception | None]:
+) -> tuple[gym.Env[Any, Any] | None, Record, BaseException | None]:
     """One episode, to its end or to an error.
 
     Args:
@@ -88,7 +88,7 @@ def play(
         "first": "",
         "turns": [],
     }
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         env = env or make()
         _episode(env, client, prompt, record, seed=seed, limit=limit, named=named)
@@ -99,7 +99,7 @@ def play(
         error = failed
         record["retries"] += failed.attempts - 1
         record["error"] = {"where": "endpoint", "what": str(failed)}
-    except Exception as failed:  # whatever an environment raises costs this episode, and not the others
+    except (Exception, SystemExit) as failed:  # whatever an environment raises costs this episode, not the others
         error = failed
         text = " ".join(str(failed).split())
         record["error"] = {"where": "environment", "what": f"{type(failed).__name__}: {text}"[:500]}
@@ -254,7 +254,10 @@ class Store:
                 record = json.loads(line)
                 record["task"], record["sample"], record["error"], record["turns"]
             except (ValueError, LookupError, TypeError) as error:
-                raise CommandError(f"{self.folder / 'episodes.jsonl'}: line {number} is damaged: {error!r}") from error
+                raise CommandError(
+                    f"{self.folder / 'episodes.jsonl'}: line {number} is damaged: {error!r}; without it, "
+                    "its episode is played again"
+                ) from error
             yield record
 
     def add(self, record: Record) -> None:

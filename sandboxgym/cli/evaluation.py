@@ -228,6 +228,8 @@ def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) ->
         space = env.action_space
     finally:
         env.close()
+    if available == 0:
+        raise CommandError(f"{options.env_id} has no tasks")
     if options.task_ids:
         tasks = tuple(dict.fromkeys(int(text) if text.isdecimal() else text for text in options.task_ids))
         wrong = [t for t in tasks if isinstance(t, int) and available is not None and t >= available]

@@ -275,7 +275,9 @@ def trees(tasks: Sequence[Task], records: Mapping[Key, Record]) -> list[RolloutT
             continue
         place = (task, record["first"])
         if place not in made:
-            made[place] = RolloutTree(task, order[task], Node(0, record["first"], None, owner=()), kind=record["kind"])
+            made[place] = RolloutTree(
+                task, order[task], Node(0, _clean(record["first"]), None, owner=()), kind=record["kind"]
+            )
         _grow(made[place], (0, sample), record)
     return list(made.values())
 
@@ -285,7 +287,7 @@ def _grow(tree: RolloutTree, key: tuple[int, int], record: Record) -> None:
     tree.paths.append(path)
     at = tree.root
     for number, turn in enumerate(record["turns"], 1):
-        said = turn["action"] or turn["answer"]
+        said = _clean(turn["action"] or turn["answer"])
         action = Action(said, position=turn["tokens_in"] or 0, tokens=turn["tokens_out"] or 0, valid=turn["valid"])
         edge = Edge(key, at, action, turn["reward"])
         edge.valid = turn["valid"]
@@ -293,8 +295,13 @@ def _grow(tree: RolloutTree, key: tuple[int, int], record: Record) -> None:
         edge.terminated = last and record["end"] == "terminated"
         edge.truncated = last and not edge.terminated
         edge.success = last and bool(record["success"])
-        edge.child = Node(number, turn["observation"], None, owner=key, parent=edge)
+        edge.child = Node(number, _clean(turn["observation"]), None, owner=key, parent=edge)
         at.children.append(edge)
         at.width += 1
         path.edges.append(edge)
         at = edge.child
+
+
+def _clean(text: str) -> str:
+    """Without halves of characters, which JSON can name and a file of text cannot hold."""
+    return text.encode(errors="replace").decode()

@@ -379,6 +379,29 @@ def test_an_environment_that_fails_costs_its_episode(here, run):
     assert results(here / "o")["summary"]["success"]["episodes"] == 10
 
 
+def test_an_environment_that_leaves_the_program_is_one_that_fails(here, run):
+    source = (here / "quiz_env.py").read_text().replace('raise RuntimeError("the quiz broke")', "raise SystemExit(0)")
+    (here / "quiz_env.py").write_text(source)
+    with chat_stub(lambda request: answer(request, 10**9)) as stub:
+        status, out, _ = run(
+            "eval", "quiz_env:Quiz", "--kwargs", "broken=[3]", "--base-url", stub.url, "--model", "m", "--out", "o"
+        )
+    assert status == 1 and "success   100.0% (11 of 11 episodes)" in out and "1 of the environment" in out
+
+
+def test_halves_of_characters_in_an_answer_do_no_harm(here, run):
+    def halves(request: Any) -> Any:
+        return said("\ud800 half"), [-0.1], []
+
+    with chat_stub(halves) as stub:
+        given = ["eval", "quiz_env:Quiz", "--base-url", stub.url, "--model", "m", "--tasks", "2", "--out", "o"]
+        status, _, err = run(*given)
+        assert status == 0, err
+        assert run(*given)[0] == 0, "it is read again"
+    assert lines(here / "o")[0]["turns"][0]["action"] == "\ud800 half"
+    assert load_trees(here / "o/trees.json")[0].paths[0].edges[0].action.text == "? half"
+
+
 def test_where_everything_fails_the_run_stops(here, run):
     everything = f"broken={json.dumps(list(range(12)))}"
     with chat_stub(answer) as stub:
