@@ -66,6 +66,13 @@ def test_what_does_not_pass_is_an_error_that_says_what_came():
     assert (len(stub.requests), raised.value.hopeless, raised.value.attempts) == (3, False, 3)
 
 
+def test_a_page_for_people_is_told_in_its_words():
+    page = b"<!DOCTYPE HTML><html><title>Nothing</title> <p>No such\npage.</p></html>"
+    reply = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page)
+    with chat_stub(replies(reply)) as stub, pytest.raises(EndpointError, match=r"answered 404: Nothing No such page\."):
+        client(stub.url).complete(ASKED, seed=0)
+
+
 @pytest.mark.parametrize(("status", "hopeless"), [(401, True), (403, True), (404, True), (400, False), (422, False)])
 def test_what_would_be_refused_again_is_asked_once(status, hopeless):
     refused = replies((status, {"error": {"message": "The model `m` does not exist."}}))

@@ -24,6 +24,7 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -267,6 +268,8 @@ class ChatClient:
             text = told if isinstance(told, str) else json.dumps(told)
         except (ValueError, RecursionError):
             text = content[:1000].decode(errors="replace")
+        if text.lstrip().startswith("<"):  # a page for people
+            text = re.sub(r"<[^>]*>", " ", text)
         text = " ".join(text.split())
         if self._key:
             text = text.replace(self._key, "(the key)")

@@ -339,7 +339,11 @@ class Evaluation:
             problem = self._play(progress)
             progress.clear()
         if self.store.records:
-            self._report()
+            try:
+                self._report()
+            except CommandError:
+                if problem is None:  # else that is what to tell, and probably why
+                    raise
         if isinstance(problem, KeyboardInterrupt):
             print(f"interrupted; the same command continues ({self.store.folder})", file=sys.stderr)
             return INTERRUPTED

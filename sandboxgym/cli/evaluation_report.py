@@ -253,9 +253,9 @@ def _spent(tokens: Mapping[str, Any]) -> str:
 
 
 def task_table(summary: Mapping[str, Any], limit: int | None = None) -> list[str]:
-    """A Markdown table, one line per task; at most ``limit``."""
+    """A Markdown table, one line per task that was played; at most ``limit``."""
     rows = [("task", "type", "solved", "reward", "steps", "tokens out", "errors")]
-    for row in summary["by_task"][:limit]:
+    for row in [row for row in summary["by_task"] if row["ended"] or row["errors"]][:limit]:
         solved = "–" if row["successes"] is None else f"{row['successes']}/{row['ended']}"
         reward = "–" if row["reward"] is None else f"{row['reward']:.3f}"
         steps = "–" if row["steps"] is None else f"{row['steps']:.1f}"

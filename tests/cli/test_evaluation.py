@@ -248,7 +248,7 @@ def test_an_interruption_is_130_and_can_be_continued(here):
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
         assert running.returncode == 130 and "the same command continues" in err and "Traceback" not in err, err
-        assert "UNFINISHED" in out
+        assert "UNFINISHED" in out and "| – " not in out, "tasks that were not played have no line"
         hold.set()
         again = process(here, *arguments, "--base-url", stub.url)
         assert again.wait(60) == 0
@@ -269,7 +269,7 @@ def test_a_full_disk_is_said_and_what_was_written_of_a_line_is_no_record(here):
             [sys.executable, "-c", code, "--base-url", stub.url], cwd=here, env=env, capture_output=True, text=True
         )
         assert full.returncode == 1 and "o/" in full.stderr and "Traceback" not in full.stderr, full.stderr
-        assert "File too large" in full.stderr
+        assert "File too large" in full.stderr and "The same command continues" in full.stderr
         assert 0 < len(lines(here / "o")) < 12
         again = process(here, *arguments, "--base-url", stub.url)
         assert again.wait(60) == 0, again.stderr.read()
