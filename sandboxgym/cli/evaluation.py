@@ -31,16 +31,16 @@ from gymnasium import spaces
 
 import sandboxgym
 from sandboxgym.adapters.chat import Aborted, ChatClient, EndpointError
+from sandboxgym.adapters.prompts import ANYWHERE, Prompt, PromptName, make_prompt
+from sandboxgym.adapters.prompts import FORMAT as ANSWER_FORMAT
 from sandboxgym.cli import FAILED, INTERRUPTED, OK, USAGE, CommandError
-from sandboxgym.cli import evaluation_report as report
 from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, parse_kwargs, see_this_folder
 from sandboxgym.cli.environments import make as make_env
-from sandboxgym.cli.episodes import FORMAT, Key, Record, Store, Task, play
-from sandboxgym.prompts import ANYWHERE, Prompt, PromptName, make_prompt
-from sandboxgym.prompts import FORMAT as ANSWER_FORMAT
+from sandboxgym.cli.support import evaluation_report as report
+from sandboxgym.cli.support.episodes import FORMAT, Key, Record, Store, Task, play
 from sandboxgym.spaces import Unicode
-from sandboxgym.tree_file import save_trees
-from sandboxgym.tree_page import page
+from sandboxgym.tree.files import save_trees
+from sandboxgym.tree.page import page
 
 TASKS = 20
 """Tasks that are played where nobody says how many."""

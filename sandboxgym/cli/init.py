@@ -105,7 +105,7 @@ def write(folder: Path, name: str) -> list[str]:
 
 def contents(name: str) -> Iterator[tuple[str, str]]:
     """The package's files: path and text."""
-    from sandboxgym.conformance.reports import badge
+    from sandboxgym.conformance.reports.badge import badge
 
     for path, source in _walk(files("sandboxgym.cli") / "template", ""):
         text = source.read_text(encoding="utf-8")

@@ -281,9 +281,7 @@ def write(report: Report, options: argparse.Namespace) -> None:
         print(reports.terminal(report, colour=reports.coloured(sys.stdout)), end="")
     if options.json:
         reports.write_json(report, options.json)
-    if options.badge:
-        reports.write_badge(report, options.badge)
-    for name in ("html", "markdown"):
+    for name in ("html", "markdown", "badge"):
         if path := getattr(options, name):
             importlib.import_module(f"sandboxgym.conformance.reports.{name}").write(report, Path(path))
 

@@ -19,9 +19,10 @@ import gymnasium as gym
 import pytest
 from chat_stub import chat_stub, completion
 
-from sandboxgym.cli import evaluation, evaluation_report
-from sandboxgym.cli.episodes import Store
-from sandboxgym.tree_file import load_trees
+from sandboxgym.cli import evaluation
+from sandboxgym.cli.support import evaluation_report
+from sandboxgym.cli.support.episodes import Store
+from sandboxgym.tree.files import load_trees
 
 ROOT = Path(__file__).parents[2]
 QUIZ = '''

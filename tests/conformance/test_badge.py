@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
-from sandboxgym.conformance import reports
 from sandboxgym.conformance.__main__ import main
 from sandboxgym.conformance.check import Level
+from sandboxgym.conformance.reports.badge import badge
 from sandboxgym.conformance.runner import all_checks, run
 from sandboxgym.conformance.subject import Subject
 
@@ -38,9 +38,9 @@ def test_a_badge_counts_the_checks_that_passed_among_all_and_names_the_day(tmp_p
 def test_a_failure_is_red_also_of_one_that_ran_beside():
     good = run(Subject.named("faulty:deep_copied"), only=["api.repeatable"])
     bad = run(Subject.named("faulty:Unseeded"), only=["restore.random_streams"])
-    words, colour = said(reports.badge(bad))
+    words, colour = said(badge(bad))
     assert words.startswith(f"1 of {len(all_checks())} checks fail, 20") and colour == RED
-    assert said(reports.badge(replace(good, beside=(bad,))))[1] == RED
+    assert said(badge(replace(good, beside=(bad,))))[1] == RED
 
 
 def test_only_a_whole_run_is_green():
@@ -48,14 +48,14 @@ def test_only_a_whole_run_is_green():
     whole = replace(
         part, levels=tuple(map(int, Level)), results=tuple(replace(part.results[0], id=c.id) for c in all_checks())
     )
-    assert said(reports.badge(whole))[1] == GREEN
-    assert said(reports.badge(replace(whole, results=whole.results[1:])))[1] == AMBER
+    assert said(badge(whole))[1] == GREEN
+    assert said(badge(replace(whole, results=whole.results[1:])))[1] == AMBER
 
 
 def test_without_a_run_nothing_is_claimed_and_names_are_no_markup():
-    assert said(reports.badge(None)) == ("not certified yet", GREY)
+    assert said(badge(None)) == ("not certified yet", GREY)
     report = replace(run(Subject.named("faulty:deep_copied"), only=["api.repeatable"]), name="<script>&\"'")
-    assert "<script>" not in reports.badge(report) and said(reports.badge(report))
+    assert "<script>" not in badge(report) and said(badge(report))
 
 
 def test_a_folder_that_is_missing_is_found_before_the_run(capsys):

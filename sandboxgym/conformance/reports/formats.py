@@ -1,4 +1,4 @@
-"""Reports for the terminal and as JSON, and a badge; `html` and `markdown` write pages.
+"""Reports for the terminal and as JSON; `html`, `markdown` and `badge` write files.
 
 The terminal report has colour only where somebody looks (a terminal, ``NO_COLOR`` unset), and ends with what was NOT
 tested: a certificate is worth what it leaves out.
@@ -6,7 +6,6 @@ tested: a certificate is worth what it leaves out.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import shutil
@@ -178,53 +177,3 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
         sys.stdout.write(text)
     else:
         Path(path).write_text(text, encoding="utf-8")
-
-
-def badge(report: Report | None) -> str:
-    """An SVG that says how many checks passed, of how many, and when; None: that there was no run.
-
-    It is green if the whole suite ran and nothing failed. Checks that did not run, or could not tell, are among those
-    that did not pass: the suite has so many.
-    """
-    label, message, kind, title = "snapshots", "not certified yet", "none", "not certified yet"
-    if report is not None:
-        text, kind = headline(report.to_json())
-        if report.exit_code == 1:
-            kind = "fail"
-        elif any("not asked for" in reason for _, reason in report.not_tested):
-            kind = "inconclusive"  # a part of the suite is no certificate, whatever it found
-        passed, failed = len(report.of(Verdict.PASS)), len(report.failures)
-        total = len({result.id for result in report.results} | {id for id, _ in report.not_tested})
-        day = report.started[:10]
-        told = f"{failed} of {total} checks fail" if failed else f"{passed} of {total} checks pass"
-        message = f"{told}, {day}"
-        made = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-        title = f"{report.name}: {text} (budget {report.budget}, seed {report.seed}, {report.started}; {made})"
-    left, right = _width(label), _width(message)
-    colour = {"pass": "#2e7d32", "fail": "#c62828", "inconclusive": "#b26a00"}.get(kind, "#757575")
-
-    def written(text: str, at: float, width: int) -> str:
-        length = width - 12
-        return f'<text x="{at}" y="14" textLength="{length}" lengthAdjust="spacingAndGlyphs">{html.escape(text)}</text>'
-
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img">',
-            f"<title>{html.escape(title)}</title>",
-            f'<rect width="{left}" height="20" fill="#424242"/>',
-            f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/>',
-            '<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">',
-            written(label, left / 2, left),
-            written(message, left + right / 2, right),
-            "</g></svg>\n",
-        )
-    )
-
-
-def _width(text: str) -> int:
-    return 12 + round(6.6 * len(text))
-
-
-def write_badge(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the `badge` of a report."""
-    Path(path).write_text(badge(report), encoding="utf-8")

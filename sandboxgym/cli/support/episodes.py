@@ -28,11 +28,11 @@ import numpy as np
 from gymnasium import spaces
 
 from sandboxgym.adapters.chat import Aborted, ChatClient, ContextFull, EndpointError
+from sandboxgym.adapters.prompts import Exchange, Prompt
 from sandboxgym.cli import CommandError
-from sandboxgym.cli.exploration import CannotGo
 from sandboxgym.cli.play import parse_action
-from sandboxgym.format import write_atomic
-from sandboxgym.prompts import Exchange, Prompt
+from sandboxgym.cli.support.history import CannotGo
+from sandboxgym.serialization import write_atomic
 from sandboxgym.spaces import Unicode
 
 FORMAT = "sandboxgym.evaluation/1"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.cli.episodes import Key, Record, Task
+from sandboxgym.cli.support.episodes import Key, Record, Task
 from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree
 
 Z = 1.959964
