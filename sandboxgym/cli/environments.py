@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -103,7 +104,11 @@ def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """The registered environment; one of ours may be named without its namespace."""
+    """The registered environment; one of ours may be named without its namespace, others' with a module to import."""
+    module, _, env_id = env_id.rpartition(":")
+    if module:
+        see_this_folder()
+        import_modules([module])
     known = gym.registry
     short = f"sandboxgym/{env_id}"
     try:
@@ -169,6 +174,12 @@ def info_main(argv: Sequence[str]) -> int:
     else:
         _print_info(about, Screen(sys.stdout))
     return OK
+
+
+def see_this_folder() -> None:
+    """Let modules of the present folder be imported; last, for not a json.py that lies there is meant."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def import_modules(names: Sequence[str]) -> None:

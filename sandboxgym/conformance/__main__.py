@@ -124,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
     made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
+    made.add_argument("--badge", metavar="FILE", help="write an SVG: how many checks passed, of how many, and when")
     made.add_argument("--quiet", action="store_true", help="no progress on standard error")
     made.add_argument("--list", action="store_true", help="list the checks, what they do and cannot see, and exit")
     return made
@@ -226,7 +227,7 @@ def check_outputs(options: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such folder.
     """
-    for path in (options.json, options.html, options.markdown):
+    for path in (options.json, options.html, options.markdown, options.badge):
         if path and path != "-" and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"there is no folder {Path(path).absolute().parent}")
 
@@ -280,7 +281,7 @@ def write(report: Report, options: argparse.Namespace) -> None:
         print(reports.terminal(report, colour=reports.coloured(sys.stdout)), end="")
     if options.json:
         reports.write_json(report, options.json)
-    for name in ("html", "markdown"):
+    for name in ("html", "markdown", "badge"):
         if path := getattr(options, name):
             importlib.import_module(f"sandboxgym.conformance.reports.{name}").write(report, Path(path))
 

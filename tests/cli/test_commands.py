@@ -76,6 +76,16 @@ def test_list_shows_ours_and_others_on_demand(run):
     assert "toys/Corridor-v0" in out and "CartPole" not in out
 
 
+def test_an_environment_of_this_folder_is_named_with_its_module(run, tmp_path, monkeypatch):
+    (tmp_path / "here_env.py").write_text(
+        "import gymnasium as gym\ngym.register('Here-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, out, err = run("info", "here_env:Here-v0")
+    assert status == 0 and out.startswith("Here-v0"), err
+
+
 def test_list_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr("sandboxgym.cli.environments._NEEDS", {"sandboxgym/WebShop-v0": ("webshop", "no_such_module")})
     _, out, _ = run("list")
@@ -86,8 +96,8 @@ def test_the_trainer_is_a_command_and_says_what_it_lacks(run, monkeypatch):
     status, _, err = run("train", "--config", "alfworld-tinny")
     assert status == 1 and "did you mean 'alfworld-tiny'?" in err
     monkeypatch.setattr(passing, "find_spec", lambda name: None if name == "torch" else object())
-    for command in ("train", "eval"):
-        status, _, err = run(command, "--help")
+    for command, *more in (("train",), ("eval", "--checkpoint", "folder")):
+        status, _, err = run(command, *more, "--help")
         assert status == 1 and err == f"sandboxgym {command}: needs torch: pip install 'sandboxgym[train]'\n"
 
 

@@ -1,4 +1,4 @@
-"""Reports for the terminal and as JSON; `html` and `markdown` write pages.
+"""Reports for the terminal and as JSON; `html`, `markdown` and `badge` write files.
 
 The terminal report has colour only where somebody looks (a terminal, ``NO_COLOR`` unset), and ends with what was NOT
 tested: a certificate is worth what it leaves out.
