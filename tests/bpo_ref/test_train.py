@@ -83,9 +83,13 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """The log without what the clock says."""
+    """The log without what the clock says; ``stage`` is 0 for the supervised one, else 1."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith("time/") and "seconds" not in k} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith("time/") and "seconds" not in k}
+        | {"stage": float(line["stage"] == "rl")}
+        for line in lines
+    ]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
