@@ -23,13 +23,13 @@ CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
 
 
 LOWERED = nn.Linear, Conv1D
-"""Layers whose products autocast computes in the lower type (GPT-2's are of the second kind)."""
+"""Layer types whose products autocast computes in the compute dtype (GPT-2's are of the second type)."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def settle_cpu(threads: int) -> None:
-    """Where PyTorch computes on the CPU: how many threads, and memory that is kept for the next step.
+    """Configure PyTorch on the CPU: the number of threads, and memory kept for the next step.
 
     Left alone, glibc hands every large block back when it is freed, and the pages of the next step's have to be faulted
     in one by one again. Other C libraries are left as they are.
@@ -47,16 +47,16 @@ def settle_cpu(threads: int) -> None:
 
 
 class Output(NamedTuple):
-    """Of `ActorCritic`."""
+    """Output of `ActorCritic`."""
 
     logits: Tensor
-    """[B, T, vocabulary]"""
+    """Logits [B, T, vocabulary]."""
     values: Tensor
-    """[B, T], fp32: of the state after each token."""
+    """Value [B, T], fp32, of the state after each token."""
 
 
 class ActorCritic(nn.Module):
-    """A causal model and a linear value head on its last hidden states, which starts at 0."""
+    """A causal model with a linear value head on its last hidden states, initialised to 0."""
 
     def __init__(self, policy: CausalLM) -> None:
         super().__init__()
@@ -66,25 +66,25 @@ class ActorCritic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, **inputs: Any) -> Output:
-        """The policy's logits, and the values."""
+        """Compute the policy's logits and the values."""
         output = self.policy(**inputs, output_hidden_states=True)
         return Output(output.logits, self.value_head(output.hidden_states[-1].float())[..., 0])
 
 
 def policy_of(model: CausalLM) -> CausalLM:
-    """The causal model within."""
+    """The causal model within an `ActorCritic`."""
     return model.policy if isinstance(model, ActorCritic) else model
 
 
 def build_tiny(
     size: str, texts: Iterable[str], *, vocabulary: int, context: int, seed: int
 ) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """A small transformer and a tokenizer for these texts.
+    """Build a small transformer and a tokenizer for these texts.
 
     Args:
         size: one of `TINY_SIZES`.
         texts: what is to be read and written.
-        vocabulary: pieces of a byte-level tokenizer learnt on the texts, which can encode anything; 0: a word-level
+        vocabulary: pieces of a byte-level tokenizer learned on the texts, which can encode anything; 0: a word-level
             one that knows the words of the texts and nothing else.
         context: most tokens of an episode.
         seed: of the weights.
@@ -101,7 +101,7 @@ def build_tiny(
 def load_policy(
     folder: str | Path, *, dtype: str = "float32", device: torch.device | None = None, setting: str = "model"
 ) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """A transformers causal model and its tokenizer, from a folder or the hub.
+    """Load a transformers causal model and its tokenizer from a folder or the hub.
 
     Files are mapped. On the CPU weights of the file's own type stay so; those of another type are copied. For another
     device they are taken there one by one, so that of no type the CPU's memory ever holds all of them.
@@ -140,14 +140,14 @@ def load_policy(
 
 
 def eos_ids(model: CausalLM) -> tuple[int, ...]:
-    """The tokens that the model says end its output; often more than the tokenizer's one."""
+    """Token ids that the model says end its output; often more than the tokenizer's one."""
     config = getattr(model, "generation_config", None) or model.config
     found = config.eos_token_id
     return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
 
 
 def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int, base: str | None = None) -> CausalLM:
-    """The model frozen, with low-rank adapters in fp32 beside every linear layer but the output one (LoRA; Hu et al.,
+    """Freeze the model and add low-rank adapters in fp32 to every linear layer but the output layer (LoRA; Hu et al.,
     2021). Their product starts at 0, so that at first nothing changes.
 
     Args:
@@ -175,20 +175,20 @@ def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int, base: str | N
 
 
 def load_adapter(model: CausalLM, folder: Path) -> None:
-    """The weights of the adapters that a checkpoint holds."""
+    """Load the weights of the adapters that a checkpoint holds."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 class WithoutAdapter:
-    """A model with adapters as it was before them: the reference policy, without a second copy of the weights."""
+    """The model without its adapters: the reference policy, without a second copy of the weights."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output without the adapters."""
+        """Compute the output without the adapters."""
         with self._model.disable_adapter():
             return self._model(*args, **kwargs)
 
@@ -216,7 +216,7 @@ def checkpoint_layers(model: CausalLM) -> None:
 
 
 def lowered_twin(model: CausalLM, dtype: torch.dtype) -> CausalLM:
-    """A model whose forward passes are those of a model after `compute_in`, without casting its weights every time.
+    """Copy a model with its weights cast to the compute dtype once: the forward passes of `compute_in` at less cost.
 
     Autocast casts the weights of every linear layer in every pass, which for one token of a few rows takes longer than
     the pass itself. Here they are cast once, in `refresh`; all other weights are the model's own, in fp32, so that the
@@ -237,7 +237,7 @@ def lowered_twin(model: CausalLM, dtype: torch.dtype) -> CausalLM:
 
 @torch.no_grad()
 def refresh(twin: CausalLM, model: CausalLM) -> None:
-    """Cast the weights of a model for its `lowered_twin` again, after an optimizer step."""
+    """Update the cast weights of a `lowered_twin` after an optimizer step."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         if parameter is not weights[name]:
@@ -245,7 +245,7 @@ def refresh(twin: CausalLM, model: CausalLM) -> None:
 
 
 def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
-    """Let forward passes compute in a lower precision; the weights stay what they are, and so do their gradients.
+    """Run forward passes in a compute dtype of lower precision; weights and gradients keep their own.
 
     Weights in bfloat16 would not learn: at a learning rate of 1e-6 most steps are less than half the distance to the
     next number of theirs.

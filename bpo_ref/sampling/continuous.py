@@ -7,7 +7,7 @@ What this module promises:
    prefixes between requests, is thrown away with the session's last row and never handed to another session.
 3. A request that fails raises `GenerationFailed`; transformers only logs it.
 
-What it does not: the tokens of a row depend on the batch, for requests draw from one stream. Log-probabilities are not
+Not promised: a row's tokens depend on the batch, because requests draw from one stream. Log-probabilities are not
 taken from the paged kernels, which round differently from the trainer's: with ``score`` each turn is measured by the
 trainer's own forward pass, otherwise they are left to the trainer, which measures whole trees. With ``sampler_logps``
 those of the kernels are given beside them, for the loss to be corrected by (``--tis``).
@@ -28,11 +28,11 @@ from bpo_ref.sampling.generate import CausalLM, ContextOverflow, Generation, Sta
 
 
 class GenerationFailed(RuntimeError):
-    """Continuous batching gave up on a request."""
+    """Raised if continuous batching failed on a request."""
 
 
 class ContinuousGenerator:
-    """Samples turns from a causal language model.
+    """Sampler of turns from a causal language model by continuous batching.
 
     Args:
         model: on CUDA for speed; on a CPU it is for tests.
@@ -69,7 +69,7 @@ class ContinuousGenerator:
         self.page = page
 
     def open(self, contexts: Sequence[Sequence[int]] = ()) -> ContinuousSession:
-        """A session whose rows 0, 1, ... begin with ``contexts``, the full ids of each so far."""
+        """Open a session whose rows 0, 1, ... begin with ``contexts``, the full ids of each so far."""
         session = ContinuousSession(self)
         for context in contexts:
             session.add(context)
@@ -77,10 +77,10 @@ class ContinuousGenerator:
 
 
 class ContinuousSession:
-    """Conversations that go on turn by turn; the paged cache finds what they share."""
+    """Conversations continued turn by turn; the paged cache finds their shared prefixes."""
 
     prefilled = None
-    """Unknown: the cache does not tell."""
+    """None: the cache does not tell."""
     reused = None
 
     def __init__(self, generator: ContinuousGenerator) -> None:
@@ -92,7 +92,7 @@ class ContinuousSession:
         generator.model.destroy_cached_continuous_batching_manager()
 
     def add(self, context: Sequence[int]) -> int:
-        """A new row that begins with ``context``."""
+        """Add a row that begins with ``context``; returns its number."""
         if not context:
             raise ValueError("a row needs at least one token to begin with")
         self._rows[self._opened] = list(context)
@@ -100,33 +100,33 @@ class ContinuousSession:
         return self._opened - 1
 
     def fork(self, row: int, *, length: int | None = None) -> int:
-        """A new row that begins with the first ``length`` tokens of ``row`` (default: all)."""
+        """Fork a row: a new one that begins with the first ``length`` tokens of ``row`` (default: all)."""
         return self.add(self._rows[row][:length])
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Append tokens of the environment to a row."""
         self._rows[row].extend(ids)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget finished rows; with the last the cache goes, too."""
+        """Forget finished rows; with the last row the cache is freed too."""
         for row in rows:
             del self._rows[row]
         if not self._rows:
             self._close()
 
     def context(self, row: int) -> list[int]:
-        """The exact ids of a row so far."""
+        """Exact ids of a row so far."""
         return list(self._rows[row])
 
     def room(self, row: int) -> int:
-        """How many tokens still fit into a row's context."""
+        """Number of tokens that still fit into a row's context."""
         return self._generator.context_limit - len(self._rows[row])
 
     def prefill(self, rows: Sequence[int]) -> None:
-        """Nothing: the cache finds prefixes by itself."""
+        """Do nothing: the cache finds prefixes by itself."""
 
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
-        """One turn of each of ``rows``; the first of ``rngs`` seeds them all, without ``rngs`` they are greedy.
+        """Sample one turn of each row; the first of ``rngs`` seeds them all, without ``rngs`` they are greedy.
 
         Raises `ContextOverflow`, `StaleSession` and `GenerationFailed`.
         """
@@ -158,7 +158,7 @@ class ContinuousSession:
     def _request(
         self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None
     ) -> list[tuple[list[int], list[float]]]:
-        """The tokens drawn for each row, and their log-probabilities where these are wanted."""
+        """Draw the tokens of each row, with their log-probabilities where these are wanted."""
         generator, model = self._generator, self._generator.model
         before = model.config._attn_implementation
         if before == packing.ATTENTION:  # which is SDPA but for packed rows
