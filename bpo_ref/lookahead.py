@@ -11,7 +11,7 @@ exact, and V̂, learned from earlier batches, values the states that they lead t
 `Edge.control` is δ; `train.back_up` subtracts the δ of all decisions after an action from its return (never its own,
 which is what the gradient is about). Trajectory-wise control variates (Pankov, 2018; Cheng et al., 2020,
 "Trajectory-wise control variates for variance reduction in policy gradient methods") and doubly robust policy
-gradients (Huang & Jiang, 2020) need a model of what actions lead to: here the forked environment is that model, and exact.
+gradients (Huang & Jiang, 2020) need a model of what actions lead to: here that is the forked environment, an exact one.
 
 What this module promises:
 

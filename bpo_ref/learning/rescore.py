@@ -31,7 +31,7 @@ def rescore(
 
     Values of the states in which tokens were drawn (`Critique`), the divergence from the reference where it is
     subtracted from the rewards, and log-probabilities and entropies that the backend did not give. With ``tis``
-    log-probabilities are measured in any case, and those of the backend are kept beside them (`Generation.sampler_logps`).
+    log-probabilities are measured in any case, and the backend's are kept too (`Generation.sampler_logps`).
 
     Args:
         trees: changed in place.

@@ -1,6 +1,6 @@
 """The original's own search engine: Lucene as Anserini sets it up, through pyserini.
 
-It ranks as :mod:`.index` does, so it is there to compare with. It needs Java 21 or later, and has two limits of Java:
+Its ranking is that of :mod:`.index`, which is compared with it. It needs Java 21 or later, and has two limits of Java:
 a process that has searched must not be forked by the operating system, and the virtual machine is never given back.
 """
 
@@ -28,7 +28,7 @@ _INDEXING = (
 
 
 class LuceneFailed(RuntimeError):
-    """Lucene could not build the index. The message holds its last words."""
+    """Raised if Lucene could not build the index; the message holds the end of its output."""
 
 
 class Lucene:
@@ -51,7 +51,7 @@ class Lucene:
         self._find: Callable[[str], tuple[str, ...]] = functools.lru_cache(remembered)(self._search)
 
     def __call__(self, keywords: str) -> tuple[str, ...]:
-        """The names of the best documents, best first."""
+        """Find the names of the best documents, best first."""
         return self._find(keywords)
 
     def _search(self, keywords: str) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class Lucene:
 
 
 def build_lucene(documents: Iterable[tuple[str, str]], directory: Path) -> None:
-    """Leave an index in a directory, which appears complete or not at all.
+    """Build an index in a directory, which appears complete or not at all.
 
     Args:
         documents: names and texts.
