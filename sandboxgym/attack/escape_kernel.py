@@ -276,9 +276,9 @@ def _kill_all(stage: Stage) -> Seen:
         return passed("a process of the host was killed")
     neighbour.let_go()
     if not neighbour.ask("one_more", what="shared memory segments").worked:
-        return passed("the neighbour does not go on")
+        return passed("the neighbour stopped")
     reply.need()
-    return blocked("the host's process and the neighbour go on")
+    return blocked("the host's process and the neighbour still run")
 
 
 add("kill-everything", "kills processes of the host or of a neighbour", _kill_all)

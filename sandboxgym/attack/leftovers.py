@@ -284,7 +284,7 @@ def _after_close(kind: str) -> Callable[[Stage], Seen]:
         box = getattr(sandbox.backend, "box", None)
         stage.drop(sandbox)
         if left := _until(lambda: _alive(word), 5):
-            return passed(f"{len(left)} processes go on")
+            return passed(f"{len(left)} processes still run")
         paths = [path for path in (control, layer) if path is not None]
         if left := _until(lambda: [path for path in paths if os.path.lexists(path)], _GONE_SECONDS):
             remove_directories([os.fspath(path) for path in left])
@@ -321,7 +321,7 @@ def _after_kill(kind: str) -> Callable[[Stage], Seen]:
 
 def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], names: list[str]) -> Seen:
     if stage.backend != "docker" and (left := _until(lambda: _alive(word), _GONE_SECONDS)):
-        return passed(f"{len(left)} processes go on after their owner")
+        return passed(f"{len(left)} processes still run after their owner")
     # Another process may be reaping just now, and is then left to it.
     deadline, notes = time.monotonic() + _GONE_SECONDS, ""
     while (left_directories := [path for path in directories if path.exists()]) and time.monotonic() < deadline:
@@ -332,7 +332,7 @@ def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], n
     if left_directories := [path for path in directories if path.exists()]:
         return passed(f"{left_directories[0].name} is not cleared: {notes}"[:200])
     if left := _until(lambda: _alive(word), 3):
-        return passed(f"{len(left)} processes go on after their owner")
+        return passed(f"{len(left)} processes still run after their owner")
     if left := [path for path in groups if os.path.isdir(path)]:
         return passed(f"the control group {left[0]} stays")
     if left := _mounted(names):

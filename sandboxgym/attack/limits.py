@@ -98,7 +98,7 @@ def _judge_disk(prober: Prober, do: str, arguments: dict[str, object]) -> Seen:
         return blocked(reply.detail)
     if _ended(prober.sandbox, _LOOK_SECONDS):
         return blocked(_why(prober.sandbox))
-    return passed(f"{reply.detail}, and the sandbox goes on")
+    return passed(f"{reply.detail}, and the sandbox still runs")
 
 
 for _folder in ("/root", "/dev/shm", CONTROL):
@@ -195,7 +195,7 @@ def _innocent(folder: str) -> Callable[[Stage], Seen]:
                 time.sleep(0.3)
                 if not innocent.backend.live:
                     return passed(f"the neighbour was ended: {_why(innocent)}")
-                return blocked(f"the neighbour goes on ({seen})")
+                return blocked(f"the neighbour still runs ({seen})")
         finally:
             stage.drop(innocent)
 
@@ -282,7 +282,7 @@ def _time(how: str, by: str) -> Callable[[Stage], Seen]:
             while found := _alive(word):
                 if time.monotonic() > deadline:
                     stage.forget()
-                    return passed(f"{len(found)} processes of the command go on after its end")
+                    return passed(f"{len(found)} processes of the command still run after its end")
                 time.sleep(0.1)
         except SandboxError:
             stage.forget()
@@ -307,7 +307,7 @@ for _how in (
         LIMITS_ATTEMPTS.append(
             Attempt(
                 f"limits/time-{_how}-{_by}",
-                f"goes on after the time limit ({_how}, started by {_by})",
+                f"still runs after the time limit ({_how}, started by {_by})",
                 _time(_how, _by),
                 unlimited("seconds"),
             )

@@ -78,7 +78,7 @@ class Task:
             sandbox.restore(first)
         except TYPED:
             _forget(stage)
-            how = "it goes on"
+            how = "it still works"
         except BaseException:
             _forget(stage)
             raise
@@ -103,7 +103,7 @@ def _forget(stage: Stage) -> None:
 
 def _usable(sandbox: Sandbox, first: Any) -> str:
     """Find out how an attacked sandbox can be used again."""
-    for attempt in ("it goes on", "it was restored"):
+    for attempt in ("it still works", "it was restored"):
         try:
             if attempt == "it was restored":
                 sandbox.restore(first)

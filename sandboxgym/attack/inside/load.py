@@ -117,7 +117,7 @@ def _sockets_more(left_over: int) -> None:
 
 
 def _page_tables() -> None:
-    """Fill page tables: touching one page in each of 256 pieces of 2 MiB takes a megabyte of tables, and one of pages."""
+    """Fill page tables: one page touched in each of 256 areas of 2 MiB takes a megabyte of tables and one of pages."""
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         raise absent("this Python cannot ask for small pages")
     memory = mmap.mmap(-1, 256 * 2 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

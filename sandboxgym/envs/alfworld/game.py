@@ -73,7 +73,7 @@ class Progress:
     With the goal as alternatives over choices of objects, each a set of facts that can change, ``total`` is the
     number of facts in the largest alternative and ``total - met`` the number still wrong in the nearest one. So
     "put a clean mug on the desk" has a total of 2, as has "put two mugs on the desk". ``held`` says whether the agent
-    holds an object that some alternative speaks of.
+    holds an object that some alternative mentions.
 
     ``conditions_met`` of ``conditions`` is the count of ALFRED's goal conditions (``goal_conditions_met`` of alfworld's
     THOR environment), which its text environment lacks: 1 for placing, 2 for placing two or looking under a lamp, 3 for

@@ -377,7 +377,9 @@ def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, ch
     reason = "no test results" if status is None else "tests fail"
     if outcome["infra_failure"]:
         cause = outcome.get("infra_failure_reason", "unknown")
-        log.info("%s: the log speaks of %s, as a patch can; `sandboxgym swebench check` tells", task.instance_id, cause)
+        log.info(
+            "%s: the log mentions %s, which a patch can forge; run `sandboxgym swebench check`", task.instance_id, cause
+        )
     failed = replace(verdict, reason=reason, tests_status=status)
     return _blamed(failed, task, network=network, checked=checked)
 

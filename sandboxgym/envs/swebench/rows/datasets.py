@@ -464,7 +464,7 @@ def reversed_patch(patch: str, where: str = "patch") -> str:
     r"""Reverse a patch in git's format.
 
     Raises:
-        TaskError: it is none, or holds what cannot be turned round: a copy, a binary file.
+        TaskError: it is not a patch, or has a change that cannot be reversed: a copy, a binary file.
 
     Example:
         >>> old = "diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1,2 +1 @@ g\n a\n-b\n"
@@ -487,7 +487,7 @@ def _reversed_section(section: str, where: str) -> str:
     head, *hunks = re.split(r"^(?=@@ -)", section, flags=re.MULTILINE)
     lines = head.removesuffix("\n").split("\n")
     if any(line.startswith(("GIT binary patch", "Binary files", "copy from")) for line in lines):
-        raise TaskError(f"{where}, column 'patch': a change of {lines[0][:80]!r} that cannot be turned round")
+        raise TaskError(f"{where}, column 'patch': a change of {lines[0][:80]!r} that cannot be reversed")
     swapped = []
     for line in lines:
         made = next((make(found) for pattern, make in _HEAD if (found := pattern.fullmatch(line))), line)

@@ -54,7 +54,7 @@ def _checked(value: Any, name: str, where: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise TaskError(f"{where}, column {name!r}: no text in Unicode: {error.reason} at {error.start}") from None
+            raise TaskError(f"{where}, column {name!r}: not valid Unicode: {error.reason} at {error.start}") from None
     return str(value)
 
 
@@ -127,7 +127,7 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
     """
     for file in files_of(path):
         if file.suffix not in SUFFIXES:
-            raise TaskError(f"{file}: expected a file that is called {', '.join(SUFFIXES)}")
+            raise TaskError(f"{file}: expected a file whose name ends in {', '.join(SUFFIXES)}")
         reader = {".parquet": _parquet, ".jsonl": _lines}.get(file.suffix, _list)
         for number, row in enumerate(reader(file)):
             yield f"{file}, row {number}", row

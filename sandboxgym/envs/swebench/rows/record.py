@@ -132,7 +132,7 @@ def _remembered(path: Path, *_: int) -> dict[str, Check]:
     try:
         return read(path)
     except (RecordError, OSError) as error:
-        log.warning("nothing is known of rows that were checked: %s", error)
+        log.warning("the record of checked rows is not used: %s", error)
         return {}
 
 

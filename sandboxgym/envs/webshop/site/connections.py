@@ -237,7 +237,7 @@ class Listener(socketserver.TCPServer):
             log.debug("a connection of %s ended: %r", connection.visitor, error)
         except Exception as error:
             log.error("a connection of %s could not be served: %r", connection.visitor, error)
-            log.debug("where that happened", exc_info=True)
+            log.debug("traceback of that error", exc_info=True)
         finally:
             self._leave(connection)
 

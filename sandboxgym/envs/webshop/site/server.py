@@ -96,7 +96,7 @@ class Site:
             return self.get(request.target)
         except Exception as error:  # whoever runs the server gets the reason
             log.error("the page %r could not be made: %r", request.target, error)
-            log.debug("where that happened", exc_info=True)
+            log.debug("traceback of that error", exc_info=True)
             return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made.")
 
     def get(self, address: str) -> Response:
