@@ -154,15 +154,15 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_goes(tmp_path: Path, monkey
 _CLOSED = """
 import os
 from pathlib import Path
-from sandboxgym import directories, leftovers
+from sandboxgym.system import directories, run_directories
 top = Path(os.environ["HOME"], "top")
 (top / "a/b/c").mkdir(parents=True)
 (top / "a/b/file").write_bytes(bytes(1000))
 for mode, path in ((0, "a/b/c"), (0o400, "a/b"), (0o111, "a"), (0, "")):
     (top / path).chmod(mode)
 denied = []
-print(list(directories.walk(str(top), denied=denied)), len(denied), leftovers.tree_nbytes(top))
-leftovers.remove_tree(top)
+print(list(directories.walk(str(top), denied=denied)), len(denied), run_directories.tree_nbytes(top))
+run_directories.remove_tree(top)
 print(top.exists())
 """
 

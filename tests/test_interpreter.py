@@ -53,7 +53,7 @@ CHILDREN = {
     """,
     "the other process of the conformance suite": """
         import worker_envs
-        from sandboxgym.conformance import elsewhere
+        from sandboxgym.conformance.harness import other_process as elsewhere
         from sandboxgym.conformance.subject import MakeSpec, Op, Subject
         spec = MakeSpec("worker_envs:Trouble")
         subject = Subject(spec.factory(), name="trouble", make_spec=spec)

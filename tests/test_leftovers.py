@@ -37,7 +37,7 @@ def test_what_goes_away_while_it_is_counted_does_not_matter(tmp_path: Path, monk
 
 _CLAIMING = """
 import os, sys
-from sandboxgym import directories, leftovers
+from sandboxgym.system import directories, run_directories
 where = sys.argv[1]
 
 def rename(*_):
@@ -47,7 +47,7 @@ def rename(*_):
     sys.stdin.readline()
 
 os.rename = rename
-leftovers.claim("copy")
+run_directories.claim("copy")
 """
 
 
@@ -72,8 +72,8 @@ def test_a_directory_that_its_owner_could_not_complete(
 
 _MAKING = """
 import os, sys
-from sandboxgym import directories, leftovers
-print(leftovers.claim(sys.argv[1]), flush=True)
+from sandboxgym.system import directories, run_directories
+print(run_directories.claim(sys.argv[1]), flush=True)
 if sys.argv[2:]:
     os.kill(os.getpid(), 9)
 """

@@ -191,7 +191,7 @@ def test_an_ordinary_user_clears_them_too(unprivileged: str, how: str, runtime_f
     output = _ended(runtime_folder, unprivileged, how, nobody=True)
     assert output.endswith("\n0\n") and "Traceback" not in output
     if how == "kill":
-        reap = "from sandboxgym import leftovers; print([left.note for left in leftovers.reap()])"
+        reap = "from sandboxgym.system import run_directories; print([left.note for left in run_directories.reap()])"
         assert python(runtime_folder, reap, nobody=True).communicate(timeout=600)[0] == "['']\n"
     assert _runs(runtime_folder) == []
 
@@ -200,7 +200,7 @@ FORK = """
 import os, sys
 sys.path[:0] = [sys.argv[2]]
 from sandbox import test_deep_trees as deep
-from sandboxgym.sandbox import squash
+from sandboxgym.sandbox.layers import squash
 from sandboxgym.sandbox.sandbox import make_sandbox
 squash.squash.__kwdefaults__ = {"deepest": 1, "kept": 0}
 with make_sandbox(sys.argv[1], allow_unsafe=True) as box:

@@ -245,7 +245,7 @@ def test_a_hostile_layer_is_deleted_without_privileges(runtime_folder: Path) -> 
     program = """
 import os
 from pathlib import Path
-from sandboxgym.sandbox import disk
+from sandboxgym.sandbox.layers import disk
 top = Path(os.environ["HOME"], "top")
 (top / "a/b").mkdir(parents=True)
 (top / "a/b/c").touch()

@@ -161,9 +161,10 @@ class _Worker:
 
 
 def _start(job: Job, said: IO[str]) -> subprocess.Popen[str]:
+    code = "from sandboxgym.cli.support import swebench_jobs; swebench_jobs.serve()"
     # In a session of its own: the owner alone is interrupted by the terminal.
     return subprocess.Popen(
-        interpreter.command("from sandboxgym.cli import swebench_jobs; swebench_jobs.serve()", json.dumps(asdict(job))),
+        interpreter.command(code, json.dumps(asdict(job))),
         env=interpreter.environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 TASKS = list(mini.tasks())
 CHILD = """
 import sys
-from sandboxgym.envs.swebench import boxes, mini, prepared
+from sandboxgym.envs.swebench import mini; from sandboxgym.envs.swebench.workspaces import prepared, workspace as boxes
 settings, tasks = boxes.Settings(backend={backend!r}, allow_unsafe=True), list(mini.tasks())
 def refused(*_):
     raise SystemExit("it is prepared again")
