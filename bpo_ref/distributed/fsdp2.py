@@ -44,20 +44,20 @@ def shard(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None
     """Shard the weights of a causal model over all processes, in place; frozen ones and adapters too.
 
     Args:
-        model: of transformers or PEFT; every process holds the same weights. One that is spread already stays as it is.
+        model: of transformers or PEFT; every process holds the same weights. One that is already sharded is left alone.
         device: of this process; the model is moved there.
-        dtype: what is computed in, gathered weights included. The shards stay as they are, gradients are reduced in
-            fp32.
+        dtype: compute dtype, of gathered weights too. The shards keep their own, gradients are reduced in fp32.
     """
     if isinstance(model, FSDPModule):
         return
     model.to(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = set(getattr(model, "_no_split_modules", None) or ())
+    layers = set(getattr(model, "_no_split_modules", None) or ())  # transformers' names of its classes of layers
     for module in model.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # The backward pass begins with the root's own weights: they stay gathered after the forward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 

@@ -63,7 +63,11 @@ class Packing:
     """Index [B, T-1] of the token that predicts ids[:, 1:]; 0 in padding."""
 
     def mask(self) -> Tensor | BlockMask:
-        """The packing as an ``attention_mask``, 4-dimensional so that transformers passes it on unchanged."""
+        """The packing as an ``attention_mask``, 4-dimensional so that transformers passes it on unchanged.
+
+        Without a mask, transformers would take positions that start again for packed sequences, and cut forks off
+        their prefixes.
+        """
         if self.ids.device.type == "cuda":
             return block_mask(interval_ends(self.segments, self.ids.shape[1]).to(self.ids.device))
         return self.segments[None, None]

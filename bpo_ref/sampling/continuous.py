@@ -41,8 +41,8 @@ class ContinuousGenerator:
         temperature: of the sampling.
         context_limit: most tokens of a row; default: the model's ``max_position_embeddings``.
         score: measure log-probabilities and entropies of each turn, for schedules that decide by them.
-        sampler_logps: tell the log-probabilities by which tokens were drawn, too.
-        page: tokens that requests share or do not share as one; turns of agents are short.
+        sampler_logps: also return the log-probabilities by which tokens were drawn.
+        page: tokens per page of the cache; requests share whole pages only, and turns of agents are short.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class ContinuousSession:
         self._rows: dict[int, list[int]] = {}
         self._opened = 0
         self._sampled: bool | None = None  # whether the manager's requests are, None: there is none
+        # transformers keeps a persistent manager on the model; its pages are of the weights of an earlier session.
         generator.model.destroy_cached_continuous_batching_manager()
 
     def add(self, context: Sequence[int]) -> int:
@@ -161,7 +162,7 @@ class ContinuousSession:
         """Draw the tokens of each row, with their log-probabilities where these are wanted."""
         generator, model = self._generator, self._generator.model
         before = model.config._attn_implementation
-        if before == packing.ATTENTION:  # which is SDPA but for packed rows
+        if before == packing.ATTENTION:  # which is SDPA except for packed rows
             model.set_attn_implementation("sdpa")
         training = model.training
         model.eval()
@@ -190,6 +191,7 @@ class ContinuousSession:
                 found: dict[str, tuple[list[int], list[float]]] = {}
                 while len(found) < len(rows):
                     result = manager.get_result(timeout=1)
+                    # transformers logs the failure of a request and continues without an exception.
                     if result is not None and result.error is not None:
                         raise GenerationFailed(f"request {result.request_id}: {result.error}")
                     if result is not None and result.is_finished():

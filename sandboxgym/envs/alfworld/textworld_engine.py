@@ -100,7 +100,7 @@ class TextWorldGame:
         with _lock:
             self._host.go_to(self._moment(state))
             self._host.step(command)
-            valid = self._host.last_action is not None
+            valid = self._host.last_action is not None  # TextWorld's only sign of an inadmissible command
             following = self._state((*state.commands, command.strip()) if valid else state.commands)
             return following, str(self._moment(following).seen.feedback), valid
 
@@ -224,6 +224,7 @@ class _Host:
 def _copied(
     by_name: dict[str, Any], by_type: dict[str, set[Any]], counts: Counter[Any]
 ) -> tuple[dict[str, Any], dict[str, set[Any]], Counter[Any]]:
+    """Copy tables of variables, which TextWorld changes in place."""
     return dict(by_name), {kind: set(variables) for kind, variables in by_type.items()}, Counter(counts)
 
 

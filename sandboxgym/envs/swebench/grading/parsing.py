@@ -206,7 +206,7 @@ def answer(path: str, request: dict[str, Any]) -> dict[str, Any]:
     from sandboxgym.envs.swebench.grading import suspicion
     from sandboxgym.envs.swebench.grading.parsers import PARSERS
 
-    PARSER_REGISTRY.update(PARSERS)
+    PARSER_REGISTRY.update(PARSERS)  # where get_eval_report looks parsers up by name
     spec = make_test_spec(request["row"])
     text = Path(path).read_text(encoding="utf-8")
     if request["expected"]:

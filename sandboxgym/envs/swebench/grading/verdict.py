@@ -293,7 +293,7 @@ def _test(
 def _counterchecked(
     box: Box, pristine: Pristine, task: Task, patch: str, timeout: float, *, hidden: bytes
 ) -> tuple[str, ...]:
-    """Findings from a run of tests that cannot pass; see `countercheck`. None if there is no such run."""
+    """Findings from a run of tests that cannot pass; see `countercheck`. Empty if there is no such run."""
     paths = [change.path for change in changes(task.test_patch) if change.path.endswith(".py") and not change.deleted]
     box.restore(pristine.snapshot)
     box.write_file(PATCH_FILE, task.test_patch.encode("utf-8", "surrogateescape"))
@@ -325,6 +325,7 @@ def _stand_ready(box: Box, pristine: Pristine, task: Task, patch: str, hidden: b
 
 def _run_script(box: Box, script: str, timeout: float) -> Result:
     box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
+    # Without a network, pip's isolated builds would wait for PyPI in vain. In a variable, 0 turns the isolation off.
     offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
     # Into a pipe: a file of the sandbox could be changed by tests, and fill its disk.
     command = f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1"
@@ -341,6 +342,7 @@ def _apply(box: Box) -> bool:
             box.run(f"cd {WORKDIR} && git checkout -- . ; git clean -fd")
         if box.run(f"cd {WORKDIR} && {command} {PATCH_FILE}").exit_code == 0:
             return True
+    # The harness's last resort: a patch that is applied already counts.
     return box.run(f"cd {WORKDIR} && git apply --check --reverse {PATCH_FILE}").exit_code == 0
 
 

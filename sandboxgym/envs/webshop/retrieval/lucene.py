@@ -21,6 +21,7 @@ from gymnasium.error import DependencyNotInstalled
 from sandboxgym.system import interpreter
 
 INSTALL = "pip install 'sandboxgym[webshop-lucene]' (and Java 21 or later: set JAVA_HOME)"
+# The original's options except --storeRaw: products come from the catalogue, not from the index.
 _INDEXING = (
     *("--collection", "JsonCollection", "--generator", "DefaultLuceneDocumentGenerator", "--threads", "1"),
     *("--storePositions", "--storeDocvectors"),
@@ -32,7 +33,7 @@ class LuceneFailed(RuntimeError):
 
 
 class Lucene:
-    """An index that Lucene built.
+    """Search in an index that Lucene built.
 
     Args:
         directory: as `build_lucene` leaves it.

@@ -77,4 +77,4 @@ def _ratio(one: str, other: str, above: int) -> int:
 
 
 def _percent(ratio: float) -> int:
-    return round(100 * ratio)
+    return round(100 * ratio)  # halves to even, as thefuzz's int(round(...)) does
