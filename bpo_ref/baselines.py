@@ -130,7 +130,7 @@ def summarize(
     """Summarise a tree: mean value of each independent rollout's subtree at each state key, every return counted once.
 
     With ``fair`` the values and their squares are less luck (`fair_value`), as the batch's own baselines want them;
-    what earlier batches teach is the plain returns. What is ``known`` of a state is subtracted from its values.
+    later batches learn from plain returns. The ``known`` value of a state is subtracted from its values.
     """
     mean = fair_mean if fair else mean_value
     squares = _second_moments(tree, gamma, fair=fair)

@@ -126,7 +126,7 @@ def in_step(
 ) -> None:
     """Run the same number of backward passes on every process: those with fewer batches add ``idle`` ones of zero loss.
 
-    Sharded weights are gathered by all processes at a time. ``backward`` is also told whether a batch is the last.
+    Sharded weights are gathered by all processes together. ``backward`` is also told whether a batch is the last.
     """
     lengths = gather_object([len(batches)]) if accelerator.num_processes > 1 else [len(batches)]
     rounds = max(lengths)

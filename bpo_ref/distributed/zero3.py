@@ -79,7 +79,7 @@ class Sharded:
         Args:
             model: of transformers; every process holds the same weights.
             optimizer: AdamW over its parameters; None: it is not trained.
-            dtype: what is computed in. What is trained is also kept in fp32; gradients are reduced and added up in
+            dtype: compute dtype. Trained weights are also kept in fp32; gradients are reduced and added up in
                 fp32.
             clip: largest norm of a gradient; 0: any.
         """

@@ -13,7 +13,8 @@ be committed beside a table, and reproduces it. Metrics, as the BPO paper define
 - non-degenerate share: tasks with an advantage beyond 0.1;
 - success on easy and hard tasks of the evaluation set: those that the start solved, and those that it did not.
 
-With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but the last.
+With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but
+the last metric.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ def build_tiny(
 
     Args:
         size: one of `TINY_SIZES`.
-        texts: what is to be read and written.
+        texts: examples of the text to read and write.
         vocabulary: pieces of a byte-level tokenizer learned on the texts, which can encode anything; 0: a word-level
             one that knows the words of the texts and nothing else.
-        context: most tokens of an episode.
+        context: largest number of tokens of an episode.
         seed: of the weights.
 
     Raises:
@@ -103,17 +103,17 @@ def load_policy(
 ) -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """Load a transformers causal model and its tokenizer from a folder or the hub.
 
-    Files are mapped. On the CPU weights of the file's own type stay so; those of another type are copied. For another
-    device they are taken there one by one, so that of no type the CPU's memory ever holds all of them.
+    Files are memory-mapped. On the CPU, weights of the file's own dtype stay mapped; those of another are copied. For
+    another device they are moved one by one, so that the CPU's memory never holds all of them.
 
-    A folder with adapters alone is the model that they were trained beside (its name is in there; a folder that was
-    moved is looked for beside this one) with them merged into it, in fp32 before the weights take ``dtype``.
+    A folder with adapters alone is their base model (named in the folder; if that folder was moved, it is looked for
+    beside this one) with the adapters merged into it, in fp32 before the weights take ``dtype``.
 
     Args:
-        folder: or a name on the hub.
-        dtype: that the weights take.
-        device: where they go to. Default: the CPU.
-        setting: that names the folder.
+        folder: path, or a name on the hub.
+        dtype: dtype of the weights.
+        device: device of the weights. Default: the CPU.
+        setting: name of the setting with the folder, for errors.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -199,7 +199,7 @@ class WithoutAdapter:
 def checkpoint_layers(model: CausalLM) -> None:
     """Keep only the input of each layer for the backward pass, which computes the layer again.
 
-    transformers does so in training mode alone, where a model may have dropout: it is switched off, for with it the
+    transformers does so in training mode alone, where a model may have dropout: it is switched off, because with it the
     log-probabilities of the sampler would not recur.
     """
     for module in model.modules():

@@ -33,7 +33,7 @@ class ChatFormat:
     the messages. `stop_ids` end an assistant turn: the template's end-of-turn token, the tokenizer's eos token, and
     those of the model. Of observations longer than `observation_tokens` (0: no limit) the middle is left out.
 
-    A conversation rendered at once must be the concatenation of its turns, but for two things that models that think
+    A conversation rendered at once must be the concatenation of its turns, except for two things that models that think
     before they answer need. What the template hides of earlier turns (reasoning) stays in the conversation as it was
     sampled: what was read and trained on is what was written. And what the header of the turn to be sampled has beyond
     that of earlier ones (``<think>``, or an empty block of it) stays there, too.
@@ -82,7 +82,7 @@ class ChatFormat:
             raise TemplateError(f"{self._name}: a turn must end in a special token, found {self._gap!r} after it")
         self.end_id: int = added[end]
         control = [t.content for t in tokenizer.added_tokens_decoder.values() if _is_control(t)]
-        # At every place, for they may overlap; the longest, for one may begin another.
+        # At every place, because they may overlap; the longest, because one may begin another.
         longest_first = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
         self._control = re.compile(f"(?=({longest_first}))" if control else r"(?!)")
         self.stop_ids = tuple({self.end_id, tokenizer.eos_token_id, *stop_ids} - {None})
@@ -178,7 +178,7 @@ class ChatFormat:
         """Ids of an observation and of the template's text before and after it.
 
         What the observation has in common with a control token is read as the letters that it is: it is cut after the
-        first one. An environment shows files and pages, and whoever wrote those must not open a turn of the policy.
+        first one. An environment shows files and pages, whose authors must not be able to open a turn of the policy.
         """
         content = self._content(self._shortened(observation))
         text, first, last = before + content + self._tail, len(before), len(before) + len(content)

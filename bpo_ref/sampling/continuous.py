@@ -10,7 +10,7 @@ What this module promises:
 Not promised: a row's tokens depend on the batch, because requests draw from one stream. Log-probabilities are not
 taken from the paged kernels, which round differently from the trainer's: with ``score`` each turn is measured by the
 trainer's own forward pass, otherwise they are left to the trainer, which measures whole trees. With ``sampler_logps``
-those of the kernels are given beside them, for the loss to be corrected by (``--tis``).
+those of the kernels are returned too, so that the loss can be corrected by them (``--tis``).
 """
 
 from __future__ import annotations

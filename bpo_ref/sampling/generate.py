@@ -132,7 +132,7 @@ class Session:
         """Fork a row: a new one with the first `length` tokens of `row` (default: all), sharing the cache."""
         parent = self._rows[row]
         fork = _Row(parent.ids[:length])
-        fork.places = parent.places[: max(0, len(fork.ids) - 1)]  # the last token is fed, for the logits after it
+        fork.places = parent.places[: max(0, len(fork.ids) - 1)]  # the last token is fed again for its logits
         self._store.share(fork.places)
         self.reused += fork.cached
         return self._insert(fork)

@@ -343,7 +343,7 @@ def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], n
 
 
 def prepare(stage: Stage, kind: str) -> dict[str, str]:
-    """Prepare a sandbox with something hostile in it, in an owner process that is to be killed."""
+    """Prepare a sandbox with something hostile in it, in an owner process that will be killed."""
     word = f"left-{secrets.token_hex(6)}"
     sandbox = stage.sandbox(disk=64 * MIB, processes=200)
     sandbox.execute(f"(exec -a {word} sleep 500) &", timeout=10)

@@ -86,7 +86,7 @@ def attack(
         only: a pattern of names of attempts, as in a shell, ``"escape/device-*"``, or `SAMPLE`.
         image: for the docker backend, with bash and, for most attempts, Python 3; default: one made for this.
         told: called with each outcome when it is there.
-        jobs: programs at a time; 1: in this process, one attempt after the other.
+        jobs: number of programs at a time; 1: in this process, one attempt after the other.
 
     Raises:
         ValueError: no such backend.

@@ -133,7 +133,7 @@ def play(cheat: Cheat, env: Any) -> tuple[Outcome, str]:
         work = f"printf '%s' {shlex.quote(cheat.patch)} > /tmp/p; echo {MARKER}; cat /tmp/p"
     else:
         env.step(cheat.command)
-        # A verdict is remembered by its patch, and must not be: what is outside of it is to be tried as well.
+        # Verdicts are cached by patch, which must not happen here: effects outside of the patch are tested as well.
         env.step(f"echo '# {hashlib.sha256(cheat.name.encode()).hexdigest()[:12]}' >> parcel/labels.py")
         work = f"echo {MARKER}"  # the environment takes the difference itself
     *_, info = env.step(work)

@@ -313,7 +313,7 @@ def measure_search(engine: str, data: Path, directory: Path, *, queries: int, se
     asked = instructions(data, number=queries, seed=seed)
     if getattr(ENGINES[engine], "slow", False):
         asked = asked[:: len(asked) // SLOW_QUERIES]
-    for query in asked:  # reads from the disk what is to be mapped, and warms up what compiles while it runs
+    for query in asked:  # reads mapped files from the disk, and warms up engines that compile while they run
         find(query)
     walls, cpus = [], []
     for query in asked:

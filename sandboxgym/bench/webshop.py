@@ -125,7 +125,7 @@ def _forget(shop: Shop) -> None:
 
 @contextlib.contextmanager
 def original(checkout: Path, directory: Path, shop: Shop) -> Iterator[Any]:
-    """Make the original's text environment, for comparison. Only one at a time.
+    """Make the original's text environment, for comparison. There can be only one at a time.
 
     Args:
         checkout: of princeton-nlp/WebShop.

@@ -132,7 +132,7 @@ def _change_interface(name: str) -> Answer:
 
 @attempt
 def _listen(port: int, token: str) -> Answer:
-    """Serve as a service of this sandbox, for a neighbour that tries to reach it."""
+    """Run a service of this sandbox, for a neighbour that tries to reach it."""
     from .answers import held
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -80,7 +80,7 @@ def fetch(
         check_room: called with the number of bytes still to come, once the server has said it; may raise.
         attempts: in a row without a single byte, before giving up.
         timeout: in seconds, for connecting and for every read.
-        pause: waits so many seconds before the next attempt.
+        pause: function that waits for a number of seconds before the next attempt.
 
     Raises:
         TransferError: not reachable, refused, or not a file. The part stays.

@@ -43,7 +43,7 @@ class Task:
 
     @property
     def by_lamp(self) -> bool:
-        """True if the target is to be held next to a lamp (the destination), not put somewhere."""
+        """True if the target has to be held next to a lamp (the destination), not put somewhere."""
         return self.destination.endswith("lamp")
 
 

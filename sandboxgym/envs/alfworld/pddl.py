@@ -163,7 +163,7 @@ class _Reader:
                     return [choice for alternatives in choices for choice in alternatives]
                 return [_all_of(combination) for combination in product(*choices)]
             case ["exists", [*names], body] if not negated:
-                # A type nobody declared is no error here: it has no members. ALFRED's domain says
+                # An undeclared type is no error here: it has no members. ALFRED's domain says
                 # "(?l - location, ?r - receptacle)", Fast Downward reads a type "location,", and so that alternative
                 # never holds. Reading it as "location" would allow commands that the original does not.
                 renamed = {name: f"{name}.{next(self._fresh)}" for name, _ in _typed_names(names)}

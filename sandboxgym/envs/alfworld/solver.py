@@ -11,7 +11,7 @@ What this module promises:
    - *One hand.* Where picking up needs an empty hand and fills it (checked, not assumed), an object that only ever
      serves to empty the hand again is never picked up: dropping both commands leaves a plan.
    - *Walking and opening.* Where one can walk from anywhere to anywhere in one command (checked), a walk is worth
-     taking only right before something is done at its end; so is opening a door. What is searched are the other
+     taking only right before something is done at its end; so is opening a door. The search is over the other
      commands, each at the cost of the walk and the doors before it.
 
 2. The search is A* with an admissible estimate: facts that every plan must still bring about, no two by one command.
@@ -335,7 +335,7 @@ class _Rules:
             held = pos & hand.holds & ~wanted
             if held & ~self.start:
                 return _NOT_WANTED, 0  # it only empties the hand of what need not be picked up
-            pos &= ~held  # held now, and nobody asks to pick it up again
+            pos &= ~held  # held now, and nothing asks to pick it up again
         if added == neg & added and not deleted and added.bit_count() == 1:
             neg &= ~added  # it needs to be false only for this to make a difference
         for condition in op.conditional:

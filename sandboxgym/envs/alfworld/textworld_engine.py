@@ -11,7 +11,7 @@ What this module promises:
    those captured.
 4. One loaded game serves all environments of the process, forks included. A copy of Fast Downward's library (34 MB on
    disk, 4 to 16 MB of memory with a game) is never given back to the operating system, so it is used again for another
-   game as soon as nobody plays the one it holds: there are never more copies than games played at a time, and
+   game as soon as its present one is not in use: there are never more copies than games played at a time, and
    `KEPT_GAMES`.
 
 TextWorld is not thread-safe (it replaces ``sys.stdout`` and ``sys.argv`` for a moment): one lock guards all calls.
@@ -37,7 +37,7 @@ from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of, file
 from sandboxgym.errors import SnapshotCorrupt
 
 KEPT_GAMES = 4
-"""Number of loaded games kept when nobody plays them; loading takes a second or two."""
+"""Number of loaded games kept when not in use; loading takes a second or two."""
 PACKAGES = ("textworld", "fast_downward", "alfworld")
 
 

@@ -280,7 +280,7 @@ class Expert:
             fitting += sorted(said, key=len, reverse=True)[:1]
         return fitting, len(fitting)
 
-    # What was done.
+    # Memory of past actions.
 
     def _note(self, action: str, *, done: bool) -> None:
         name = action.partition("[")[2].removesuffix("]")

@@ -31,7 +31,7 @@ OFFICIAL_SPLITS = ("train", "valid_train", "valid_seen", "valid_unseen")
 EMBEDDED_SIZES = {"train": 2000, "seen": 500, "unseen": 500}
 GAME_FILE = "game.tw-pddl"
 CACHED_BYTES = 256 * 2**20
-"""Approximate limit of the memory of compiled games that nobody plays; an official game takes 1 to 3 MB."""
+"""Approximate memory limit of compiled games that are not in use; an official game takes 1 to 3 MB."""
 DOWNLOAD = "`sandboxgym download alfworld` gets the official games"
 
 

@@ -56,7 +56,7 @@ def parse(path: str, request: dict[str, Any], *, seconds: int = CPU_SECONDS, mem
             with theirs:
                 try:
                     _server(again=attempt > 1).send(theirs)
-                except OSError:  # somebody killed it
+                except OSError:  # it was killed from outside
                     if attempt == 1:
                         continue
                     raise
@@ -153,7 +153,7 @@ def serve(descriptor: int) -> None:
 
     from sandboxgym.envs.swebench.grading import suspicion  # noqa: F401 - likewise
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     with socket.socket(fileno=descriptor) as owner:
         while True:
             data, ancillary, _, _ = owner.recvmsg(16, socket.CMSG_SPACE(array.array("i").itemsize))

@@ -81,7 +81,7 @@ def prepare(box: Box, task: Task) -> None:
         return
     if box.shares_root and any(path.startswith("/") and not _inside(path) for path in (*task.hidden, *task.removed)):
         raise SandboxUnavailable(
-            f"{task.instance_id}: a row of {task.style} needs a sandbox with a root of its own, for its image holds "
+            f"{task.instance_id}: a row of {task.style} needs a sandbox with a root of its own, because its image has "
             "tests outside of the repository: backend='overlay', 'overlay-rootless' or 'docker'"
         )
     lines = ["set -e", f"cd {WORKDIR} || exit 4"]

@@ -119,7 +119,7 @@ def provide(name: str, sandbox: Sandbox, make: Callable[[], Stored], *, verify: 
     Args:
         name: as `key` gives it.
         sandbox: not started; what is loaded can be restored there, and in others of its kind.
-        make: starts it, and gives what is to be kept.
+        make: starts the sandbox, and returns the state to keep.
         verify: compare the contents of what is there, too.
     """
     if not limit():

@@ -131,7 +131,7 @@ NO_PIPES = """no_pipes() {
 # Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
 # to its end: a process that could not be started leaves a part out. Where variables were set before it (`Box._told`),
 # git looks only at what can differ from the start, which gives the same text: at `paths`, and, with `base`, where the
-# index differs from that commit, the start's, or from the present one. What is `known` is not read at all.
+# index differs from that commit, the start's, or from the present one. Files whose hash is `known` are not read at all.
 _HASHED = "hashed"
 _NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
 _MOST_PATHS, _LONGEST = 256, 50_000
@@ -385,7 +385,7 @@ class Box:
 
         Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
         contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
-        but for ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
+        except ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
         where the files cannot be read: no process can be started for it, or they are not read within the time limit;
         and where the shell's state is too large to be read as a whole.
 
@@ -438,8 +438,8 @@ class Box:
         if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
             return "", ""
         found = repository, beside
-        # Nothing but the idle shell runs: nobody wrote while the files were read, in the tick of the last change or
-        # after it, and after this look nobody can without a trace.
+        # Only the idle shell runs: nothing wrote while the files were read, in the tick of the last change or
+        # after it, and from now on nothing can without a trace.
         if written is not None and written.settle() and self.sandbox.written(alone=alone) == written:
             _learn(written.key, found)
         return found
@@ -584,7 +584,7 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
 
             stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
         whole, repository = stored.notes["digest"]
-        if isinstance(stored.snapshot.tree, OverlayTree):  # of files that nobody has written to yet
+        if isinstance(stored.snapshot.tree, OverlayTree):  # of files not written to yet
             of_repository, beside = stored.notes["files"]
             _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
         notes = stored.notes
@@ -626,7 +626,7 @@ def _key(box: Box, task: Task, settings: Settings) -> str:
 def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
     from sandboxgym.envs.swebench.grading import verdict as grading
 
-    grading.check_gradable(task)  # here, for it imports the official code, which takes longer than a reset
+    grading.check_gradable(task)  # here, because it imports the official code, which takes longer than a reset
     box.make_repository(task)
     hiding.prepare(box, task)
     found = box.run(f"cd {WORKDIR} && git cat-file -t {shlex.quote(task.base_commit)}")

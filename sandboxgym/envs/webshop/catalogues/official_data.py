@@ -103,7 +103,7 @@ def make_products(
     """Make products of numbered records in the official form.
 
     As in the original, records with the asin "nan" or one of more than 10 characters are left out, and of records with
-    the same asin all but the first. A product without instructions is one without attributes and goals.
+    the same asin all except the first. A product without instructions is one without attributes and goals.
 
     Args:
         records: with their numbers.

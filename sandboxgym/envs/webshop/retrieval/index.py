@@ -32,7 +32,7 @@ EXHAUSTIVE = 1 << 16
 META = "meta.json"
 # How a query is pruned. These change how long it takes, never what it finds.
 _SLACK = 2.0**-22  # relative, for each tier: four times what adding up in 32 bits may lose
-_PROBE = 12  # looking up one document costs as much as adding up so many postings
+_PROBE = 12  # looking up one document costs as much as adding up this many postings
 _FIRST_SEEDING = 16_384  # postings that are added up before the first threshold is looked for,
 _SEEDING_FACTOR = 2  # and how many times as many before the next,
 _SEEDS = 2  # among how many times k documents,
@@ -188,7 +188,7 @@ class Index:
 
         Args:
             terms: of the analyzed query; those that are not in the index do not matter.
-            k: at most so many, at least 1.
+            k: largest number of results, at least 1.
 
         Returns:
             Names and scores (those of Lucene), best first. Documents without any of the terms are not among them.

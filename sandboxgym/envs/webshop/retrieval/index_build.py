@@ -324,10 +324,10 @@ def _tiers(
     """Compute the arrays of the index that locate postings, with frequent terms in two tiers.
 
     Args:
-        frequency: [terms] in how many documents each occurs.
+        frequency: [terms] number of documents with each.
         docs: [postings] by term and then ascending; reordered here.
-        codes: [postings]; likewise.
-        number: of documents.
+        codes: [postings]; in the same order.
+        number: number of documents.
     """
     starts = np.cumsum(frequency) - frequency
     highest = np.maximum.reduceat(codes, starts).astype(np.uint32) if len(codes) else np.zeros(0, dtype=np.uint32)

@@ -73,7 +73,7 @@ class Site:
         """Look up a session.
 
         Raises:
-            KeyError: nobody of that name shops here.
+            KeyError: there is no session of that name.
         """
         with self._lock:
             return self._sessions[sid]
@@ -94,7 +94,7 @@ class Site:
             if names == ["start"]:
                 return self._start(fields.get("goal", ""), visitor)
             return self.get(request.target)
-        except Exception as error:  # whoever runs the server gets the reason
+        except Exception as error:  # the reason is for the server's log, not for the visitor
             log.error("the page %r could not be made: %r", request.target, error)
             log.debug("traceback of that error", exc_info=True)
             return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made.")

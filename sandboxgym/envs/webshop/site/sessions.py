@@ -41,7 +41,7 @@ class Sessions:
         """Set a session, now the most recently used of its holder; a new one is the given holder's.
 
         Where there are too many, the least recently used go: of a holder who has more than `MOST_PER_HOLDER`, then of
-        whoever has most, until the table has at most ``most``.
+        the largest holder, until the table has at most ``most``.
         """
         holder = self._holders.get(sid, holder)
         self.pop(sid)

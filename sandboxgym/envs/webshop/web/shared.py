@@ -58,7 +58,7 @@ class Leases(Generic[K, V]):
     """Leases of the resources that a function makes, one per key.
 
     Args:
-        make: from a key to the thing. Whoever asks meanwhile waits.
+        make: makes the resource of a key. Other callers wait meanwhile.
     """
 
     def __init__(self, make: Callable[[K], V]) -> None:

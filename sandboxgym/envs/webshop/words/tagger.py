@@ -9,7 +9,7 @@ chosen for agreement with the results of real models (the original's tests, reco
 2. A capitalised word is a noun unless it is a function word, one of a few words that are not nouns in any case, a
    participle after a hyphen, or an -ing form that begins the title.
 3. A word in lower case is a noun unless it is known for, or ends like, another part of speech.
-4. What has no letter is not a noun, nor is what begins with a digit: "15PCs" and "2PK" count as numbers.
+4. A word without a letter is not a noun, nor is one that begins with a digit: "15PCs" and "2PK" count as numbers.
 """
 
 from __future__ import annotations
