@@ -227,7 +227,7 @@ class EntropyThreshold:
         points: M, without the root's own.
         first: depth from which on the schedule may choose.
         keep: number of paths remembered.
-        history: the remembered.
+        history: entropies of the remembered paths.
     """
 
     SPENT = 0.9
@@ -257,7 +257,7 @@ class ValueTable:
 
     Args:
         decay: share of what is known that is kept at each batch, as the policy changes.
-        state: of `state`.
+        state: result of `state`.
     """
 
     PSEUDO, KIND, FORGOTTEN = 2.0, 4.0, 1e-3
@@ -442,7 +442,7 @@ class TaskSpread:
         Args:
             tasks: the batch.
             mean: independent rollouts per task on average; no batch exceeds it.
-            least: of any task; the most is ``MOST`` times the mean.
+            least: smallest number per task; the largest is ``MOST`` times the mean.
         """
         total = mean * len(tasks)
         if not self.sums:

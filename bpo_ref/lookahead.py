@@ -105,8 +105,8 @@ class LookAhead:
 
     Args:
         args: ``gamma``, ``max_turns``, ``max_new_tokens``, ``context``, ``network`` and ``lookahead_least`` are used.
-        prompt: how actions are written.
-        writer: in which tokens.
+        prompt: format of the actions.
+        writer: converter of answers to tokens.
         values: V̂ of earlier batches; copied, so that nothing of this batch can come to be known to it.
         network: the same by features, where ``network`` says so; copied, too.
 
@@ -312,7 +312,7 @@ def scored(logps: Logps, args: Args, device: torch.device) -> Score:
     Args:
         logps: of the policy that has sampled, at its temperature.
         args: ``pack`` and ``micro_tokens`` are used.
-        device: of the tensors that it is given.
+        device: device of the tensors that it is given.
     """
 
     def score(asked: Sequence[tuple[Ids, Ids]]) -> list[float]:

@@ -217,7 +217,7 @@ def make_schedule(
     Args:
         args: resolved.
         seed: keys what it draws.
-        memory: of earlier batches.
+        memory: memory of earlier batches.
         scores: those of ``value-oracle``.
         tasks: all of the batch, of every process, by index; for ``allocation=spread``.
 

@@ -44,8 +44,8 @@ def shard(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None
     """Shard the weights of a causal model over all processes, in place; frozen ones and adapters too.
 
     Args:
-        model: of transformers or PEFT; every process holds the same weights. One that is already sharded is left alone.
-        device: of this process; the model is moved there.
+        model: a transformers or PEFT model; every process holds the same weights. An already sharded one is left alone.
+        device: device of this process; the model is moved there.
         dtype: compute dtype, of gathered weights too. The shards keep their own, gradients are reduced in fp32.
     """
     if isinstance(model, FSDPModule):

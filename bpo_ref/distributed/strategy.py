@@ -29,8 +29,8 @@ class Strategy(ABC):
     """The network of a run as its processes share it, with its optimizer.
 
     Args:
-        accelerator: of the run.
-        dtype: what is computed in.
+        accelerator: accelerator of the run.
+        dtype: compute dtype.
         clip: largest norm of a gradient.
     """
 

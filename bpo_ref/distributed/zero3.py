@@ -77,7 +77,7 @@ class Sharded:
         """Shard the weights, in place.
 
         Args:
-            model: of transformers; every process holds the same weights.
+            model: a transformers model; every process holds the same weights.
             optimizer: AdamW over its parameters; None: it is not trained.
             dtype: compute dtype. Trained weights are also kept in fp32; gradients are reduced and added up in
                 fp32.

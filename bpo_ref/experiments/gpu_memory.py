@@ -99,9 +99,9 @@ def keys_and_values(shape: Shape, *, rows: int, tokens: int, size: int, joined: 
     The layers that are joined, and of one layer keys and values side by side and again with a copy for each head.
 
     Args:
-        shape: of the model.
-        rows: that are sampled at the same time.
-        tokens: of each, none of them shared.
+        shape: shape of the model.
+        rows: number of rows sampled at the same time.
+        tokens: number of tokens per row, none of them shared.
         size: bytes of a number.
         joined: of the generator.
     """
@@ -116,9 +116,9 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
 
     Args:
         args: settings of the run, resolved.
-        shape: of the model.
+        shape: shape of the model.
         layout: ``ddp`` holds everything on every GPU, ``fsdp2`` and ``zero3`` a part of it.
-        gpus: how many.
+        gpus: number of GPUs.
     """
     low = 2 if args.dtype == "bfloat16" else 4
     parts = gpus if layout != "ddp" else 1

@@ -38,7 +38,7 @@ class QueryPolicy:
 
     Args:
         any: logit that all words share; -1.4 takes one in five.
-        own: what is added for a word, 0 at first.
+        own: logit added for a word, 0 at first.
     """
 
     any: float = -1.4
@@ -99,7 +99,7 @@ def train(policy: QueryPolicy, *, tasks: int, forks: int, rate: float = 2.0, see
         tasks: instructions to learn from, drawn from those of the training products.
         forks: queries for each, at least 2.
         rate: learning rate at the start; it falls to 0.
-        seed: of what is drawn.
+        seed: seed of what is drawn.
     """
     rng = random.Random(f"train/{seed}")
     env = shop("product-train")

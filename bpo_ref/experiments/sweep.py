@@ -97,13 +97,13 @@ def commands(
     """Commands of the SFT starts, and of the runs from them; finished ones are left out.
 
     Args:
-        variants: what is run.
+        variants: arguments of each variant, by label.
         out: folder of the runs.
         config: file of settings.
         seeds: of every variant.
-        launch: what starts a run.
+        launch: command that starts a run.
         extra: words that go to every run.
-        starts: how many there are; seed s begins at the one of seed s modulo this. Default: each at its own.
+        starts: number of SFT starts; seed s begins at start s modulo this. Default: one per seed.
     """
 
     def command(folder: Path, *words: str) -> list[list[str]]:

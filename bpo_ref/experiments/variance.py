@@ -368,7 +368,7 @@ def compare(samples: Sequence[Samples], reference: Samples, *, bootstrap: int, m
         reference: for E g.
         bootstrap: resamples of the tasks.
         minibatch: tasks of a mini-batch.
-        seed: of the resampling.
+        seed: seed of the resampling.
     """
     tasks = len(reference.means)
     rng = np.random.default_rng(seed)

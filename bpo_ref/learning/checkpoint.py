@@ -29,7 +29,7 @@ def save_checkpoint(
 
     Args:
         folder: of the checkpoint.
-        model: of transformers or PEFT, which writes its adapters alone.
+        model: a transformers or PEFT model, which writes its adapters alone.
         tokenizer: goes with it.
         state: the trainer's.
         weights: of the model, where they are not its own parameters (shards).

@@ -35,7 +35,7 @@ def settle_cpu(threads: int) -> None:
     in one by one again. Other C libraries are left as they are.
 
     Args:
-        threads: of PyTorch; 0: its choice.
+        threads: threads of PyTorch; 0: its choice.
     """
     if torch.cuda.is_available():
         return
@@ -87,7 +87,7 @@ def build_tiny(
         vocabulary: pieces of a byte-level tokenizer learned on the texts, which can encode anything; 0: a word-level
             one that knows the words of the texts and nothing else.
         context: largest number of tokens of an episode.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Raises:
         ConfigError: there is no such size.
@@ -151,10 +151,10 @@ def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int, base: str | N
     2021). Their product starts at 0, so that at first nothing changes.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
         r: rank.
         alpha: their product is scaled by alpha / r.
-        seed: of the weights.
+        seed: seed of the weights.
         base: the folder or name that the model was loaded from, for those who load the adapters.
 
     Raises:

@@ -38,7 +38,7 @@ def rescore(
         args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``pack`` and ``micro_tokens`` are used.
         policy: the policy that has sampled.
         reference: used only where the divergence is subtracted from the rewards.
-        device: of the tensors that they are given.
+        device: device of the tensors that they are given.
     """
     unknown = any(not edge.action.data.logps for tree in trees for edge in tree.edges())
     measured = unknown or args.tis > 0

@@ -67,7 +67,7 @@ class ValueNetwork:
     Args:
         limit: turns of an episode.
         decay: share of a batch's weight that is kept at each later one.
-        state: of `state`.
+        state: result of `state`.
     """
 
     WIDTH, MEMBERS, KINDS, KEPT, STEPS, SIZE, LR = 64, 2, 8, 16, 150, 256, 3e-3

@@ -79,9 +79,9 @@ def make_backend(
         name: ``hf`` (`generate.Generator`) or ``transformers-continuous`` (`continuous.ContinuousGenerator`).
         model: to sample from.
         stop_ids: tokens that end a turn.
-        max_new_tokens: most tokens of a turn.
-        temperature: of the sampling.
-        context_limit: most tokens of a row.
+        max_new_tokens: largest number of tokens per turn.
+        temperature: temperature of the sampling.
+        context_limit: largest number of tokens per row.
         entropies: whether they are needed as soon as a turn has been sampled.
         sampler_logps: whether the sampler's own log-probabilities are needed; of ``hf`` they are `Generation.logps`.
     """

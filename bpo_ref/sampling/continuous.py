@@ -37,9 +37,9 @@ class ContinuousGenerator:
     Args:
         model: on CUDA for speed; on a CPU it is for tests.
         stop_ids: tokens that end a turn.
-        max_new_tokens: most tokens of a turn.
-        temperature: of the sampling.
-        context_limit: most tokens of a row; default: the model's ``max_position_embeddings``.
+        max_new_tokens: largest number of tokens per turn.
+        temperature: temperature of the sampling.
+        context_limit: largest number of tokens per row; default: the model's ``max_position_embeddings``.
         score: measure log-probabilities and entropies of each turn, for schedules that decide by them.
         sampler_logps: also return the log-probabilities by which tokens were drawn.
         page: tokens per page of the cache; requests share whole pages only, and turns of agents are short.

@@ -182,13 +182,13 @@ def collect_demonstrations(
     ``noisy``, which tells of the last action whether it was a deliberate mistake.
 
     Args:
-        envs: where the environment comes from.
-        episodes: how many to play.
+        envs: source of the environment.
+        episodes: number of episodes to play.
         noise: probability of a deliberate mistake.
-        seed: of the tasks' order and the mistakes.
+        seed: seed of the tasks' order and the mistakes.
         least: see above.
         expert_kwargs: further arguments of ``expert``.
-        prompt: what would have been shown and answered.
+        prompt: format of prompts and answers.
         retries: environments that an episode may lose before it is left out. 0: the first error is raised.
         progress: called after each episode.
 

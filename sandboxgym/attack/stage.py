@@ -50,8 +50,8 @@ class HostThings:
         secret: path of a file that everybody on the host may read.
         port, abstract: of a service on the loopback device, and on an abstract socket.
         socket_path: of a service in the file system.
-        process: of this user, with the token in its command line.
-        key: of a shared memory segment, a message queue and semaphores; 0 if there can be none.
+        process: process of this user, with the token in its command line.
+        key: key of a shared memory segment, a message queue and semaphores; 0 if there can be none.
     """
 
     def __init__(self) -> None:

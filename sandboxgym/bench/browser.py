@@ -311,8 +311,8 @@ def measure(setting: Setting, load: float) -> Table:
     """Measure everything; returns the page as lines of Markdown.
 
     Args:
-        setting: what to measure.
-        load: of the machine, before.
+        setting: settings of the measurement.
+        load: load of the machine beforehand.
     """
     text, env = setting.make("WebShop"), setting.make("WebShopBrowser")
     text.reset()

@@ -40,10 +40,10 @@ class Row:
     """A line of the matrix.
 
     Attributes:
-        title: what it is about.
+        title: the state in words.
         probes: names of `PROBES`.
         keeps: the word of `Capabilities.keeps` that declares it kept.
-        always: what is declared of every backend, if that decides.
+        always: verdict declared of every backend, if there is one.
         outside: whether it lies where a backend without isolation has nothing to itself.
     """
 

@@ -185,9 +185,9 @@ def tables(other: Path, backends: Sequence[str], rootfs: str, *, rounds: int, re
     """Compare another checkout with this one in all tables.
 
     Args:
-        other: what it was before.
+        other: the earlier checkout.
         backends: names of `make_sandbox`, or `cost.FULL`.
-        rootfs: of all of them.
+        rootfs: root file system of all sandboxes.
         rounds: pairs of children.
         repeats: of each operation in each child.
         boxes: idle sandboxes whose memory is counted, once in each child.

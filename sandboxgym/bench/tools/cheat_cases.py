@@ -37,7 +37,7 @@ class Cheat:
     """One way to an unearned reward.
 
     Attributes:
-        name: what is done, in a few words.
+        name: the cheat in a few words.
         command: of bash, in ``/testbed``.
         patch: that is handed in as it is, in place of the difference that the commands make.
         outside: whether it relies on what is outside of the difference.

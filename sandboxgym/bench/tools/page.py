@@ -18,7 +18,7 @@ def head(title: str, name: str, argv: Sequence[str] | None) -> list[str]:
     """Write the title and the command, without the option that names the page's file.
 
     Args:
-        title: of the page.
+        title: title of the page.
         name: of the benchmark.
         argv: its arguments; None: those of this process.
     """

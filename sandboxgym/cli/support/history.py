@@ -70,8 +70,8 @@ class Exploration:
 
     Args:
         env: in any stack of wrappers that can be snapshotted.
-        seed: of the first reset.
-        options: of every reset.
+        seed: seed of the first reset.
+        options: options of every reset.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Exploration:
         """Begin another episode, at a new root.
 
         Args:
-            seed: of the reset.
+            seed: seed of the reset.
             task: the task of this and every later reset; None keeps the last.
 
         Raises:

@@ -101,7 +101,7 @@ class Game:
     """A compiled game; build it with :meth:`from_json`. See the module's description.
 
     Attributes:
-        name: the path of the file, or what the caller called it.
+        name: the path of the file, or the caller's name for it.
         digest: SHA-256 of the file's domain, grammar and problem, in hexadecimal.
         task_type: such as ``pick_heat_then_place_in_recep``, or ``unknown``.
         walkthrough: commands that win, if the file has them.
@@ -164,7 +164,7 @@ class Game:
             text: the content.
             name: the path of the file; the directories of official games begin with their task type.
             task_type: the task type, if known otherwise.
-            cache: where to look for what was worked out before, and to leave it.
+            cache: cache of grounded games to read from and write to.
 
         Raises:
             GameError: the file is malformed, unsolvable, or uses something unsupported.

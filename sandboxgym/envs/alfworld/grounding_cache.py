@@ -48,7 +48,7 @@ class GroundingCache:
 
     Args:
         directory: made when the first entry is written.
-        max_bytes: what all entries together may take.
+        max_bytes: limit of the size of all entries together.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, max_bytes: int = MAX_BYTES) -> None:

@@ -103,8 +103,8 @@ class Expert:
 
     Args:
         playing: gives the task once an episode has begun.
-        tools: in whose format it acts.
-        rng: of what it chooses; by default one of fixed seed.
+        tools: set of tools whose format its actions have.
+        rng: random stream of its choices; by default one with a fixed seed.
         noise: probability of a useless action.
         direct: read, edit by line numbers (in bash) and submit: no looking around before, no tests after.
         careless: probability of an episode with a slip: one of the task's `slips`, or, where it has a demonstration, to

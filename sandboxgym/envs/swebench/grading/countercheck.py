@@ -84,7 +84,7 @@ def findings(passed: Collection[str], changed: Changed, log: str) -> tuple[str, 
     Args:
         passed: tests of ``changed.fails`` that are reported as passed.
         changed: the tests.
-        log: what was printed.
+        log: output of the run.
     """
     if passed:
         return (f"countercheck: {len(passed)} tests that cannot pass are reported as passed",)

@@ -107,7 +107,7 @@ def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
     """Extract the changes since the start, commits included.
 
     Args:
-        box: where this is found out; what is in it is lost.
+        box: sandbox for the extraction; its content is lost.
         leaf: the sandbox as it stands.
         pristine: the task's files before anything was done.
 

@@ -41,9 +41,9 @@ def parse(path: str, request: dict[str, Any], *, seconds: int = CPU_SECONDS, mem
     """Run `answer` on a log in a process of its own.
 
     Args:
-        path: of the log.
+        path: path of the log.
         request: for `answer`.
-        seconds: of processor time that it may take.
+        seconds: limit of CPU time.
         memory: bytes that it may take.
 
     Raises:
@@ -192,7 +192,7 @@ def answer(path: str, request: dict[str, Any]) -> dict[str, Any]:
     """Compute the official report on a log, and the suspicious findings in it.
 
     Args:
-        path: of the log.
+        path: path of the log.
         request: ``row`` for the official ``make_test_spec``; ``prediction``, with the patch or a text in its place;
             ``expected``: how every test has to end, empty where only those of the row count.
 

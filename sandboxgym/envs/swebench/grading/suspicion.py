@@ -229,12 +229,12 @@ def of_patch(
     """Find suspicious changes in a patch; the solution itself has none.
 
     Args:
-        patch: to be judged.
+        patch: the patch to examine.
         solution: the task's own.
         test_patch: with which the tests come.
-        test_command: that runs them.
+        test_command: command that runs them.
         tests: their names.
-        statement: of the problem; what it says may be used.
+        statement: problem statement; a patch may use its contents.
     """
     theirs = changes(solution)
     allowed = {name for change in theirs for name in (change.path, change.old_path) if name}
@@ -535,7 +535,7 @@ def of_log(text: str, *, log_parser: str, expected: Collection[str]) -> tuple[st
 
     Args:
         text: stdout and stderr in one.
-        log_parser: the official name of what reads it.
+        log_parser: official name of the parser of this log.
         expected: the names of the tests that count.
     """
     found = list(_of_marks(text))

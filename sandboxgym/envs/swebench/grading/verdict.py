@@ -156,8 +156,8 @@ def grade(
     Args:
         leaf: the sandbox as it stands.
         pristine: the task's files before anything was done.
-        task: what was to be done.
-        settings: of the sandbox it is tested in.
+        task: the task that was worked on.
+        settings: settings of the sandbox it is tested in.
         patch: graded in place of what was changed in ``leaf``.
         timeout: seconds that the tests may take.
         reject_suspicious: what looks forged gets the verdict ``suspicious``, in place of any other.
@@ -222,7 +222,7 @@ def attempt(pristine: Pristine, task: Task, settings: Settings, patch: str, *, t
     Args:
         pristine: the task's files before anything was done.
         task: whose tests are run.
-        settings: of the sandbox.
+        settings: settings of the sandbox.
         patch: may be empty, which tests the files as they are.
         timeout: seconds that the tests may take.
 
@@ -352,9 +352,9 @@ def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, ch
     Args:
         task: whose tests were run.
         printed: stdout and stderr in one.
-        patch: that was applied.
+        patch: the applied patch.
         network: whether the tests could use it.
-        checked: what is known of the row on this image.
+        checked: result of `sandboxgym swebench check` for the row on this image.
     """
     with tempfile.TemporaryDirectory(prefix="sandboxgym-") as folder:
         path = Path(folder, "test_output.txt")

@@ -22,7 +22,7 @@ def record(settings: Mapping[str, Any], *, only: Sequence[str] | None = None) ->
     """Run all tasks; returns their records.
 
     Args:
-        settings: of the sandboxes, as `Settings` takes them.
+        settings: settings of the sandboxes, as `Settings` takes them.
         only: these tasks.
 
     Raises:

@@ -83,7 +83,7 @@ def parse(text: str, *, name: str) -> Repository:
 
     Args:
         text: content of the file.
-        name: how errors call it.
+        name: name of the file in errors.
 
     Raises:
         SourceError: a section is unknown or out of place, or an edit does not apply.

@@ -30,7 +30,7 @@ def check(task: Task, settings: Settings, *, repeat: int = 1, timeout: float = g
 
     Args:
         task: the row.
-        settings: of the sandboxes; where they have no network, a solution that fails is tried with it once more.
+        settings: settings of the sandboxes; without network, a failing solution is tested with it once more.
         repeat: runs of the solution and of no change.
         timeout: seconds that the tests may take in each.
 

@@ -135,8 +135,8 @@ def from_row(row: Mapping[str, Any], *, where: str = "row") -> Task:
     """Make a task from a row of SWE-bench in the old or the new format, or of another style of `datasets`.
 
     Args:
-        row: of a data set.
-        where: how errors call it, until its ``instance_id`` is known.
+        row: a row of a data set.
+        where: name of the row in errors, until its ``instance_id`` is known.
 
     Raises:
         TaskError: a column is missing or malformed, or cannot be derived.

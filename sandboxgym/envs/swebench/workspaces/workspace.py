@@ -500,7 +500,7 @@ def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None
     """Paths of the repository that git has to look at; None if all.
 
     Args:
-        changed: what was written since a simple start.
+        changed: files written since a simple start.
         beside: directories beside the repository that count.
     """
     paths = dict[str, None]()
@@ -562,8 +562,8 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
     """Prepare or load a task's files at the start of an episode.
 
     Args:
-        task: to be prepared.
-        settings: of the sandboxes that will have the files.
+        task: the task to prepare.
+        settings: settings of the sandboxes that will have the files.
         verify: read all that is kept of it on disk, and prepare it again if that is not what was kept.
 
     Raises:

@@ -108,7 +108,7 @@ def make_products(
     Args:
         records: with their numbers.
         instructions: by asin, as `read_instructions` gives them.
-        source: where the records come from, for messages.
+        source: source of the records, for messages.
 
     Raises:
         CatalogueMalformed: at the record that is not as expected.
