@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[str, list[float], list[float]]
-"""Content, log-probabilities of its tokens, those of the alternatives of the first one."""
+"""Content, log-probabilities of its tokens, and those of the alternatives to the first one."""
 
 
 @dataclass
 class ChatStub:
-    """What came in and how much of it at a time."""
+    """Server that records its requests, and how many there are at a time."""
 
     answer: Callable[[dict[str, Any]], Answer | tuple[int, dict[str, Any]]]
     url: str = ""

@@ -218,12 +218,12 @@ def test_a_run_that_was_stopped_does_not_count_as_finished(tmp_path: Path, monke
         begun.extend(map(sweep.folder_of, commands))
 
     monkeypatch.setattr(sweep, "run_all", stopping)
-    with pytest.raises(SystemExit, match=r"stopped before the end: .*start-seed0.*; the same command goes on"):
+    with pytest.raises(SystemExit, match=r"stopped early: .*start-seed0.*; run the same command to continue"):
         main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
     assert begun == [tmp_path / "start-seed0"]
     (tmp_path / "start-seed0").mkdir()
     (tmp_path / "start-seed0" / "results.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"stopped before the end: .*bpo-paper-0\.0-seed0"):
+    with pytest.raises(SystemExit, match=r"stopped early: .*bpo-paper-0\.0-seed0"):
         main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
 
 

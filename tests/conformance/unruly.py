@@ -17,7 +17,7 @@ from sandboxgym.system import run_directories
 
 
 class Counter(SnapshotEnv[int, int]):
-    """Correct."""
+    """A correct environment."""
 
     metadata = {"render_modes": []}
 
@@ -58,7 +58,7 @@ class Aborts(Counter):
 
 
 class AbortsInCrowds(Counter):
-    """Wide forks only: all other checks can run."""
+    """Aborts in wide forks only: all other checks can run."""
 
     def fork(self, k: int, *, seed: int | None = None) -> Any:
         if k > 40:
@@ -67,7 +67,7 @@ class AbortsInCrowds(Counter):
 
 
 class AbortsAlways(Counter):
-    """Any fork, in a check of its own each time."""
+    """Aborts in any fork, in a check of its own each time."""
 
     def fork(self, k: int, *, seed: int | None = None) -> Any:
         os.abort()
@@ -111,7 +111,7 @@ class Large(Counter):
 
 
 class LeavesAChild(Counter):
-    """A process of its own is there when the interpreter ends."""
+    """Leaves a process of its own when the interpreter ends."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Any:
         process = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -121,7 +121,7 @@ class LeavesAChild(Counter):
 
 
 class WaitsInAFolder(Counter):
-    """Has files in a temporary folder of the suite, some of which are locked away, and never goes on."""
+    """Keeps files in a temporary folder of the suite, some of them locked away, and hangs."""
 
     def snapshot(self) -> Any:
         folder = tempfile.gettempdir()
@@ -136,7 +136,7 @@ class WaitsInAFolder(Counter):
 
 
 class TwoGigabytes(Counter):
-    """Correct; a snapshot takes as many MiB as a variable says, 2048 without it."""
+    """A correct environment whose snapshots take as many MiB as a variable says, 2048 without it."""
 
     def _capture(self) -> Any:
         mib = int(os.environ.get("UNRULY_MIB", "2048"))

@@ -1,7 +1,7 @@
-"""Two checkouts measured in one run, in turn: what a change costs on this machine, whatever else runs there.
+"""Comparison of two checkouts, measured in turn in one run: the cost of a change, even on a busy machine.
 
-Children of both (`cost`) live at the same time and are asked one after the other, the first and the second of a pair
-taking turns, so that each ratio is of two moments that hardly lie apart. What is told is the median of the ratios.
+Children of both (`cost`) live at the same time and are measured one after the other, the first and the second of a pair
+taking turns, so that each ratio is of two moments close to each other. The median of the ratios is reported.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ HERE = Path(__file__).resolve().parents[3]
 _PATIENCE = 900.0
 """Seconds that a child may live."""
 _SURE = 1.645
-"""Standard deviations on either side of which a tenth of a normal distribution lies."""
+"""Quantile of the normal distribution with 5 % of it on either side, in standard deviations."""
 Kind = Literal["seconds", "bytes"]
 Pairs = dict[tuple[Kind, str], list[tuple[float, float]]]
-"""By what was measured, what it took before and after, for each time."""
+"""Pairs (before, after) of measurements, by kind and operation."""
 
 
 class Unavailable(Exception):
-    """The backend cannot be had in one of the checkouts; the message says why."""
+    """Raised if the backend is not available in one of the checkouts; the message says why."""
 
 
 def checkout(path: str | Path) -> Path:
-    """The folder of a checkout.
+    """Find the folder of a checkout.
 
     Raises:
         ValueError: there is no such package in it.
@@ -49,7 +49,7 @@ def checkout(path: str | Path) -> Path:
 
 
 def revision(folder: Path) -> str:
-    """The commit that is checked out, or where there is no repository, what the folder is called."""
+    """Commit that is checked out, or the folder's name where there is no repository."""
     if (folder / ".git").exists():
         command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -59,7 +59,7 @@ def revision(folder: Path) -> str:
 
 
 class Child:
-    """A process that measures one checkout.
+    """A child process that measures one checkout.
 
     Raises:
         Unavailable: there is no such backend.
@@ -94,7 +94,7 @@ class Child:
             raise
 
     def ask(self, kind: Kind) -> dict[str, float]:
-        """One measurement of everything."""
+        """Make one measurement of everything."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer says so
             self._process.stdin.write(f"{kind}\n")
@@ -103,7 +103,7 @@ class Child:
         return found
 
     def close(self) -> None:
-        """End it, and its sandboxes with it."""
+        """End the child with its sandboxes."""
         self._timer.cancel()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -125,7 +125,7 @@ class Child:
 
 @contextlib.contextmanager
 def children(folders: Sequence[Path], backend: str, rootfs: str, boxes: int) -> Iterator[list[Child]]:
-    """A child for each checkout."""
+    """Start a child for each checkout."""
     with contextlib.ExitStack() as opened:
         yield [opened.enter_context(contextlib.closing(Child(path, backend, rootfs, boxes))) for path in folders]
 
@@ -152,7 +152,7 @@ def compare(before: Path, after: Path, backend: str, rootfs: str, *, rounds: int
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies, sure to 90 %, whatever the distribution (order statistics); of few values, all of them.
+    """Confidence interval of the median, 90 %, for any distribution (order statistics); of few values, their range.
 
     >>> interval([3.0, 1.0, 2.0]), interval([float(n) for n in range(101)])
     ((1.0, 3.0), (41.0, 59.0))
@@ -164,7 +164,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(pairs: Pairs) -> list[str]:
-    """Markdown: what both took, and the ratio."""
+    """Format both measurements and their ratio as Markdown."""
     lines = ["| median | before | after | after / before (90 % interval of the median) |", "|---|---|---|---|"]
     for (kind, name), both in pairs.items():
         scale, form = (1e3, "{:.2f} ms") if kind == "seconds" else (1e-3, "{:.0f} kB")
@@ -182,12 +182,12 @@ def _ratio(both: Sequence[tuple[float, float]]) -> str:
 
 
 def tables(other: Path, backends: Sequence[str], rootfs: str, *, rounds: int, repeats: int, boxes: int) -> list[str]:
-    """The whole comparison of another checkout with this one.
+    """Compare another checkout with this one in all tables.
 
     Args:
-        other: what it was before.
+        other: the earlier checkout.
         backends: names of `make_sandbox`, or `cost.FULL`.
-        rootfs: of all of them.
+        rootfs: root file system of all sandboxes.
         rounds: pairs of children.
         repeats: of each operation in each child.
         boxes: idle sandboxes whose memory is counted, once in each child.

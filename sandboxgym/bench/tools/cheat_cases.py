@@ -1,7 +1,7 @@
-"""A small task, and cheats on it: ways to a reward without the repair, each told as what an agent does.
+"""A small task and cheats on it: ways to a reward without the repair, each given as an agent's actions.
 
 The task (``parcel.txt``) becomes a row in SWE-bench's format. Its test command names files, and its script installs the
-repository first, as the rows of most repositories do. The cheats are told in ``cheats.txt``, as sections::
+repository first, as the rows of most repositories do. The cheats are listed in ``cheats.txt``, as sections::
 
     @@@ cheat NAME      (or: outside NAME, of what is not in the difference; honest NAME, of what is no cheat)
     @@@ file PATH       a file is written; after PATH, before PATH: lines are added to one
@@ -34,10 +34,10 @@ INSTALL = "python setup.py -q develop --no-deps"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cheat:
-    """One way to a reward that is not earned.
+    """One way to an unearned reward.
 
     Attributes:
-        name: what is done, in a few words.
+        name: the cheat in a few words.
         command: of bash, in ``/testbed``.
         patch: that is handed in as it is, in place of the difference that the commands make.
         outside: whether it relies on what is outside of the difference.
@@ -52,12 +52,12 @@ class Cheat:
 
 
 def history() -> str:
-    """The repository as it is when the task begins, for ``git fast-import``."""
+    """Repository at the task's beginning, for ``git fast-import``."""
     return _repository().fast_import(1)
 
 
 def row(image: str, base_commit: str) -> dict[str, Any]:
-    """The row of the task.
+    """Row of the task.
 
     Args:
         image: that holds its repository at ``/testbed``.
@@ -71,7 +71,7 @@ def row(image: str, base_commit: str) -> dict[str, Any]:
 
 @functools.cache
 def cases() -> tuple[Cheat, ...]:
-    """All cheats, and the honest work among them."""
+    """List all cheats, and the honest work among them."""
     texts: dict[str, str] = {}
     found: list[Cheat] = []
     for section in re.split(r"^@@@ ", _read("cheats.txt"), flags=re.MULTILINE)[1:]:
@@ -91,7 +91,7 @@ def cases() -> tuple[Cheat, ...]:
 
 
 def _written(kind: str, path: str, text: str) -> str:
-    """A command that writes a file, or adds lines ``after`` or ``before`` what it has."""
+    """Command that writes a file, or adds lines ``after`` or ``before`` its present ones."""
     if kind == "after":
         return f"printf '%s\\n' {text} >> {path}"
     if kind == "before":

@@ -1,7 +1,7 @@
-"""The child of ``sandboxgym bench sandbox --against``: what sandboxes of one checkout cost.
+"""Child of ``sandboxgym bench sandbox --against``, which measures the costs of one checkout's sandboxes.
 
-It is run as a file, of this checkout, with the package of whichever checkout is measured: so both are measured by the
-same code. It uses nothing of the package but `make_sandbox` and the methods of a sandbox, which both have.
+It is run as a file of this checkout, with the package of the measured checkout, so that both are measured by the same
+code. From the package it uses only `make_sandbox` and the methods of a sandbox, which both have.
 
     python cost.py CHECKOUT BACKEND ROOTFS BOXES
 
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 WORK = "mkdir -p /tmp/work; for i in {1..100}; do echo $i > /tmp/work/$i; done; cat /tmp/work/* > /tmp/all"
-"""A command that makes files, and reads them."""
+"""Command that makes files and reads them."""
 _NUMBER, _PROCESSES = "processes", "processes, their shares of memory"
 _KERNEL = ("SUnreclaim", "KernelStack", "PageTables", "Percpu")
 FULL = "overlay-full"
-"""The overlay backend with snapshots of files and processes."""
+"""Name of the overlay backend with snapshots of files and processes."""
 
 
 def main(arguments: list[str]) -> None:
-    """Measure what standard input asks for, until it ends."""
+    """Measure what standard input requests, until it ends."""
     folder, backend, rootfs, boxes = arguments
     import sandboxgym
 
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
 
 
 def seconds(make: Any) -> dict[str, float]:
-    """Wall time of each operation, in seconds; what is started, restored or forked has run a command by then."""
+    """Wall-clock seconds of each operation; started, restored and forked sandboxes have run a command by then."""
     found: dict[str, float] = {}
 
     @contextmanager
@@ -93,7 +93,7 @@ def seconds(make: Any) -> dict[str, float]:
 
 
 def memory(make: Any, boxes: int) -> dict[str, float]:
-    """Bytes that each of many idle sandboxes with a shell takes; only what this machine can tell."""
+    """Bytes that each of many idle sandboxes with a shell takes; only measures that this machine offers."""
     if not Path("/proc/self/smaps_rollup").exists():
         return {}
     with ExitStack() as opened:
@@ -110,7 +110,7 @@ def memory(make: Any, boxes: int) -> dict[str, float]:
 
 
 def _counted() -> dict[str, int]:
-    """Bytes now, by how they are counted; and the number of processes."""
+    """Bytes now, by measure; and the number of processes."""
     mine = {str(os.getpid())}
     parents = {pid: text.rpartition(")")[2].split()[1] for pid in _pids() if (text := _read(f"/proc/{pid}/stat"))}
     while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
@@ -126,7 +126,7 @@ def _counted() -> dict[str, int]:
 
 
 def _groups(pid: str) -> Iterator[str]:
-    """The files that say what a process's control group is charged with."""
+    """Files with the memory charged to a process's control group."""
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         _, kind, path = line.split(":", 2)
         if kind == "memory":
@@ -145,7 +145,7 @@ def _kilobytes(path: str, name: str) -> int:
 
 
 def _read(path: str) -> str:
-    """What a file holds; nothing where it is gone, as those of processes are."""
+    """Read a file; empty if it is gone, as those of processes may be."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

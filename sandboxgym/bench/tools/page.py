@@ -1,4 +1,4 @@
-"""A page of results in Markdown: the command that wrote it, the machine, tables, and what somebody says of them."""
+"""A page of results in Markdown: the command that wrote it, the machine, tables, and hand-written remarks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REMARKS = "### What the numbers say"
-"""Heading of what is written by hand: from here on a page that is written anew stays as it was."""
+"""Heading of the hand-written remarks, which are kept when a page is rewritten."""
 
 
 def head(title: str, name: str, argv: Sequence[str] | None) -> list[str]:
-    """The title, and the command as it was given, but for where the page goes.
+    """Write the title and the command, without the option that names the page's file.
 
     Args:
-        title: of the page.
+        title: title of the page.
         name: of the benchmark.
         argv: its arguments; None: those of this process.
     """
@@ -27,7 +27,7 @@ def head(title: str, name: str, argv: Sequence[str] | None) -> list[str]:
 
 
 def machine(*more: str) -> str:
-    """Cores, kernel, Python and the date; ``more`` stands between them."""
+    """Describe the machine: cores, kernel, Python and the date, with ``more`` between them."""
     kernel = f"{platform.system()} {platform.release().split('-')[0]}"
     parts = (f"{os.cpu_count()} cores ({platform.machine()})", kernel, *more, f"Python {platform.python_version()}")
     return f"{', '.join(parts)}, {datetime.date.today()}"

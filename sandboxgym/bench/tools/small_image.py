@@ -1,4 +1,4 @@
-"""A small root file system of this machine's programs, for a Docker image where there is no registry to ask."""
+"""A small root file system of this machine's programs, for a Docker image where no registry can be reached."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def fill(root: Path, *, packages: Sequence[str] | None = None) -> None:
 
 
 def needed(binary: str) -> set[str]:
-    """Libraries that a program is linked with, the loader included."""
+    """List the libraries that a program is linked with, the loader included."""
     listed = subprocess.run(["ldd", binary], capture_output=True, text=True).stdout
     return set(re.findall(r"(/\S+) \(0x", listed))
 
 
 def copy(path: Path, root: Path) -> None:
-    """A file to its own path under another root, through that root's links to /usr."""
+    """Copy a file to its own path under another root, through that root's links to /usr."""
     target = root / str(path).lstrip("/")
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():

@@ -1,4 +1,4 @@
-"""What belongs to owners of sandboxes on this machine: processes, mounts, control groups, containers, run directories.
+"""Traces of owners of sandboxes on this machine: processes, mounts, control groups, containers, run directories.
 
 Owners are told apart by the folder that holds their run directories: each name in it is part of the name of a control
 group and the value of a label at the Docker daemon. Processes are theirs that descend from them, are in such a group,
@@ -23,7 +23,7 @@ _REAP = "import sandboxgym.system.run_directories as leftovers; print(len(leftov
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """How many there are of what belongs to the owners of one folder."""
+    """Counts of the traces of one folder's owners."""
 
     processes: int
     mounts: int
@@ -33,17 +33,17 @@ class Traces:
     directories: int
 
     def most(self, other: Traces) -> Traces:
-        """The larger number of each."""
+        """Maximum of each count."""
         return Traces(*map(max, astuple(self), astuple(other)))
 
     @property
     def none(self) -> bool:
-        """Whether there is nothing at all."""
+        """True if there is no trace at all."""
         return not any(astuple(self))
 
 
 class Folder:
-    """A folder for the run directories of owners, and what belongs to them."""
+    """A folder for the run directories of owners, and their traces."""
 
     def __init__(self, path: Path, *, docker: bool) -> None:
         self.path = path
@@ -53,11 +53,11 @@ class Folder:
         self._roots: set[int] = set()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """An owner."""
+        """Start an owner."""
         return self._python("-m", "sandboxgym.bench.faults", "--inside", *arguments)
 
     def reap(self) -> subprocess.Popen[str]:
-        """A process that clears what killed owners left, as each one does when it starts."""
+        """Run a process that removes the remains of killed owners, as every owner does when it starts."""
         return self._python("-c", _REAP)
 
     def _python(self, option: Literal["-c", "-m"], code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -69,7 +69,7 @@ class Folder:
         return process
 
     def count(self) -> Traces:
-        """What is there now."""
+        """Count the traces now."""
         directories = [path.name for path in self.path.iterdir() if path.is_dir()]  # beside them lies a lock
         self._names |= set(directories)
         rows = {row.pid: row for row in process_table.table()}
@@ -83,7 +83,7 @@ class Folder:
         return Traces(alive, mounts, groups, containers, images, len(directories))
 
     def _is_theirs(self, pid: int) -> bool:
-        """Whether a process is in one of their control groups, or has something of the folder mounted."""
+        """Tell whether a process is in one of their control groups, or has something of the folder mounted."""
         with contextlib.suppress(OSError):
             if any(name in Path(f"/proc/{pid}/cgroup").read_text() for name in self._names):
                 return True

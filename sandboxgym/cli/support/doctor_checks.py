@@ -1,7 +1,7 @@
-"""Trials of what this machine can do: short, as the present user, in a directory of their own, gone afterwards.
+"""Trials of this machine's features: short, as the present user, in a directory that is removed afterwards.
 
-Each returns a `Finding`. A trial does the thing on a small scale rather than look for signs of it (a kernel may have
-overlayfs and forbid it here), in a subprocess with a time-out, in namespaces of its own where it mounts something.
+Each returns a `Finding`. A trial uses the feature on a small scale rather than look for signs of it (a kernel may
+have overlayfs and forbid it here), in a subprocess with a timeout, in namespaces of its own where it mounts something.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sandboxgym.system import interpreter, run_directories
 
 Status = Literal["ok", "limited", "missing"]
 SECONDS = 10.0
-"""Time-out of one trial."""
+"""Timeout in seconds of one trial."""
 
 _FICLONE = 0x40049409
 _OVERLAY = """
@@ -48,19 +48,19 @@ umount "$1/merged"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One component of this machine."""
+    """Finding about one component of this machine."""
 
     name: str
     status: Status
     detail: str
-    """What was found, or why it does not work."""
+    """Description of the component, or the reason why it does not work."""
     enables: str
     fix: str = ""
-    """The command or setting that adds it; empty where nothing is missing."""
+    """Command or setting that adds it; empty where nothing is missing."""
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """Check the Python interpreter."""
     ok = sys.version_info >= (3, 11)
     return Finding(
         "python",
@@ -72,7 +72,7 @@ def python() -> Finding:
 
 
 def cores() -> Finding:
-    """Cores this process may run on, after affinity and the control group's quota."""
+    """Count the cores that this process may run on, after affinity and the control group's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota()
     detail = f"{count}" + (f", limited to the time of {quota:g}" if quota and quota < count else "")
@@ -80,7 +80,7 @@ def cores() -> Finding:
 
 
 def gpu() -> Finding:
-    """An NVIDIA device and a PyTorch that can use it, without importing PyTorch."""
+    """Check an NVIDIA device and a PyTorch that can use it, without importing PyTorch."""
     enables = "training models of useful size"
     torch = _version("torch")
     command = shutil.which("nvidia-smi")
@@ -97,7 +97,7 @@ def gpu() -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Every extra of the package: which of its requirements are installed."""
+    """Check the requirements of every extra of the package."""
     for extra, requirements in _extras().items():
         missing = [name for name in requirements if _version(name) is None]
         here = ", ".join(f"{name} {_version(name)}" for name in requirements if name not in missing)
@@ -107,7 +107,7 @@ def packages() -> Iterator[Finding]:
 
 
 def docker() -> Finding:
-    """A Docker daemon that answers."""
+    """Check a Docker daemon that answers."""
     enables = "the container backend, SWE-bench in its official images"
     host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     scheme, _, address = host.partition("://")
@@ -125,7 +125,7 @@ def docker() -> Finding:
 
 
 def user_namespaces() -> Finding:
-    """A user namespace in which this user is root."""
+    """Try a user namespace in which this user is root."""
     enables = "sandboxes without root"
     done = _unshare("--user", "--map-root-user", script="test $(id -u) = 0")
     if done is None:
@@ -137,7 +137,7 @@ def user_namespaces() -> Finding:
 
 
 def pid_namespaces() -> Finding:
-    """A process-id namespace with a /proc of its own: what makes a sandbox's processes die with it."""
+    """Try a PID namespace with a /proc of its own, with which a sandbox's processes end when it does."""
     enables = "sandboxes whose processes cannot outlive them"
     user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     done = _unshare(*user, "--pid", "--fork", "--mount-proc", script="test $$ = 1")
@@ -150,7 +150,7 @@ def pid_namespaces() -> Finding:
 
 
 def overlay() -> Finding:
-    """Copy-on-write directories by overlayfs: as root, else rootless in a user namespace."""
+    """Try copy-on-write directories by overlayfs: as root, else rootless in a user namespace."""
     enables = "the namespace backend: a snapshot of a file system in milliseconds"
     rootless = _try_overlay("--user", "--map-root-user", options=",userxattr")
     as_root = _try_overlay() if os.geteuid() == 0 else None
@@ -168,7 +168,7 @@ def overlay() -> Finding:
 
 
 def reflink() -> Finding:
-    """Files that share their blocks until they are written."""
+    """Try files that share their blocks until they are written."""
     enables = "copies of large files in no time and space"
     fix = "SANDBOXGYM_RUNTIME and SANDBOXGYM_CACHE on btrfs or XFS"
     with _Scratch() as folder:
@@ -185,7 +185,7 @@ def reflink() -> Finding:
 
 
 def criu() -> Finding:
-    """Whether a sandbox with running processes can be captured, and a copy goes on; that is tried."""
+    """Try to capture a sandbox with running processes and to continue a copy of it."""
     from sandboxgym.sandbox.checkpoint import criu as program
 
     enables = "full snapshots: files and running processes"
@@ -207,7 +207,7 @@ def criu() -> Finding:
 
 
 def browser() -> Finding:
-    """Playwright and a Chromium for it; neither is started."""
+    """Check Playwright and a Chromium for it; neither is started."""
     enables = "WebShop in a real browser"
     version = _version("playwright")
     chromium = _chromium()
@@ -222,7 +222,7 @@ def browser() -> Finding:
 
 
 def textworld() -> Finding:
-    """The original ALFWorld engine and, where it is absent, what its build needs."""
+    """Check the original ALFWorld engine and, if it is missing, the requirements of its build."""
     enables = "ALFWorld's original engine, as a reference"
     versions = {name: _version(name) for name in ("textworld", "fast-downward-textworld", "alfworld")}
     missing = [name for name, version in versions.items() if version is None]
@@ -245,7 +245,7 @@ def textworld() -> Finding:
 
 
 def swebench() -> Finding:
-    """The official grading code."""
+    """Check the official grading code."""
     enables = "grading SWE-bench by the official code"
     version = _version("swebench")
     if version is None:
@@ -256,7 +256,7 @@ def swebench() -> Finding:
 
 
 def datasets() -> Iterator[Finding]:
-    """Every data set that was downloaded, and all of them together."""
+    """Check every downloaded data set, and all of them together."""
     found = 0
     for name, dataset in data.DATASETS.items():
         parts = data.parts_found(name)
@@ -272,7 +272,7 @@ def datasets() -> Iterator[Finding]:
 
 
 def disk() -> Iterator[Finding]:
-    """Room where data, caches and run directories go, and shared memory."""
+    """Check the free space for data, caches and run directories, and shared memory."""
     places = {
         "disk:data": (data.data_dir(), 10e9, "downloaded data sets", "SANDBOXGYM_DATA"),
         "disk:cache": (data.cache_dir(), 5e9, "compiled games, indices", "SANDBOXGYM_CACHE"),
@@ -345,7 +345,7 @@ def _unshare(*namespaces: str, script: str, arguments: tuple[str, ...] = ()) -> 
 def _run(
     command: list[str], *, seconds: float = SECONDS, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """The finished command; None if it could not be started or did not finish in time."""
+    """Run a command; None if it could not be started or did not finish in time."""
     try:
         process = subprocess.Popen(
             command,

@@ -1,7 +1,7 @@
-"""The states that a player has visited, as a tree with a snapshot in each: undo, redo, branches, marks.
+"""History of a player's states, as a tree with a snapshot in each node: undo, redo, branches, marks.
 
-1. Every step adds a node; nothing that was visited is forgotten, so any of it can be returned to.
-2. The environment is always at `here`; what cannot be done leaves it there.
+1. Every step adds a node; all nodes are kept, so the player can return to any of them.
+2. The environment is always at `here`; an impossible move leaves it there.
 3. A step into a state that is known from here (same action, same ``info["state_hash"]``) leads to the known node.
 """
 
@@ -22,7 +22,7 @@ from sandboxgym.errors import SnapshotError
 
 
 class CannotGo(Exception):
-    """A move that is not possible; the message says why."""
+    """Raised if a move is not possible; the message says why."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +32,7 @@ class Node:
     number: int
     parent: Node | None
     action: Any
-    """None where it was reset to or loaded."""
+    """Action that led here; None for a root."""
     snap: Any
     observation: Any
     reward: float
@@ -43,20 +43,20 @@ class Node:
     truncated: bool
     info: dict[str, Any]
     label: str = ""
-    """What the player calls it."""
+    """Name given by the player."""
     children: list[Node] = field(default_factory=list)
     origin: str = ""
-    """How a root came about."""
+    """Origin of a root: a reset or a loaded file."""
     onward: Node | None = None
-    """The child visited last: where redo leads."""
+    """Child visited last, the target of redo."""
 
     @property
     def over(self) -> bool:
-        """Whether the episode has ended here."""
+        """Tell whether the episode has ended here."""
         return self.terminated or self.truncated
 
     def line(self) -> list[Node]:
-        """The nodes from the root to this one."""
+        """Nodes from the root to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -66,12 +66,12 @@ class Node:
 
 
 class Exploration:
-    """An environment, and everything visited in it.
+    """An environment with all its visited states.
 
     Args:
         env: in any stack of wrappers that can be snapshotted.
-        seed: of the first reset.
-        options: of every reset.
+        seed: seed of the first reset.
+        options: options of every reset.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Exploration:
 
     @property
     def limit(self) -> int | None:
-        """The step limit, if a wrapper sets one."""
+        """Step limit, if a wrapper sets one."""
         clock = _clock(self.env)
         return None if clock is None else clock._max_episode_steps
 
     def reset(self, *, seed: int | None = None, task: str | int | None = None) -> Node:
-        """A new root: another episode, beside what was visited before.
+        """Begin another episode, at a new root.
 
         Args:
-            seed: of the reset.
+            seed: seed of the reset.
             task: the task of this and every later reset; None keeps the last.
 
         Raises:
@@ -129,7 +129,7 @@ class Exploration:
         return known
 
     def undo(self, steps: int = 1) -> Node:
-        """Back by so many steps."""
+        """Go back by a number of steps."""
         node = self.here
         for _ in range(steps):
             if node.parent is None:
@@ -138,7 +138,7 @@ class Exploration:
         return self.goto(node)
 
     def redo(self, steps: int = 1) -> Node:
-        """Forward again, to where the player last went from here."""
+        """Go forward again, to the child visited last from here."""
         node = self.here
         for _ in range(steps):
             if node.onward is None:
@@ -147,7 +147,7 @@ class Exploration:
         return self.goto(node)
 
     def goto(self, node: Node) -> Node:
-        """To any visited state."""
+        """Go to any visited state."""
         sandboxgym.restore(self.env, node.snap)
         self.here = node
         for earlier, later in zip(node.line(), node.line()[1:]):
@@ -155,7 +155,7 @@ class Exploration:
         return node
 
     def mark(self, label: str) -> Node:
-        """Name this state; a name is taken from whichever state had it."""
+        """Name this state; any other state loses the name."""
         for node in self.nodes:
             if node.label == label:
                 node.label = ""
@@ -163,7 +163,7 @@ class Exploration:
         return self.here
 
     def named(self, name: str) -> Node:
-        """A visited state by its name or number."""
+        """Find a visited state by its name or number."""
         for node in self.nodes:
             if node.label == name:
                 return node
@@ -178,7 +178,7 @@ class Exploration:
         self.here.snap.save(Path(path).expanduser())
 
     def load(self, path: str | os.PathLike[str]) -> Node:
-        """Go to a saved state; it becomes a root of its own.
+        """Load a saved state, which becomes a root of its own.
 
         Raises:
             SnapshotError: not a snapshot that fits; the state is what it was.
@@ -205,7 +205,7 @@ class Exploration:
         self.env.close()
 
     def roots(self) -> Iterator[Node]:
-        """Where every episode began."""
+        """Roots of all episodes."""
         return (node for node in self.nodes if node.parent is None)
 
     def _begin(self, seed: int | None) -> Node:
@@ -246,7 +246,7 @@ def _same_step(here: Node, action: Any, info: dict[str, Any]) -> Node | None:
 
 
 def _clock(env: gym.Env[Any, Any]) -> Any:
-    """The wrapper that limits the steps, if there is one."""
+    """Find the wrapper that limits the steps, if there is one."""
     while isinstance(env, gym.Wrapper):
         if isinstance(env, gym.wrappers.TimeLimit):
             return env
@@ -255,7 +255,7 @@ def _clock(env: gym.Env[Any, Any]) -> Any:
 
 
 def draw(exploration: Exploration) -> Iterator[tuple[str, Node]]:
-    """The tree as lines: the branches drawn before each node, and the node. A line of play is not indented further."""
+    """Draw the tree as lines: the branches before each node, then the node. A single line of play is not indented."""
     # (node, what stands before it, what stands before its descendants)
     pending = [(root, "", "") for root in list(exploration.roots())[::-1]]
     while pending:

@@ -1,4 +1,4 @@
-"""Progress of a transfer, or of a number of things: a bar on a terminal that has tqdm, else a line now and then."""
+"""Progress of a transfer or of a number of items: a bar on a terminal if tqdm is installed, else occasional lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 5.0
 
 
 class PlainProgress:
-    """One line at the start, every few seconds, and at the end."""
+    """Progress as lines: at the start, every few seconds, and at the end."""
 
     def __init__(self, out: TextIO, unit: str = "B") -> None:
         self._out = out
@@ -50,7 +50,7 @@ class PlainProgress:
 
 
 class BarProgress:
-    """A bar of tqdm's."""
+    """Progress as a bar of tqdm."""
 
     def __init__(self, tqdm: Any, out: TextIO, unit: str = "B") -> None:
         self._tqdm, self._out, self._bar = tqdm, out, None
@@ -75,7 +75,7 @@ class BarProgress:
 
 
 def progress(out: TextIO | None = None, *, unit: str = "B") -> PlainProgress | BarProgress:
-    """What suits where it is printed, by default standard error; of bytes, or of what ``unit`` names."""
+    """Make the progress display that suits the output (default: standard error), for bytes or for items of ``unit``."""
     out = out or sys.stderr
     if out.isatty():
         try:

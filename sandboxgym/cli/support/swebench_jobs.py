@@ -1,7 +1,7 @@
-"""Rows worked on in several processes: each worker is an interpreter of its own that takes one row after the other.
+"""Jobs on rows in several processes: each worker is an interpreter of its own that takes one row after the other.
 
-1. A row that fails is one answer with an error; a worker that dies costs the row it was at, and another goes on.
-2. An interruption ends the workers in order, so that they take down what they have made; who does not follow is killed.
+1. A row that fails is one answer with an error; a worker that dies costs its present row, and another one continues.
+2. An interruption ends the workers properly, so that they remove their sandboxes; one that does not end is killed.
 3. A worker whose owner is gone, however it ended, is interrupted in the same way.
 4. Rows go to a worker, and answers come back, as lines of JSON.
 """
@@ -32,10 +32,10 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is done with each row."""
+    """Job to be done with each row."""
 
     work: str
-    """``"prepare"`` or ``"check"``."""
+    """Kind of work, ``"prepare"`` or ``"check"``."""
     dataset: str
     backend: str = "auto"
     image: str | None = None
@@ -47,14 +47,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a row."""
+    """Result of a job on a row."""
 
     instance_id: str
     result: dict[str, Any]
-    """Empty if it failed."""
+    """Result; empty if the job failed."""
     error: str = ""
     notes: tuple[str, ...] = ()
-    """What was logged as a warning meanwhile."""
+    """Warnings that were logged meanwhile."""
 
 
 def carry_out(job: Job, rows: Sequence[str], *, jobs: int) -> Iterator[Answer]:
@@ -96,14 +96,14 @@ class _Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def stop(self) -> None:
-        """Let the process end: at once, but with what it has to take down."""
+        """Ask the process to end at once, but with its cleanup."""
         with self._lock:
             self._stopped = True
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Wait for it, for some seconds."""
+        """Wait some seconds for its end."""
         process = self._process
         if process is not None:
             try:
@@ -178,19 +178,19 @@ def _start(job: Job, said: IO[str]) -> subprocess.Popen[str]:
 
 
 class _Notes(logging.Handler):
-    """Keeps warnings."""
+    """Log handler that keeps warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.kept: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
+        """Keep one warning."""
         self.kept.append(record.getMessage())
 
 
 def serve() -> None:
-    """Answer the owner until it closes its end."""
+    """Serve the owner until it closes its end."""
     job = Job(**json.loads(sys.argv[1]))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -218,13 +218,13 @@ def serve() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Begin to clean up: a second interruption, by an owner that ends meanwhile, say, must not cut that short."""
+    """Begin to clean up. A second interruption, by an owner that ends meanwhile, say, must not cut that short."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _follow_owner(busy: threading.Event) -> None:
-    """Interrupt this process when nobody holds the other end of its input any more, while it works on a row."""
+    """Interrupt this process when no one holds the other end of its input any more, while it works on a row."""
     owner = select.poll()
     owner.register(0, 0)  # of its end there is always word
     owner.poll()

@@ -1,6 +1,6 @@
-"""Text on a terminal: wrapped to its width, coloured only where somebody looks at it.
+"""Text on a terminal: wrapped to its width, coloured only on a terminal.
 
-Colour is used on a terminal only, and not at all if ``NO_COLOR`` is set (to anything) or ``TERM`` is "dumb".
+There is no colour if ``NO_COLOR`` is set (to anything) or ``TERM`` is "dumb".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 
 
 class Screen:
-    """Where a command prints.
+    """Output of a command.
 
     Args:
         out: the stream; its being a terminal decides about colour.
@@ -29,26 +29,26 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns to fill, asked for anew: windows are resized."""
+        """Columns to fill, queried each time: windows are resized."""
         return self._width or max(20, min(100, shutil.get_terminal_size((80, 24)).columns))
 
     def style(self, text: str, *names: str) -> str:
-        """The text in a colour or weight, where there is colour."""
+        """Style the text with a colour or weight, where there is colour."""
         if not self.colour or not text or not names:
             return text
         return f"\033[{';'.join(_CODES[name] for name in names)}m{text}\033[0m"
 
     def line(self, text: str = "") -> None:
-        """One line as it is."""
+        """Print one line unchanged."""
         print(text, file=self.out)
 
     def text(self, text: str, *styles: str, indent: str = "", hanging: str | None = None) -> None:
-        """Text with its own line breaks kept and long lines wrapped."""
+        """Print text with its own line breaks kept and long lines wrapped."""
         for line in self.wrapped(text, indent=indent, hanging=hanging):
             self.line(self.style(line, *styles))
 
     def wrapped(self, text: str, *, indent: str = "", hanging: str | None = None) -> list[str]:
-        """The lines of `text`; at least one."""
+        """Wrap text to lines; at least one."""
         lines: list[str] = []
         for line in text.splitlines():
             lines += textwrap.wrap(
@@ -62,7 +62,7 @@ class Screen:
         return lines or [""]
 
     def columns(self, cells: Sequence[str], *, rows: int | None = None) -> int:
-        """Short entries side by side, read downwards; returns how many were shown if only so many rows are."""
+        """Print short entries in columns, read downwards; returns how many were shown if the rows are limited."""
         if not cells:
             return 0
         wide = min(self.width, max(map(len, cells)) + 2)
@@ -76,7 +76,7 @@ class Screen:
 
 
 def nbytes_text(nbytes: float) -> str:
-    """A size for people: ``nbytes_text(5_300_000)`` is "5.3 MB"."""
+    """Format a size for people: ``nbytes_text(5_300_000)`` is "5.3 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
@@ -85,7 +85,7 @@ def nbytes_text(nbytes: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """Text that somebody else chose, for a terminal: what would control it becomes backslash escapes."""
+    """Escape untrusted text for a terminal: control characters become backslash escapes."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
         for letter in text

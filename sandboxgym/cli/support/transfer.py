@@ -1,9 +1,9 @@
-"""One file over HTTP, in a way that survives cut connections and killed processes.
+"""Transfer of one file over HTTP that survives cut connections and killed processes.
 
-1. What arrived stays in ``NAME.part`` with a note of what it is a part of; the next attempt, also of another process,
-   asks for the rest (HTTP Range), and starts over if the file at the source is not the same any more.
+1. Received bytes stay in ``NAME.part`` with a note of their source; the next attempt, even by another process, asks for
+   the rest (HTTP Range), and starts over if the file at the source has changed.
 2. A part is never mistaken for the whole: the length is compared with the server's.
-3. The caller sees to it that no two processes write one part.
+3. The caller ensures that no two processes write one part.
 
 The standard library does it: pooch, the field's choice for data files, starts over after every interruption.
 """
@@ -31,29 +31,29 @@ _RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 
 
 class TransferError(Exception):
-    """A file could not be fetched; the message says what happened."""
+    """Raised if a file could not be fetched; the message says why."""
 
 
 class ChecksumMismatch(TransferError):
-    """The content is not the expected one."""
+    """Raised if the content is not the expected one."""
 
 
 class Progress(Protocol):
-    """What a transfer tells of itself."""
+    """Receiver of a transfer's progress."""
 
     def start(self, name: str, done: int, total: int | None) -> None:
-        """Work on ``name`` begins, with so many bytes already there."""
+        """Begin the transfer of ``name``, with this many bytes already there."""
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are there."""
+        """Add this many bytes."""
 
     def finish(self) -> None:
-        """Done, or given up."""
+        """End the transfer, complete or given up."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """What a part is a part of."""
+    """Source of a part."""
 
     url: str
     validator: str | None
@@ -71,7 +71,7 @@ def fetch(
     timeout: float = 30.0,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Fetch the file at ``url`` into ``part``, going on with what is there.
+    """Fetch the file at ``url`` into ``part``, continuing from its present content.
 
     Args:
         url: http or https; proxies are taken from the environment.
@@ -80,7 +80,7 @@ def fetch(
         check_room: called with the number of bytes still to come, once the server has said it; may raise.
         attempts: in a row without a single byte, before giving up.
         timeout: in seconds, for connecting and for every read.
-        pause: waits so many seconds before the next attempt.
+        pause: function that waits for a number of seconds before the next attempt.
 
     Raises:
         TransferError: not reachable, refused, or not a file. The part stays.
@@ -114,7 +114,7 @@ def fetch(
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -128,7 +128,7 @@ def forget(part: Path) -> None:
 def _attempt(
     url: str, file: IO[bytes], part: Path, progress: Progress, check_room: Callable[[int], None], timeout: float
 ) -> bool:
-    """One request; whether the whole file is there afterwards."""
+    """Make one request; returns whether the whole file is there afterwards."""
     known = _read_note(part)
     if known is None or known.url != url:
         file.truncate(0)

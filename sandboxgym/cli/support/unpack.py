@@ -1,7 +1,7 @@
-"""Archives, unpacked so that nothing in them can reach outside the directory they are unpacked into.
+"""Safe unpacking of archives: nothing in them can reach outside the directory they are unpacked into.
 
 Members with absolute paths, with ``..`` in them, links and special files are refused before anything is written: data
-sets have no use for them. Sizes are known before, too, so a full disk is found out in time.
+sets have no use for them. Sizes are checked beforehand too, so that a full disk is noticed in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sandboxgym.cli.support.transfer import Progress
 
 
 class UnsafeArchive(Exception):
-    """A member that must not be unpacked, or an archive that cannot be read; nothing was put in place."""
+    """Raised for a member that must not be unpacked, or an archive that cannot be read; nothing was put in place."""
 
 
 def unpack(

@@ -8,6 +8,6 @@ import numpy as np
 
 
 def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
-    """An admissible command, and one time in ten what no game understands."""
+    """Draw an admissible command, or one time in ten one that no game understands."""
     commands = info["admissible_commands"]
     return "sing a song" if rng.random() < 0.1 else str(commands[int(rng.integers(len(commands)))])

@@ -1,13 +1,13 @@
-"""Grounded games on disk: what is left of compiling a game the second time.
+"""Cache of grounded games on disk, so that a game compiles faster the second time.
 
 What this module promises:
 
-1. An entry is found by the digest of the game and that of the code that grounds games, so that neither a changed game
-   nor a new version of this package ever meets a stale one.
-2. An entry is plain data with a checksum; reading one never executes code. What is damaged, or does not fit the domain,
-   is as good as missing.
-3. Writing is atomic, and its failing (a full or read-only disk) is no error. The directory is kept below a size: the
-   entries not used for longest go first.
+1. An entry's key is the digest of the game and of the code that grounds games, so that neither a changed game nor a
+   new version of this package ever reads a stale one.
+2. An entry is plain data with a checksum; reading one never executes code. An entry that is damaged, or
+   does not fit the domain, counts as missing.
+3. Writing is atomic, and a failure (a full or read-only disk) is no error. The directory is kept below a size: the
+   least recently used entries are removed first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sandboxgym.envs.alfworld.pddl import Atom, Domain
 logger = logging.getLogger("sandboxgym")
 
 MAX_BYTES = 64 * 2**20
-"""Room for twice the official games."""
+"""Size limit of the directory: room for twice the official games."""
 _MAX_ENTRY = 4 * 2**20
 _MAGIC = b"SBXALF\x00\x01"
 _SUFFIX = ".grounding"
@@ -44,11 +44,11 @@ _CODE = ("pddl.py", "relations.py", "grounding.py", "grounding_cache.py")
 
 
 class GroundingCache:
-    """Entries in a directory, by default ``alfworld`` under `sandboxgym.data.cache_dir`.
+    """Directory of cached entries, by default ``alfworld`` under `sandboxgym.data.cache_dir`.
 
     Args:
         directory: made when the first entry is written.
-        max_bytes: what all entries together may take.
+        max_bytes: limit of the size of all entries together.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, max_bytes: int = MAX_BYTES) -> None:
@@ -56,7 +56,7 @@ class GroundingCache:
         self._max_bytes = max_bytes
 
     def get(self, digest: str, domain: Domain) -> Grounding | None:
-        """The entry of the game with this digest; None if there is none that can be used."""
+        """Read the entry of the game with this digest; None if there is no usable one."""
         path = self._path(digest)
         try:
             with open(path, "rb") as file:
@@ -73,7 +73,7 @@ class GroundingCache:
         return grounding
 
     def put(self, digest: str, grounding: Grounding) -> None:
-        """Keep ``grounding``, if the disk lets us."""
+        """Write ``grounding``, if the disk allows it."""
         path = self._path(digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class GroundingCache:
             self.sweep()
 
     def sweep(self) -> None:
-        """Remove the entries not used for longest until the rest fits, and what a killed writer left."""
+        """Remove the least recently used entries until the rest fits, and the files of killed writers."""
         entries: list[tuple[float, int, str]] = []
         with contextlib.suppress(OSError), os.scandir(self.directory) as found:
             for entry in found:
@@ -121,7 +121,7 @@ def _remove(path: str) -> None:
 
 @functools.cache
 def _code_digest() -> str:
-    """Of the modules that an entry depends on: nobody has to remember a version number."""
+    """Digest of the modules that an entry depends on, which replaces a version number."""
     digest = hashlib.sha256()
     for name in _CODE:
         digest.update(pkgutil.get_data(__package__, name) or b"")
@@ -189,7 +189,7 @@ def _pack_bits(mask: int) -> bytes:
 
 
 def _pack_atoms(atoms: Iterable[Atom], number: dict[str, int]) -> Iterator[list[Any]]:
-    """Runs of the same predicate: its name, and the arguments of all its facts in one list."""
+    """Group facts by predicate: its name, and the arguments of all its facts in one list."""
     run: list[Any] = []
     for predicate, args in atoms:
         if not run or run[0] != predicate:

@@ -4,8 +4,8 @@ A :class:`Query` works on many rows at once. It looks up one atom after the othe
 first, and forgets each variable as soon as no later atom needs it: rows that differ in it only become one row. That is
 what makes "can the agent get anywhere at all?" as cheap to ask for 30 places as for one.
 
-How to join depends on the query alone, so a query is compiled once and asked of many databases. A database keeps a
-hash index for every pattern it was ever looked up by, and brings them up to date when facts are added.
+The joins depend on the query alone, so a query is compiled once and run on many databases. A database keeps a hash
+index for every pattern it was ever looked up by, and updates them when facts are added.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pattern(NamedTuple):
     same: tuple[tuple[int, int], ...]
 
     def admits(self, fact: Row, members: Mapping[str, Collection[str]]) -> bool:
-        """Whether ``fact`` satisfies ``types`` and ``same``, with ``members`` the objects of each type."""
+        """Tell whether ``fact`` satisfies ``types`` and ``same``, with ``members`` the objects of each type."""
         return all(fact[i] in members.get(kind, ()) for i, kind in self.types) and all(
             fact[i] == fact[j] for i, j in self.same
         )
@@ -49,7 +49,7 @@ class Database:
         self._indexes: dict[str, dict[Pattern, dict[Row, set[Row]]]] = defaultdict(dict)
 
     def rows(self, predicate: str) -> Set[Row]:
-        """The facts of ``predicate``."""
+        """Facts of ``predicate``."""
         return self.facts.get(predicate, frozenset())
 
     def add(self, facts: Mapping[str, Collection[Row]]) -> None:
@@ -60,11 +60,11 @@ class Database:
                 self._insert(pattern, index, rows)
 
     def part(self, facts: Mapping[str, Iterable[Row]]) -> Database:
-        """A database of ``facts`` about the same objects."""
+        """Make a database of ``facts`` about the same objects."""
         return Database(facts, self.members)
 
     def index(self, pattern: Pattern) -> dict[Row, set[Row]]:
-        """For each key, what the facts that match ``pattern`` with it have at its ``out``."""
+        """Index of the matches of ``pattern``: the values at its ``out`` by those at its ``key``."""
         indexes = self._indexes[pattern.predicate]
         index = indexes.get(pattern)
         if index is None:
@@ -83,7 +83,7 @@ class Database:
 
 @cache
 def picker(positions: tuple[int, ...]) -> Picker:
-    """A function that picks the values at ``positions`` of a row."""
+    """Make a function that picks the values at ``positions`` of a row."""
     if len(positions) == 1:
         position = positions[0]
         return lambda row: (row[position],)
@@ -91,7 +91,7 @@ def picker(positions: tuple[int, ...]) -> Picker:
 
 
 class Join(NamedTuple):
-    """One step of a query: look up ``pattern`` by ``key`` of each row, and append what is found to ``keep`` of it."""
+    """One step of a query: look up ``pattern`` by ``key`` of each row, and append each match to the row's ``keep``."""
 
     pattern: Pattern
     key: Picker
@@ -130,7 +130,7 @@ class Query:
         self._answer = picker(tuple(columns.index(name) for name in wanted))
 
     def __call__(self, database: Database, seeds: Database | None = None) -> set[Row]:
-        """The answers, starting from those facts of ``seeds`` that match the seed."""
+        """Run the query; returns the answers that start from the facts of ``seeds`` that match the seed."""
         if not all(database.rows(pattern.predicate) for pattern, _, _ in self._joins):
             return set()
         rows: set[Row] = {self._constants}
@@ -145,7 +145,7 @@ class Query:
 
 
 def _pattern(atom: Atom, *, known: Collection[str], needed: Collection[str], types: Mapping[str, str]) -> Pattern:
-    """How to look up ``atom`` when ``known`` names have a value and ``needed`` ones matter later."""
+    """Make the pattern to look up ``atom`` when ``known`` names have a value and ``needed`` ones matter later."""
     key = tuple(i for i, arg in enumerate(atom.args) if arg in known or not is_variable(arg))
     first = {arg: i for i, arg in reversed([*enumerate(atom.args)]) if i not in key}
     return Pattern(

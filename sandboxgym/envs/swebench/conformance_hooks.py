@@ -1,4 +1,4 @@
-"""What the conformance suite needs to know of `SWEBenchEnv`: what an agent does, and how to ask its shell.
+"""Hooks of `SWEBenchEnv` for the conformance suite: an agent's actions, and access to its shell.
 
 HOOKS=sandboxgym.envs.swebench.conformance_hooks
 python -m sandboxgym.conformance sandboxgym/SWEBench-v0 --hook actions=$HOOKS:actions --hook shell=$HOOKS:shell \
@@ -45,13 +45,13 @@ _COMMANDS = (
     "echo '1 failed in 0.01s'",
 )
 PATIENCE = 7
-"""Commands after which it submits on a quarter of the tasks: the runs of a slow environment, of 8 steps each, shall see
-the end of an episode. On the others it goes on, for the checks that need long ones."""
+"""Number of commands after which it submits on a quarter of the tasks, so that the suite's runs of 8 steps (this is a
+slow environment) see the end of an episode. Other tasks continue, for the checks that need long episodes."""
 _OUTPUT = re.compile(r"<output>\n?(.*?)\n?</output>", re.DOTALL)
 
 
 def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
-    """A command that an agent might run, which equal states answer equally; at times it submits."""
+    """Draw a command that an agent might run, with the same output in equal states; at times, submit."""
     hasty = zlib.crc32(info.get("task_id", "").encode()) % 4 == 2
     if rng.random() < 0.002 or (hasty and info.get("steps", 0) >= PATIENCE):
         return "submit"
@@ -59,14 +59,14 @@ def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) ->
 
 
 def shell(env: gym.Env[Any, Any], command: str) -> str:
-    """What a command prints in the sandbox."""
+    """Run a command in the sandbox; returns its output."""
     observation = str(env.step(command)[0])
     found = _OUTPUT.search(observation)
     return found[1] if found else observation
 
 
 def limits(env: gym.Env[Any, Any]) -> dict[str, float | None]:
-    """What the sandbox holds of the limits that the environment was made with."""
+    """Limits from the environment's arguments that the sandbox enforces."""
     inner = env.unwrapped
     assert isinstance(inner, SWEBenchEnv)
     wanted, held = inner.limits

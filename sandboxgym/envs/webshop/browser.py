@@ -1,4 +1,4 @@
-"""`WebShopBrowserEnv`: the same shop, seen and used through its site in a real browser."""
+"""`WebShopBrowserEnv`: the same shop, seen and used through its website in a real browser."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ VIEWPORT = (1024, 768)
 
 @dataclass(frozen=True, slots=True)
 class BrowserState:
-    """All that a snapshot of `WebShopBrowserEnv` holds."""
+    """Snapshot state of `WebShopBrowserEnv`."""
 
     session: Session
-    """What the server knows; the address follows from it."""
+    """The server's state of the episode; the address follows from it."""
     page: PageState
-    """What the page holds beside that."""
+    """The page's state that the address does not determine."""
     seen: str | bytes
-    """The last observation; a screenshot as PNG."""
+    """Last observation; a screenshot as PNG."""
 
 
 class WebShopBrowserEnv(WebShopEnv):
@@ -145,7 +145,7 @@ class WebShopBrowserEnv(WebShopEnv):
         self.action_space, self.observation_space = self._spaces()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start with a goal; see `WebShopEnv`.
+        """Begin an episode with a goal; see `WebShopEnv`.
 
         Raises:
             TaskNotFound: there is no such goal, or it is not in the split.
@@ -160,7 +160,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return transition.observation, transition.info
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Do what the action says, in the browser.
+        """Perform an action in the browser.
 
         Raises:
             BrowserError: the browser failed; the environment is as before the step.
@@ -183,7 +183,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return self._transition()
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """A picture of the viewport, (height, width, 3), in mode ``rgb_array``."""
+        """Picture of the viewport, (height, width, 3), in mode ``rgb_array``."""
         if self.render_mode != "rgb_array":
             return None
         state = self._here()
@@ -199,7 +199,7 @@ class WebShopBrowserEnv(WebShopEnv):
 
     @property
     def tab(self) -> Tab:
-        """The browser's page, at the present state: for tests and for pictures of it."""
+        """The browser's page at the present state, for tests and for pictures of it."""
         state = self._here()
         return self._at(state.session, state.page)
 
@@ -209,7 +209,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return self._state
 
     def _at(self, session: Session, page: PageState) -> Tab:
-        """The tab, showing this."""
+        """The browser's page, brought to this state."""
         tab = self._tab
         if tab is None:
             tab = self._tab = Tab(self.shop, self.mode, self.viewport, chosen_executable(self._executable))

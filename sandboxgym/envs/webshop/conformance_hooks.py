@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 ELSEWHERE = ("search[<r>]", "click[nothing]")
-"""The original's search for random products (with ``compat="upstream"``), and what no page offers."""
+"""Actions that no page offers, and the original's search for random products (with ``compat="upstream"``)."""
 
 
 def actions(observation: Any, info: dict[str, Any], rng: np.random.Generator) -> str:
-    """An admissible action, and one time in ten one of `ELSEWHERE`."""
+    """Draw an admissible action, or one time in ten one of `ELSEWHERE`."""
     commands = ELSEWHERE if rng.random() < 0.1 else info["admissible_commands"]
     return str(commands[int(rng.integers(len(commands)))]) if commands else "click[back to search]"

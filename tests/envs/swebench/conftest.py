@@ -24,13 +24,13 @@ from sandboxgym.envs.swebench.rows.tasks import TaskSet, open_tasks
 
 @pytest.fixture(scope="session")
 def official_code() -> None:
-    """Skips where swebench is not installed."""
+    """Skip where swebench is not installed."""
     if importlib.util.find_spec("swebench") is None:
         missing("swebench", "swebench is not installed")
 
 
 def check_backend(name: str) -> None:
-    """Skip what cannot run here."""
+    """Skip backends that cannot run here."""
     if name == "overlay" and os.geteuid() != 0:
         missing("overlay", "this process is not root")
     if name.startswith("overlay"):
@@ -61,7 +61,7 @@ def quick_backend(official_code: None) -> dict[str, Any]:
 
 @pytest.fixture
 def make_env(quick_backend: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """Makes environments, and closes them."""
+    """Make environments, and close them afterwards."""
     made: list[Any] = []
 
     def make(**arguments: Any) -> Any:

@@ -692,7 +692,7 @@ LONG = 33 * 2**20
         ("swe-bench", {"problem_statement": "x" * LONG}, r"column 'problem_statement': expected at most"),
         ("swe-bench", {"FAIL_TO_PASS": DEEP}, r"column 'FAIL_TO_PASS': expected a JSON list of tests, .* too deep"),
         ("swe-bench", {"FAIL_TO_PASS": ["x" * LONG]}, r"column 'FAIL_TO_PASS': expected at most"),
-        ("swe-bench", {"patch": "\ud800"}, r"column 'patch': no text in Unicode"),
+        ("swe-bench", {"patch": "\ud800"}, r"column 'patch': not valid Unicode"),
         ("swe-bench", {"instance_id": "x" * 10**6}, r"column 'instance_id': expected a name, found 'xxx"),
         ("swe-bench", {"image": "a\n b"}, r"column 'image': expected the name of an image"),
         ("swe-smith", {"image_name": 3}, r"column 'image': expected text, found 3"),
@@ -732,7 +732,7 @@ def test_malformed_columns(style: str, change: dict[str, Any], message: str) -> 
         ("rows.json", DEEP.encode(), "found JSON that is nested too deep"),
         ("rows.jsonl", b'{"a":' * 100_000, "found JSON that is nested too deep"),
         ("rows.jsonl", b"[1]\n", "expected an object with the columns"),
-        ("rows.jsonl.xz", b"\xfd7zXZ", r"expected a file that is called .parquet, .jsonl, .json"),
+        ("rows.jsonl.xz", b"\xfd7zXZ", r"expected a file whose name ends in .parquet, .jsonl, .json"),
     ],
 )
 def test_damaged_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:

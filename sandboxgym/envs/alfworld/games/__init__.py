@@ -1,1 +1,1 @@
-"""Games: where they come from, and the embedded ones."""
+"""Sources of games: embedded, official, from files."""

@@ -3,13 +3,13 @@
 What this module promises:
 
 1. A game is a function of (split, index) alone: the same bytes on every machine and Python version.
-2. All six task types, in turn: game ``i`` has type ``TASK_TYPES[i % 6]``. Every game is solvable and comes with a
+2. All six task types take turns: game ``i`` has type ``TASK_TYPES[i % 6]``. Every game is solvable and comes with a
    short walkthrough, both by construction.
 3. Splits go by layout (which furniture, what stands beside what, what is open at first). "train" and "seen" share
    the train layouts, and no game of "seen" is one of "train" (they take the two values of a bit of the game's hash);
    the layouts of "unseen" occur in neither.
 4. Small: 6 to 9 pieces of furniture, 6 to 10 items, walkthroughs of 3 to 11 steps, one-word names with numbers 1 to 4.
-   Items lie where `household.USUAL_PLACES` says they usually do.
+   Items are placed by `priors.USUAL_PLACES`.
 5. Only PDDL and grammar constructs of the official files are used (``embedded/domain.pddl``, ``grammar.twl2``), and
    the official command language. Unlike there, anything may be put anywhere, and nothing can be sliced.
 """
@@ -47,7 +47,7 @@ LIT_ROOMS = ("bedroom", "lounge")
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """A change of an item that a task may ask for: where it happens, what can undergo it, the state it leads to."""
+    """A change of an item that a task may ask for: its place, the items it applies to, and the resulting state."""
 
     verb: str
     appliance: str
@@ -73,7 +73,7 @@ TREATMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a room of this sort always has, may have (one piece per mention), and which items turn up in it."""
+    """A type of room: fixed furniture, optional furniture (one piece per mention), and the items that turn up in it."""
 
     fixed: tuple[str, ...]
     optional: tuple[str, ...]
@@ -114,7 +114,7 @@ class Furniture:
 
     @property
     def kind(self) -> str:
-        """The name without its number."""
+        """Kind of furniture, the name without its number."""
         return self.name.split()[0]
 
 
@@ -126,13 +126,13 @@ class Layout:
     furniture: tuple[Furniture, ...]
 
     def of_kind(self, kind: str) -> tuple[Furniture, ...]:
-        """The pieces of a kind, in the order of their numbers."""
+        """Pieces of a kind, in the order of their numbers."""
         return tuple(piece for piece in self.furniture if piece.kind == kind)
 
 
 @dataclass(frozen=True, slots=True)
 class HouseholdGame:
-    """One game: where each item (by name) lies, and the task."""
+    """One generated game: the place of each item (by name), and the task."""
 
     layout: Layout
     places: tuple[tuple[str, Furniture], ...]
@@ -142,7 +142,7 @@ class HouseholdGame:
 
     @property
     def task(self) -> str:
-        """What the task sentence asks for."""
+        """Task sentence of the game."""
         if self.task_type == "look_at_obj_in_light":
             return f"take a {self.target} and use a {self.destination}"
         if self.task_type == "pick_two_obj_and_place":
@@ -152,7 +152,7 @@ class HouseholdGame:
         return f"move a {self.target} to a {self.destination}"
 
     def problem(self) -> str:
-        """The PDDL problem."""
+        """PDDL problem of the game."""
         furniture = _identifiers([piece.name for piece in self.layout.furniture])
         items = _identifiers([item for item, _ in self.places])
         spots = [f"spot{spot}" for spot in range(1 + max(piece.spot for piece in self.layout.furniture))]
@@ -181,7 +181,7 @@ class HouseholdGame:
         )
 
     def walkthrough(self) -> list[str]:
-        """A short plan that wins, with knowledge of where everything is."""
+        """Short winning plan, made with knowledge of where everything is."""
         plan = _Plan()
         targets = [(item, piece) for item, piece in self.places if item.split()[0] == self.target]
         if self.task_type == "look_at_obj_in_light":
@@ -202,7 +202,7 @@ class HouseholdGame:
         return plan.commands
 
     def to_json(self) -> bytes:
-        """The file: what a ``game.tw-pddl`` of the official data set holds."""
+        """Content of the game file, as the ``game.tw-pddl`` of the official data set."""
         document = {
             "pddl_domain": _template("domain.pddl"),
             "grammar": _template("grammar.twl2").replace("@TASK@", self.task),
@@ -257,17 +257,17 @@ class _Plan:
 
 
 def task_type_of(index: int) -> str:
-    """The task type of an embedded game, known without generating it."""
+    """Task type of an embedded game, known without generating it."""
     return TASK_TYPES[index % len(TASK_TYPES)]
 
 
 def generate_game(split: str, index: int) -> bytes:
-    """The game file with this number; ``index`` has no upper bound. Raises ValueError for an unknown split."""
+    """Generate the game file with this number; ``index`` has no upper bound. Raises ValueError for an unknown split."""
     return draw_game(split, index).to_json()
 
 
 def draw_game(split: str, index: int) -> HouseholdGame:
-    """The game of `generate_game`, before it is written down."""
+    """Draw the game of `generate_game`, before it is written as a file."""
     if split not in SPLITS or index < 0:
         raise ValueError(f"expected a split of {SPLITS} and an index of 0 or more, found {split!r}, {index}")
     attempt = 0
@@ -281,7 +281,7 @@ def draw_game(split: str, index: int) -> HouseholdGame:
 
 @functools.cache
 def layouts(split: str) -> tuple[Layout, ...]:
-    """The layouts of a split; "train" and "seen" have the same, "unseen" has none of them."""
+    """Layouts of a split; "train" and "seen" share theirs, "unseen" has none of these."""
     train = LAYOUTS_PER_ROOM["train"]
     part = slice(train, None) if split == "unseen" else slice(train)
     return tuple(layout for room in ROOMS for layout in _room_layouts(room)[part])
@@ -289,7 +289,7 @@ def layouts(split: str) -> tuple[Layout, ...]:
 
 @functools.cache
 def _room_layouts(room: str) -> tuple[Layout, ...]:
-    """Distinct layouts of a room."""
+    """Draw distinct layouts of a room."""
     found: list[Layout] = []
     attempt = 0
     while len(found) < sum(LAYOUTS_PER_ROOM.values()):
@@ -318,7 +318,7 @@ def _draw_layout(rng: random.Random, room: str) -> Layout:
 
 
 def _draw(rng: random.Random, split: str, task_type: str) -> HouseholdGame | None:
-    """A game, or None where the drawn layout does not suit the task."""
+    """Draw a game; None where the drawn layout does not suit the task."""
     layout = _choose(rng, layouts(split))
     task = _draw_task(rng, layout, task_type)
     if task is None:
@@ -344,7 +344,7 @@ def _draw(rng: random.Random, split: str, task_type: str) -> HouseholdGame | Non
 
 
 def _draw_task(rng: random.Random, layout: Layout, task_type: str) -> tuple[str, str] | None:
-    """A target and where it should go, or None where the layout lacks what the task needs."""
+    """Draw a target and its destination; None where the layout lacks what the task needs."""
     items = ROOMS[layout.room].items
     if task_type == "look_at_obj_in_light":
         return (_choose(rng, items), "lamp") if _lamp_stands(layout) else None
@@ -391,7 +391,7 @@ def _item_facts(item: str, identifier: str) -> list[str]:
 
 
 def _identifiers(names: Sequence[str]) -> dict[str, str]:
-    """PDDL identifiers for names such as "shelf 1".
+    """Make PDDL identifiers for names such as "shelf 1".
 
     The engines number the identifiers of a kind downwards in sorted order, so the k-th of n gets the suffix n - k.
     """

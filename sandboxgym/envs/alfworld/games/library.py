@@ -1,4 +1,4 @@
-"""Where games come from: the embedded ones, a split of the official data set, a directory, or files.
+"""Libraries of games: the embedded ones, a split of the official data set, a directory, or files.
 
 What this module promises:
 
@@ -7,9 +7,9 @@ What this module promises:
    official splits, from the directory that was given; "embedded/train/17" for embedded games.
 2. Opening a library reads directories, not games; the index of a directory is kept until anything is added to or
    removed from it, at any depth.
-3. A compiled game is shared by everything in the process that plays it. As many are kept as fit into `CACHED_BYTES`; a
-   file that changed on disk is compiled anew. What is expensive about compiling a file is kept on disk, too
-   (:mod:`.cache`). Any thread may load.
+3. A compiled game is shared by everything in the process that plays it. Unused ones are kept up to `CACHED_BYTES`; a
+   file that changed on disk is compiled again. The expensive part of compiling is also kept on disk
+   (`grounding_cache`). Any thread may load.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ OFFICIAL_SPLITS = ("train", "valid_train", "valid_seen", "valid_unseen")
 EMBEDDED_SIZES = {"train": 2000, "seen": 500, "unseen": 500}
 GAME_FILE = "game.tw-pddl"
 CACHED_BYTES = 256 * 2**20
-"""What the compiled games of a process that nobody plays may take, about; an official game takes 1 to 3 MB."""
+"""Approximate memory limit of compiled games that are not in use; an official game takes 1 to 3 MB."""
 DOWNLOAD = "`sandboxgym download alfworld` gets the official games"
 
 
 class GameNotFound(LookupError):
-    """No game, or more than one, answers to the given task."""
+    """Raised if no game, or more than one, matches the given task."""
 
 
 class DataNotFound(FileNotFoundError):
-    """The games asked for are not on this machine. The message says what to set or download."""
+    """Raised if the requested games are not on this machine; the message says what to set or download."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class GameRef:
     """A game that can be loaded."""
 
     task_id: str
-    """Stable and portable name: the same on every machine."""
+    """Stable name, the same on every machine."""
     task_type: str
-    """Official name of the task type; "unknown" where neither path nor generator tells it."""
+    """Official name of the task type; "unknown" where neither path nor generator gives it."""
     gamefile: str
     """Path of the file; the task id for an embedded game."""
 
@@ -83,7 +83,7 @@ class GameLibrary(Sequence[GameRef]):
         return f"GameLibrary({self._source!r}, {len(self)} games)"
 
     def index(self, task: str | SupportsIndex | os.PathLike[str], *_: object) -> int:
-        """The number of a game: given as number, id, path of its file, or an ending of its id, or path,
+        """Find the number of a game, given as number, id, path of its file, or an ending of its id or path
         that no other game has.
 
         Raises GameNotFound, with the nearest ids.
@@ -110,7 +110,7 @@ class GameLibrary(Sequence[GameRef]):
         raise GameNotFound(f"{self._source} has no game {name!r}" + (f"; near: {', '.join(near)}" if near else ""))
 
     def load(self, number: int, *, digest: str | None = None) -> Game:
-        """The compiled game, shared with everyone who loads it.
+        """Load the compiled game, shared with everyone who loads it.
 
         With ``digest``, raises GameError if the game is not the one that had it. Raises GameError, naming the file,
         for what is no game, and DataNotFound for a file that is gone.
@@ -122,7 +122,7 @@ class GameLibrary(Sequence[GameRef]):
         return game
 
     def compile(self, number: int) -> Game:
-        """The game compiled anew, for itself alone; `load` shares and caches, in memory and on disk."""
+        """Compile the game for one user alone; `load` shares and caches, in memory and on disk."""
         return _compile(self._refs[number])
 
 
@@ -133,7 +133,7 @@ def open_library(
     task_types: Sequence[str] | None = None,
     limit: int | None = None,
 ) -> GameLibrary:
-    """The library that ``games`` names.
+    """Open the library that ``games`` names.
 
     Args:
         games: "embedded" (the same as "embedded:train"), "embedded:seen", "embedded:unseen", each with an optional
@@ -213,7 +213,7 @@ def _directory(root: Path) -> tuple[GameRef, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """The games under a directory, and when each of its directories last had an entry added or removed."""
+    """Index of the games under a directory, with the times at which its directories last changed."""
 
     refs: tuple[GameRef, ...]
     changed: tuple[tuple[str, int], ...]
@@ -263,7 +263,7 @@ def _ref(path: Path, relative: str) -> GameRef:
 
 
 def _distinct(refs: Sequence[GameRef], longer: Sequence[str]) -> tuple[GameRef, ...]:
-    """The refs, with longer names for ids where two would have the same, as in copies of a split."""
+    """Give games longer ids where two would have the same, as in copies of a split."""
     count = Counter(ref.task_id for ref in refs)
     return tuple(
         replace(ref, task_id=name) if count[ref.task_id] > 1 else ref for ref, name in zip(refs, longer, strict=True)
@@ -308,7 +308,7 @@ def _load(ref: GameRef) -> Game:
 
 
 def file_key(ref: GameRef) -> Hashable:
-    """Equal as long as the game's file is the same.
+    """Key that stays equal as long as the game's file is the same.
 
     Raises:
         DataNotFound: the file is gone.
@@ -323,7 +323,7 @@ def file_key(ref: GameRef) -> Hashable:
 
 
 def content_of(ref: GameRef) -> bytes:
-    """The content of the game's file."""
+    """Read the content of the game's file."""
     if not _is_embedded(ref):
         return Path(ref.gamefile).read_bytes()
     _, split, number = ref.gamefile.split("/")

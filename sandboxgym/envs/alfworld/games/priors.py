@@ -1,4 +1,4 @@
-"""Where things are usually found in a home: the prior shared by the embedded games and the expert.
+"""Prior of where things are in a home, shared by the embedded games and the expert.
 
 `USUAL_PLACES[item][furniture]` is a relative weight. The generator of the embedded games draws the place of an item
 from it (kind of furniture by weight, then one piece of that kind uniformly), so it is what an agent can learn from
@@ -98,10 +98,10 @@ ALIASES: dict[str, str] = {
 
 
 def usual_places(item: str) -> dict[str, int]:
-    """The weights for an item of the table or of the official games; empty for an unknown item."""
+    """Weights for an item of the table or of the official games; empty for an unknown item."""
     return USUAL_PLACES.get(ALIASES.get(item, item), {})
 
 
 def weight(item: str, furniture: str) -> int:
-    """How usual it is to find ``item`` in or on ``furniture`` (kinds, without numbers); 0 if it is not."""
+    """Weight of finding ``item`` in or on ``furniture`` (kinds, without numbers); 0 if it is not usual."""
     return usual_places(item).get(ALIASES.get(furniture, furniture), 0)

@@ -1,12 +1,12 @@
-"""Tests that cannot pass, made of the hidden ones: where they do pass, whatever the patch did, the reward is forged.
+"""Countercheck of a resolved task by tests that cannot pass: if they do pass, the patch has forged the reward.
 
-A patch that resolves a task is tested once more, with its tests changed: what a test compares with is replaced by a
-text made up for the occasion, and each file gets a test of a made-up name that compares two numbers. The repair fails
+A patch that resolves a task is tested once more with changed tests: the values that tests compare with are replaced by
+a random text, and each file gets a test with a random name that compares two different numbers. An honest repair fails
 all of these. A patch that makes the runner report successes, ends it early, or answers with objects that are equal to
-everything does not, however that is written.
+everything does not, however it is written.
 
-Changed are comparisons that certainly take place, ``assert A == B`` and ``assertEqual(A, B)`` among a test's own
-statements, and nothing in tests that are expected to fail.
+Only comparisons that certainly take place are changed, ``assert A == B`` and ``assertEqual(A, B)`` among a test's own
+statements, and none in tests that are expected to fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _EQUAL = frozenset(("assertEqual", "assertEquals", "assert_equal", "eq_"))
 _START = ": '>>>>> Start Test Output'"
 _EXPECTED = re.compile(r"fail|raises|skip", re.IGNORECASE)
-"""In a decorator: the test may pass although it fails."""
+"""Pattern in a decorator: the test may pass although it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Changed:
 
 
 def change(files: Mapping[str, str], tests: Collection[str]) -> Changed:
-    """Make tests fail.
+    """Change tests so that they fail.
 
     Args:
         files: the hidden tests' files, by path.
@@ -69,7 +69,7 @@ def change(files: Mapping[str, str], tests: Collection[str]) -> Changed:
 
 
 def script(original: str, changed: Changed) -> str:
-    """A task's script that puts the changed files in place before the tests begin."""
+    """Make a task's script that puts the changed files in place before the tests begin."""
     end = f"EOF_{secrets.token_hex(8)}"
     puts = "".join(
         f"cat > '{path}' <<'{end}'\n{text}\n{end}\n" for path, text in changed.files.items() if "'" not in path
@@ -79,12 +79,12 @@ def script(original: str, changed: Changed) -> str:
 
 
 def findings(passed: Collection[str], changed: Changed, log: str) -> tuple[str, ...]:
-    """What a run of the changed tests tells.
+    """Findings from a run of the changed tests.
 
     Args:
         passed: tests of ``changed.fails`` that are reported as passed.
         changed: the tests.
-        log: what was printed.
+        log: output of the run.
     """
     if passed:
         return (f"countercheck: {len(passed)} tests that cannot pass are reported as passed",)
@@ -95,7 +95,7 @@ def findings(passed: Collection[str], changed: Changed, log: str) -> tuple[str, 
 
 
 def _reported(test: str, log: str) -> bool:
-    """Whether a log has a line that says that a test failed: some scripts lose the exit code of what they run."""
+    """Tell whether a log reports a failed test: some scripts lose the exit code of the runner."""
     name, failed = re.escape(_function(test)), r"\b(FAIL(ED)?|ERROR|F|E)\b"
     return re.search(rf"^.*({failed}.*\b{name}\b|\b{name}\b.*{failed})", log, re.MULTILINE) is not None
 
@@ -105,7 +105,7 @@ def _function(test: str) -> str:
 
 
 def _changed(text: str, tree: ast.Module) -> tuple[str, set[str], set[str]]:
-    """A file whose tests fail; their functions' names; and those of tests that were left as they are."""
+    """Change a file so that its tests fail; returns it, its test functions' names, and those of unchanged tests."""
     lines = [line.encode() for line in text.split("\n")]
     spans: list[tuple[int, int, int, int]] = []
     changed: set[str] = set()
@@ -133,7 +133,7 @@ def _changed(text: str, tree: ast.Module) -> tuple[str, set[str], set[str]]:
 
 
 def _operand(statement: ast.stmt) -> ast.expr | None:
-    """What a statement compares a result with; None if it compares nothing."""
+    """Find the value that a statement compares a result with; None if it compares nothing."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
             return left if _is_literal(left) and not _is_literal(right) else right

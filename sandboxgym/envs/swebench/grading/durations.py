@@ -1,11 +1,11 @@
-"""The durations that test runners print read zero, so that equal states print equal text.
+"""Zeroing of the durations that test runners print, so that equal states print equal text.
 
-1. Only what a test runner itself says of a run is changed: pytest's last line (``=== 3 passed in 0.17s ===``, or
+1. Only a test runner's own report of a run is changed: pytest's last line (``=== 3 passed in 0.17s ===``, or
    ``3 passed in 0.17s``) and unittest's ``Ran 3 tests in 0.017s`` where a verdict follows.
 2. The command has to run a test runner, and nothing in it may show a file: after ``pytest; cat log``, or a
-   ``git diff`` or ``grep`` beside it, every line stays as it is. So what is copied from the screen is what the file
-   has.
-3. What a runner's output is piped to (``| tail -5``) shows no file, as long as it is given none.
+   ``git diff`` or ``grep`` beside it, every line stays as it is. So text copied from the screen is also in the
+   file.
+3. A program that reads a runner's output from a pipe (``| tail -5``) shows no file unless it is given one.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ _SHOWING = frozenset(
         "php",
     ]
 )
-"""Programs that may print what a file holds, or run others that do."""
+"""Programs that may print a file's content, or run others that do."""
 _PATTERN_FIRST = frozenset(("grep", "egrep", "fgrep", "sed", "awk", "gawk", "mawk", "rg", "ag"))
-"""Their first operand is no file."""
+"""Programs whose first operand is a pattern, not a file."""
 _FILTERS = _PATTERN_FIRST | {"cat", "head", "tail", "sort", "uniq", "tr", "cut", "less", "more", "tac", "nl", "tee"}
 _GIT_SHOWING = frozenset(
     ("diff", "show", "log", "grep", "blame", "cat-file", "annotate", "archive", "stash", "difftool")
@@ -118,7 +118,7 @@ _BEFORE = frozenset(
         "coverage",
     ]
 )
-"""Words that stand before a command."""
+"""Words that may stand before a command."""
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n(?:.*?\n)??[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE)
 _READS_IN = re.compile(r"^\d*<(?![<&(])")
 _REDIRECTION = re.compile(r"^\d*(?:>>?|<|&>>?|>&|<<<)\S*$")
@@ -134,7 +134,7 @@ _LONG = re.compile(r"^.{1000,}$", re.MULTILINE)
 
 
 def without_durations(output: str, command: str) -> str:
-    """What a command printed, with the durations zero in what test runners that it ran say of themselves.
+    """Zero the durations in a command's output that the test runners it ran have reported.
 
     >>> without_durations("=== 3 passed in 0.17s ===", "python -m pytest -q | tail -1")
     '=== 3 passed in 0.00s ==='
@@ -156,7 +156,7 @@ def _zeroed(output: str) -> str:
 
 
 def runs_tests(command: str) -> bool:
-    """Whether a command runs a test runner and shows no file; see this module's rules."""
+    """Tell whether a command runs a test runner and shows no file; see this module's rules."""
     if len(command) > _LONGEST:
         return False
     text = _HEREDOC.sub("", command)
@@ -179,7 +179,7 @@ def runs_tests(command: str) -> bool:
 
 
 def _simple_commands(words: Sequence[str]) -> Iterator[tuple[bool, list[str]]]:
-    """Each simple command, and whether its input is another one's output."""
+    """Split a command into simple commands, with whether each reads another one's output."""
     piped, simple = False, list[str]()
     for word in words:
         if word and not set(word) - set(";|&\n()"):
@@ -193,7 +193,7 @@ def _simple_commands(words: Sequence[str]) -> Iterator[tuple[bool, list[str]]]:
 
 
 def _kind(simple: Sequence[str], piped: bool) -> str:
-    """``runs`` a test runner, ``shows`` a file, or neither."""
+    """Kind of a simple command: ``runs`` a test runner, ``shows`` a file, or neither."""
     words, at = [], 0
     reads = False
     while at < len(simple):

@@ -1,13 +1,13 @@
-"""The work in a sandbox as one patch, whatever its owner did to git, to the index and to what is in the way.
+"""Extraction of an agent's work as one patch, whatever the agent did to git, its index and its configuration.
 
 1. git works in a directory of our own: its index, its configuration and its new objects are there, so that a stale
-   lock, a broken configuration, hooks, filters, excluded or hidden files of the agent's repository change nothing. Of
-   that repository only the objects are used. Attributes and ignored files count as they are in the tree.
-2. A nested repository is read as the files that it holds, unless the task's own tree has it as a submodule. What git
-   cannot hold (pipes, sockets, devices) is left out.
-3. Where that fails, the files are taken over into the task's own files as an archive, and the patch is made there: with
-   no program of the agent's but tar.
-4. A patch is bounded (`PATCH_LIMIT`), and so is the time that is spent on it. Whatever goes wrong is said.
+   lock, a broken configuration, hooks, filters, excluded or hidden files of the agent's repository change nothing. Only
+   the objects of that repository are used. Attributes and ignored files count as they are in the tree.
+2. A nested repository is read as plain files, unless the task's own tree has it as a submodule. Entries that git cannot
+   store (pipes, sockets, devices) are left out.
+3. If that fails, the files are copied as an archive over the task's own files, and the patch is made there: tar is the
+   only program of the agent's sandbox that is used.
+4. A patch is bounded (`PATCH_LIMIT`), and so is the time spent on it. Every problem is reported.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sandboxgym.sandbox.sandbox import SandboxSnapshot
 log = logging.getLogger("sandboxgym")
 
 PATCH_LIMIT = 4 * 2**20
-"""Bytes of a patch at most."""
+"""Limit in bytes of a patch."""
 ARCHIVE_LIMIT = 64 * 2**20
-"""Bytes of the archive, compressed where there is gzip, of a repository that cannot be read in place."""
+"""Limit in bytes of the archive (compressed if there is gzip) of a repository that cannot be read in place."""
 SECONDS = 300.0
-"""That reading the work may take."""
+"""Timeout in seconds of reading the work."""
 _SAID = 300  # characters of what went wrong that are told
 _PATCH = f"{EXTRACTED}/patch"
 _ARCHIVE = f"{EXTRACTED}/files.tar"
@@ -89,25 +89,25 @@ tar -xf {_ARCHIVE} --no-same-owner
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What was done in a sandbox."""
+    """An agent's work in a sandbox."""
 
     patch: str = field(repr=False)
-    """Bytes that are not UTF-8 stand in it as surrogates."""
+    """Patch; bytes that are not UTF-8 are surrogates in it."""
     problem: str = ""
-    """Why the patch may lack something, or that the files had to be taken over; empty nearly always."""
+    """Reason why the patch may be incomplete, or why the files had to be copied; nearly always empty."""
     too_large: bool = False
-    """There is a patch, but it is longer than `PATCH_LIMIT`."""
+    """True if there is a patch, but it is longer than `PATCH_LIMIT`."""
 
 
 class WorkLost(Exception):
-    """A sandbox cannot be started on the files as they were left, and can be on those of the task's beginning."""
+    """Raised if a sandbox cannot be started on the agent's files, but can be on those of the task's start."""
 
 
 def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
-    """What was changed since the start, commits included.
+    """Extract the changes since the start, commits included.
 
     Args:
-        box: where this is found out; what is in it is lost.
+        box: sandbox for the extraction; its content is lost.
         leaf: the sandbox as it stands.
         pristine: the task's files before anything was done.
 

@@ -1,10 +1,10 @@
-"""Parsers of test logs that the official code does not have: those of the training sets beyond Verified.
+"""Parsers of test logs for the training sets beyond Verified, which the official code does not have.
 
-They are named like the official ones and called like them, with the log and the specification that they do not need;
-`PARSERS` is added to the official registry. Each is linear in the length of the log.
+They are named and called like the official ones, with the log and a specification that they do not need; `PARSERS` is
+added to the official registry. Each is linear in the length of the log.
 
-- SWE-smith (``swesmith.profiles.python``): a line of ``pytest --verbose`` a test; four repositories have their own.
-- SWE-Gym (``swegym.harness.log_parsers``): the official ones but for pydantic's.
+- SWE-smith (``swesmith.profiles.python``): one line of ``pytest --verbose`` per test; four repositories have their own.
+- SWE-Gym (``swegym.harness.log_parsers``): the official ones, except pydantic's.
 - R2E-Gym (``r2egym.repo_analysis.execution_log_parser``): the short summary of pytest, by names without files.
 """
 
@@ -39,7 +39,7 @@ def pytest_verbose(log: str, _: Any = None) -> dict[str, str]:
 
 
 def pytest_summary(log: str, _: Any = None) -> dict[str, str]:
-    """Statuses of the summary of ``pytest -rA``, the name up to its first blank."""
+    """Statuses of the summary of ``pytest -rA``, with names up to the first blank."""
     return _by_line(log, _SUMMARY, 2, 1)
 
 
@@ -59,7 +59,7 @@ def unittest_verbose(log: str, _: Any = None) -> dict[str, str]:
 
 
 def tornado(log: str, _: Any = None) -> dict[str, str]:
-    """Statuses of ``python -m tornado.test --verbose``; what has an error has failed."""
+    """Statuses of ``python -m tornado.test --verbose``; a test with an error counts as failed."""
     found = {}
     for line in log.split("\n"):
         if line.endswith("... ok"):
@@ -72,7 +72,7 @@ def tornado(log: str, _: Any = None) -> dict[str, str]:
 
 
 def mypy_cases(log: str, _: Any = None) -> dict[str, str]:
-    """Statuses of mypy's data-driven cases: a test is the last word of a line that says how it went."""
+    """Statuses of mypy's data-driven cases: the test is the last word of a line with its status."""
     found = {}
     for line in log.split("\n"):
         status = next((status for status in ("PASSED", "FAILED") if status in line), None)
@@ -134,4 +134,4 @@ PARSERS: dict[str, Callable[[str, Any], dict[str, str]]] = {
     "sandboxgym_pydantic": pydantic,
     "sandboxgym_r2e": r2e,
 }
-"""By the names that the column ``log_parser`` may have beside the official ones."""
+"""Parsers by the names that the column ``log_parser`` may have in addition to the official ones."""

@@ -1,10 +1,10 @@
-"""The official parsers and report on what tests printed, in processes that can be killed.
+"""The official parsers and report on a test log, run in processes that can be killed.
 
-1. A parser runs over text that an agent may have made, and some take a time that grows with the square of a line. So
-   each log is parsed in a process of its own with limits of processor time and memory; when it dies, that is said
-   (`ParserDied`), and neither this process nor the next log knows of it.
-2. These processes are forks of one that has imported the official code already, which takes seconds. It is started with
-   the first `warm_up`, ends with this process, and is started again if it was killed.
+1. A parser reads text that an agent may have made, and some take a time that grows with the square of a line's length.
+   So each log is parsed in a process of its own with limits of CPU time and memory; its death is reported
+   (`ParserDied`), and affects neither this process nor the next log.
+2. These processes are forks of a server that has imported the official code, which takes seconds. The server is started
+   with the first `warm_up`, ends with this process, and is started again if it was killed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from typing import Any
 from sandboxgym.system import interpreter
 
 CPU_SECONDS = 60
-"""Processor time for one log."""
+"""Limit of CPU seconds per log."""
 MEMORY = 2 * 2**30
-"""Bytes that one log may take beside what the official code does."""
+"""Limit in bytes of memory per log, in addition to that of the official code."""
 _WALL = 20  # times the processor time, on a machine that is busy
 _REPLY = 64 * 2**20  # bytes
 _START = "from sandboxgym.envs.swebench.grading.parsing import serve; serve({descriptor})"
 
 
 class ParserDied(RuntimeError):
-    """A log was not parsed: it took too much time or memory, or broke the parser. The message says which."""
+    """Raised if a log was not parsed: it took too much time or memory, or broke the parser; the message says which."""
 
 
 def parse(path: str, request: dict[str, Any], *, seconds: int = CPU_SECONDS, memory: int = MEMORY) -> dict[str, Any]:
-    """What `answer` says of a log, in a process of its own.
+    """Run `answer` on a log in a process of its own.
 
     Args:
-        path: of the log.
+        path: path of the log.
         request: for `answer`.
-        seconds: of processor time that it may take.
+        seconds: limit of CPU time.
         memory: bytes that it may take.
 
     Raises:
@@ -56,7 +56,7 @@ def parse(path: str, request: dict[str, Any], *, seconds: int = CPU_SECONDS, mem
             with theirs:
                 try:
                     _server(again=attempt > 1).send(theirs)
-                except OSError:  # somebody killed it
+                except OSError:  # it was killed from outside
                     if attempt == 1:
                         continue
                     raise
@@ -79,12 +79,12 @@ def parse(path: str, request: dict[str, Any], *, seconds: int = CPU_SECONDS, mem
 
 
 def warm_up() -> None:
-    """Have the official code imported meanwhile."""
+    """Start importing the official code in the background."""
     _server()
 
 
 class _Server:
-    """The process that has imported the official code, as its owner sees it."""
+    """Handle of the server, the process that has imported the official code."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,7 +130,7 @@ def _server(*, again: bool = False) -> _Server:
 
 
 def close() -> None:
-    """End this process's server. Idempotent; the next log starts another."""
+    """Stop this process's server. Idempotent; the next log starts another."""
     with _lock:
         found = _servers.pop(os.getpid(), None)
     if found is not None:
@@ -148,12 +148,12 @@ def _all(connection: socket.socket) -> bytes:
 
 
 def serve(descriptor: int) -> None:
-    """Answer each connection that is sent over a socket in a fork, until the owner of its other end is gone."""
+    """Serve connections sent over a socket, each in a fork, until the owner of its other end is gone."""
     import swebench.harness.grading  # noqa: F401 - before the forks
 
     from sandboxgym.envs.swebench.grading import suspicion  # noqa: F401 - likewise
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     with socket.socket(fileno=descriptor) as owner:
         while True:
             data, ancillary, _, _ = owner.recvmsg(16, socket.CMSG_SPACE(array.array("i").itemsize))
@@ -168,7 +168,7 @@ def serve(descriptor: int) -> None:
 
 
 def _serve_one(descriptor: int) -> None:
-    """Answer one connection, and end."""
+    """Answer one connection, then exit."""
     try:
         with socket.socket(fileno=descriptor) as connection:
             asked = json.loads(_all(connection))
@@ -189,10 +189,10 @@ def _serve_one(descriptor: int) -> None:
 
 
 def answer(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The official report on a log, and what is odd about it.
+    """Compute the official report on a log, and the suspicious findings in it.
 
     Args:
-        path: of the log.
+        path: path of the log.
         request: ``row`` for the official ``make_test_spec``; ``prediction``, with the patch or a text in its place;
             ``expected``: how every test has to end, empty where only those of the row count.
 
@@ -206,7 +206,7 @@ def answer(path: str, request: dict[str, Any]) -> dict[str, Any]:
     from sandboxgym.envs.swebench.grading import suspicion
     from sandboxgym.envs.swebench.grading.parsers import PARSERS
 
-    PARSER_REGISTRY.update(PARSERS)
+    PARSER_REGISTRY.update(PARSERS)  # where get_eval_report looks parsers up by name
     spec = make_test_spec(request["row"])
     text = Path(path).read_text(encoding="utf-8")
     if request["expected"]:
@@ -220,7 +220,7 @@ def answer(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(text: str, row: dict[str, Any], expected: dict[str, str]) -> dict[str, Any]:
-    """The report where every test has to end as expected, and no other may have run (R2E-Gym's)."""
+    """Report of the rule that every test has to end as expected, and no other may have run (R2E-Gym's)."""
     from swebench.harness import constants
     from swebench.harness.log_parsers import PARSER_REGISTRY
 

@@ -1,8 +1,9 @@
-"""Patches read as the harness's commands read them: ``git apply``, then ``patch -p1``.
+"""Parser of patches that reads them as the harness's commands do: ``git apply``, then ``patch -p1``.
 
-1. Names are those that the commands would write: the first directory is taken off whatever it is called, names in
-   quotes are unescaped (an octal number stands for a letter).
-2. What ``patch`` takes and this does not read, such as context differences and scripts for ``ed``, is told (`foreign`).
+1. Names are those that the commands would write: the first directory is removed whatever its name, and names in quotes
+   are unescaped (an octal number stands for a byte).
+2. Formats that ``patch`` accepts and this parser does not, such as context diffs and scripts for ``ed``, are recognised
+   (`foreign`).
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ _FOREIGN = re.compile(r"\*\*\* |\*{15}|Index:|Prereq:|\d+(,\d+)?[acd](\d+(,\d+)?
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One file of a patch."""
+    """Changes of a patch to one file."""
 
     path: str
-    """Its name after the patch, or before it if it is deleted."""
+    """Name of the file after the patch, or before it if the file is deleted."""
     old_path: str = ""
-    """Its name before, if that was another."""
+    """Name of the file before the patch, if that was different."""
     new: bool = False
     deleted: bool = False
     link: bool = False
     submodule: bool = False
     binary: bool = False
     added: tuple[str, ...] = field(default=(), repr=False)
-    """Lines, without the sign."""
+    """Added lines, without the sign."""
     removed: tuple[str, ...] = field(default=(), repr=False)
     context: tuple[str, ...] = field(default=(), repr=False)
     after: tuple[str, ...] = field(default=(), repr=False)
-    """Lines that are there after the patch, added ones and context in their order; an empty one between two hunks."""
+    """Lines that exist after the patch, added ones and context in their order; an empty one between two hunks."""
 
 
 def changes(patch: str) -> list[Change]:
-    """The files of a patch in git's format; also in that of ``diff -u``, as ``patch`` takes it."""
+    """Parse a patch in git's format to its files; also in that of ``diff -u``, as ``patch`` accepts it."""
     found: list[Change] = []
     head: dict[str, str] = {}
     lines: dict[str, list[str]] = {"+": [], "-": [], " ": [], "after": []}
@@ -138,7 +139,7 @@ def changes(patch: str) -> list[Change]:
 
 
 def foreign(patch: str) -> bool:
-    """Whether something in a patch is in a format that ``patch`` takes and `changes` does not read.
+    """Tell whether a part of a patch is in a format that ``patch`` accepts and `changes` does not read.
 
     Context differences, "normal" ones, scripts for ``ed``, and a name that is given by ``Index:`` alone.
     """
@@ -161,7 +162,7 @@ def foreign(patch: str) -> bool:
 
 
 def _name(text: str) -> str:
-    """A name as ``---`` and ``+++`` give it, without its first directory."""
+    """Parse a name as ``---`` and ``+++`` give it, without its first directory."""
     text = text.strip()
     quoted = re.match(r'"((?:[^"\\]|\\.)*)"', text)
     text = quoted[1] if quoted else text.split("\t")[0].strip()
@@ -171,7 +172,7 @@ def _name(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """A name without git's escapes, and in its shortest form."""
+    """Normalise a name: without git's escapes, and in its shortest form."""
     if "\\" in text:
         # An escape stands for a byte, and a character outside of ASCII for several of them.
         pieces = re.split(r"\\([0-7]{1,3}|.)", text)

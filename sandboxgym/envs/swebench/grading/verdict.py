@@ -1,18 +1,18 @@
-"""The official verdict on a patch, computed by swebench 5.x from what happens in a sandbox that nobody else sees.
+"""The official verdict on a patch, computed by swebench 5.x from a test run in a separate sandbox.
 
 1. The branch is not touched: the work is read from a fork of it, applied to the task's pristine files and tested
    there, and the fork is thrown away.
-2. The order is the harness's: its commands that apply a patch, in turn and each from clean files; its script, with
-   stdout and stderr in one stream that is no terminal; its parser and its report.
-3. What is not the patch's fault is told apart: a broken environment, a sandbox that failed, tests that need the
-   network. None of it counts as resolved. It is known of the row, from `record` and from the list of rows, or of the
-   sandbox: all that is printed from the first line on is within reach of a patch, whose ``setup.py`` is run and whose
-   difference is shown before the tests begin.
-4. The same patch for the same task is tested once in a process, unless its verdict was no fault of the patch.
-5. An agent's tests and patch take a bounded part of this process's memory and time. Of what tests print the beginning
-   and the end are kept as it comes, and parsed in a process of its own (`parsing`). A log that was cut resolves
-   nothing, for what is missing may be a test that failed.
-6. What looks forged is named beside the verdict (`suspicion`), which stays the official one.
+2. The order is the harness's: its commands that apply a patch, in turn and each on clean files; its script, with stdout
+   and stderr in one stream that is not a terminal; its parser and its report.
+3. Failures that are not the patch's fault have their own verdicts: a broken environment, a sandbox that failed, tests
+   that need the network. None of them counts as resolved. They are recognised by the row, from `record` and the list of
+   rows, or by the sandbox, never by the output: a patch can write to all of it, because its ``setup.py`` is run and its
+   diff is shown before the tests begin.
+4. The same patch for the same task is tested once per process, unless its verdict was not the patch's fault.
+5. An agent's tests and patch take a bounded part of this process's memory and time. The beginning and the end of the
+   tests' output are kept, and parsed in a process of their own (`parsing`). A log that was cut never resolves a task,
+   because a failed test may be missing.
+6. Signs of forgery are reported beside the verdict (`suspicion`), which stays the official one.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("sandboxgym")
 
 TIMEOUT = 1800.0
-"""Seconds that the tests of a task may take, as in the harness."""
+"""Timeout in seconds of a task's tests, as in the harness."""
 _MODEL = "sandboxgym"
 LOG_LIMIT = 8 * 2**20
-"""Bytes that are kept of what a task's script prints: the first and the last half."""
+"""Bytes kept of a script's output: the first and the last half."""
 PRINTED = 8 * LOG_LIMIT
-"""Bytes that it may print before it is ended: what was cut resolves nothing, so the verdict does not depend on more."""
+"""Bytes of output after which a script is ended: a cut log never resolves a task, so the rest cannot matter."""
 LINES_LIMIT = 500_000
-"""Lines of it at most."""
+"""Limit of the number of lines of a log."""
 PARSER_SECONDS = parsing.CPU_SECONDS
-"""Processor time that the official parser may take for one log."""
+"""Limit of CPU seconds of the official parser per log."""
 _EXCERPT = 32 * 2**10  # characters of each end of a log that was cut which its verdict keeps
 _LINE_END = 500
-"""Characters kept of each end of a longer line: some official patterns take a time that grows with its square."""
+"""Characters kept at each end of a long line: the time of some official patterns grows with its square."""
 _LONG_LINE = re.compile(rf"^(.{{{_LINE_END}}}).+(.{{{_LINE_END}}})$", re.MULTILINE)
 _TEST_COMMAND = re.compile(r">>>>> Start Test Output'\n([^\n]*)")
 _KEPT_VERDICTS = 4096
@@ -70,35 +70,35 @@ _KEPT_CHARACTERS = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a patch."""
+    """Verdict on a patch, with its reason and log."""
 
     resolved: bool
     patch: str = field(repr=False)
     reason: str
     """``resolved``; ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``, ``tests time out``,
     ``no test results``, ``too much output``; ``infra failure``, ``sandbox ended``, ``needs network``; ``suspicious``
-    where that is asked for."""
+    if the environment was made to reject those."""
     tests_status: dict[str, dict[str, list[str]]] | None = field(default=None, repr=False)
-    """By ``FAIL_TO_PASS`` and ``PASS_TO_PASS``: the tests that succeeded and failed; None if no results were found."""
+    """Tests that succeeded and failed, by ``FAIL_TO_PASS`` and ``PASS_TO_PASS``; None if no results were found."""
     infra_failure: str = ""
-    """What is broken in the environment; empty if nothing is known to be."""
+    """Defect of the environment; empty if none is known."""
     needs_network: bool = False
-    """It failed on a row that is known to need the network, which the sandbox does not have."""
+    """True if it failed on a row that is known to need the network, which the sandbox does not have."""
     log: str = field(default="", repr=False)
-    """What the script printed; of more than `LOG_LIMIT` bytes the beginning and the end."""
+    """Output of the script; of more than `LOG_LIMIT` bytes the beginning and the end."""
     suspicious: tuple[str, ...] = ()
-    """What looks forged, one sentence each; see `suspicion`."""
+    """Signs of forgery, one sentence each; see `suspicion`."""
     extraction: str = ""
-    """Why the patch may lack some of the work, or why its files were taken over; empty nearly always."""
+    """Reason why the patch may lack some of the work, or why its files were copied; nearly always empty."""
 
     @property
     def final(self) -> bool:
-        """Whether testing the same patch again would be no use."""
+        """True if testing the same patch again cannot change the verdict."""
         return not self.infra_failure and self.reason != "tests time out"
 
 
 class _Official:
-    """The parts of swebench that are used, imported when they are first needed (a second or two)."""
+    """The parts of swebench in use, imported when first needed (this takes a second or two)."""
 
     def __init__(self) -> None:
         try:
@@ -119,7 +119,7 @@ official = functools.cache(_Official)
 
 
 def check_gradable(task: Task) -> None:
-    """Whether a task can be graded; the official code is imported here.
+    """Check that a task can be graded; this imports the official code.
 
     Raises:
         ImportError: it is not installed.
@@ -151,13 +151,13 @@ def grade(
     reject_suspicious: bool = False,
     counterchecked: bool = False,
 ) -> Verdict:
-    """The verdict on the work in a captured sandbox, or on a given patch.
+    """Grade the work in a captured sandbox, or a given patch.
 
     Args:
         leaf: the sandbox as it stands.
         pristine: the task's files before anything was done.
-        task: what was to be done.
-        settings: of the sandbox it is tested in.
+        task: the task that was worked on.
+        settings: settings of the sandbox it is tested in.
         patch: graded in place of what was changed in ``leaf``.
         timeout: seconds that the tests may take.
         reject_suspicious: what looks forged gets the verdict ``suspicious``, in place of any other.
@@ -169,7 +169,7 @@ def grade(
 
 
 def rejected(verdict: Verdict) -> Verdict:
-    """A verdict as it is where nothing suspicious is accepted."""
+    """Change a verdict to a failure if there is anything suspicious."""
     return replace(verdict, resolved=False, reason="suspicious") if verdict.suspicious else verdict
 
 
@@ -217,12 +217,12 @@ def _grade(
 
 
 def attempt(pristine: Pristine, task: Task, settings: Settings, patch: str, *, timeout: float = TIMEOUT) -> Verdict:
-    """What becomes of a patch in a run of its own: neither earlier ones nor `record` count, and it is not remembered.
+    """Test a patch in a run of its own: earlier runs and `record` do not count, and the result is not cached.
 
     Args:
         pristine: the task's files before anything was done.
         task: whose tests are run.
-        settings: of the sandbox.
+        settings: settings of the sandbox.
         patch: may be empty, which tests the files as they are.
         timeout: seconds that the tests may take.
 
@@ -275,7 +275,7 @@ def _test(
     hidden: bytes = b"",
     checked: Check | None = None,
 ) -> Verdict:
-    """Apply a patch to the pristine files, put back what was hidden of them, and run the task's script there."""
+    """Apply a patch to the pristine files, put back the hidden ones, and run the task's script there."""
     if not _stand_ready(box, pristine, task, patch, hidden):
         return Verdict(False, patch, "patch does not apply")
     done = _run_script(box, official().make_test_spec(task.row()).eval_script, timeout)
@@ -293,7 +293,7 @@ def _test(
 def _counterchecked(
     box: Box, pristine: Pristine, task: Task, patch: str, timeout: float, *, hidden: bytes
 ) -> tuple[str, ...]:
-    """What a run of tests that cannot pass tells of a patch; see `countercheck`. Nothing, if there is no such run."""
+    """Findings from a run of tests that cannot pass; see `countercheck`. Empty if there is no such run."""
     paths = [change.path for change in changes(task.test_patch) if change.path.endswith(".py") and not change.deleted]
     box.restore(pristine.snapshot)
     box.write_file(PATCH_FILE, task.test_patch.encode("utf-8", "surrogateescape"))
@@ -314,7 +314,7 @@ def _counterchecked(
 
 
 def _stand_ready(box: Box, pristine: Pristine, task: Task, patch: str, hidden: bytes) -> bool:
-    """Make the state in which the tests are run; whether the patch applies."""
+    """Prepare the state in which the tests are run; returns whether the patch applies."""
     box.restore(pristine.snapshot)
     box.write_file(PATCH_FILE, patch.encode("utf-8", "surrogateescape"))
     if patch and not _apply(box):
@@ -325,6 +325,7 @@ def _stand_ready(box: Box, pristine: Pristine, task: Task, patch: str, hidden: b
 
 def _run_script(box: Box, script: str, timeout: float) -> Result:
     box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
+    # Without a network, pip's isolated builds would wait for PyPI in vain. In a variable, 0 turns the isolation off.
     offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
     # Into a pipe: a file of the sandbox could be changed by tests, and fill its disk.
     command = f"cd {WORKDIR} && {offline}/bin/bash {EVAL_SCRIPT} 2>&1"
@@ -341,18 +342,19 @@ def _apply(box: Box) -> bool:
             box.run(f"cd {WORKDIR} && git checkout -- . ; git clean -fd")
         if box.run(f"cd {WORKDIR} && {command} {PATCH_FILE}").exit_code == 0:
             return True
+    # The harness's last resort: a patch that is applied already counts.
     return box.run(f"cd {WORKDIR} && git apply --check --reverse {PATCH_FILE}").exit_code == 0
 
 
 def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, checked: Check | None = None) -> Verdict:
-    """The official verdict on what a task's script printed.
+    """Compute the official verdict on the output of a task's script.
 
     Args:
         task: whose tests were run.
         printed: stdout and stderr in one.
-        patch: that was applied.
+        patch: the applied patch.
         network: whether the tests could use it.
-        checked: what is known of the row on this image.
+        checked: result of `sandboxgym swebench check` for the row on this image.
     """
     with tempfile.TemporaryDirectory(prefix="sandboxgym-") as folder:
         path = Path(folder, "test_output.txt")
@@ -377,13 +379,15 @@ def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, ch
     reason = "no test results" if status is None else "tests fail"
     if outcome["infra_failure"]:
         cause = outcome.get("infra_failure_reason", "unknown")
-        log.info("%s: the log speaks of %s, as a patch can; `sandboxgym swebench check` tells", task.instance_id, cause)
+        log.info(
+            "%s: the log mentions %s, which a patch can forge; run `sandboxgym swebench check`", task.instance_id, cause
+        )
     failed = replace(verdict, reason=reason, tests_status=status)
     return _blamed(failed, task, network=network, checked=checked)
 
 
 def _blamed(verdict: Verdict, task: Task, *, network: bool, checked: Check | None) -> Verdict:
-    """A verdict by what is known of the row, on which the solution may fail too."""
+    """Correct a verdict by what is known of the row, on which the solution may fail too."""
     if verdict.resolved:
         return verdict
     if not network and (task.needs_network or (checked is not None and checked.needs_network)):

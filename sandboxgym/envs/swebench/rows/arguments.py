@@ -1,7 +1,7 @@
-"""Checks of what `SWEBenchEnv` is made with: an error comes at once, and names the argument.
+"""Checks of `SWEBenchEnv`'s arguments: errors are raised at once and name the argument.
 
-Each function returns the argument in the form that is used, and raises TypeError or ValueError with one sentence: what
-was expected, and what was found.
+Each function returns the argument in the form that is used, and raises TypeError or ValueError with one sentence:
+the expected value, and the one found.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import MOST_SECONDS, Limits
 
 PROMPT_FIELDS = ("problem_statement", "workdir", "marker")
-"""That a task's introduction is filled in with."""
+"""Names that a task's introduction can be filled in with."""
 
 
 def flag(name: str, value: object) -> bool:
-    """A yes or no; a text is refused, for ``"no"`` would count as yes."""
+    """Check a boolean; text is refused, because ``"no"`` would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, found {brief(value, 80)}")
     return value
 
 
 def seconds(name: str, value: object) -> float:
-    """A time limit."""
+    """Check a time limit in seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number of seconds, found {brief(value, 80)}")
     if math.isnan(value) or not 0 < value <= MOST_SECONDS:
@@ -36,7 +36,7 @@ def seconds(name: str, value: object) -> float:
 
 
 def step_number(name: str, value: object) -> int | None:
-    """A number of steps, or None."""
+    """Check a number of steps, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
@@ -47,7 +47,7 @@ def step_number(name: str, value: object) -> int | None:
 
 
 def limits(value: Limits | Mapping[str, Any] | None) -> Limits:
-    """Limits, given as such or as a mapping of some of their fields."""
+    """Check limits, given as such or as a mapping of some of their fields."""
     if isinstance(value, Limits):
         return value
     names = [field.name for field in fields(Limits)]
@@ -61,7 +61,7 @@ def limits(value: Limits | Mapping[str, Any] | None) -> Limits:
 
 
 def prompt(value: object) -> str:
-    """A text to be filled in with `PROMPT_FIELDS`."""
+    """Check a text to be filled in with `PROMPT_FIELDS`."""
     if not isinstance(value, str):
         raise TypeError(f"prompt: expected a text, found {brief(value, 80)}")
     try:
@@ -75,7 +75,7 @@ def prompt(value: object) -> str:
 
 
 def image(value: object) -> str | None:
-    """The name of an image, ``"dir:/path"``, or None; a directory must be there."""
+    """Check the name of an image, ``"dir:/path"``, or None; a directory must exist."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -92,7 +92,7 @@ def image(value: object) -> str | None:
 
 
 def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """Environment variables as a value that can be compared."""
+    """Check environment variables; returns a value that can be compared."""
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"env: expected a mapping of names to texts, found {brief(value, 80)}")
     pairs = tuple((value or {}).items())
@@ -107,7 +107,7 @@ def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def instances(value: Iterable[str] | None) -> list[str] | None:
-    """Names of tasks."""
+    """Check names of tasks."""
     if value is None:
         return None
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
@@ -122,7 +122,7 @@ def instances(value: Iterable[str] | None) -> list[str] | None:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether the system can be told a text: lone surrogates stand for bytes, but not all do."""
+    """Tell whether text can be passed to the system: lone surrogates stand for bytes, but not all do."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:

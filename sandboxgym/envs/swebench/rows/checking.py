@@ -1,8 +1,8 @@
-"""What a row is like where it is played: its solution and no change at all are tested, as often as wanted.
+"""Check of a row on this machine: its solution and an empty patch are tested, several times.
 
-1. Every run is one of its own, in a fresh sandbox on the prepared files; no verdict is remembered.
-2. What the solution's tests print is believed, for nobody chose it to be believed: a solution that fails is tried with
-   the network, too, and what it says of names that cannot be resolved counts.
+1. Every run has a fresh sandbox on the prepared files; no verdict is cached.
+2. The output of the solution's tests is trusted, because no agent could forge it: a solution that fails is tested with
+   the network too, and its messages about unresolved host names count.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_NETWORK = re.compile(
 
 
 def check(task: Task, settings: Settings, *, repeat: int = 1, timeout: float = grading.TIMEOUT) -> Check:
-    """Test a row.
+    """Check a row.
 
     Args:
         task: the row.
-        settings: of the sandboxes; where they have no network, a solution that fails is tried with it once more.
+        settings: settings of the sandboxes; without network, a failing solution is tested with it once more.
         repeat: runs of the solution and of no change.
         timeout: seconds that the tests may take in each.
 
@@ -85,7 +85,7 @@ def _differ(verdicts: list[Verdict]) -> bool:
 
 
 def _asks_for_network(verdict: Verdict) -> bool:
-    """Whether the tests themselves tried to; that pip does so before them is no matter."""
+    """Tell whether the tests themselves tried to use the network; pip's attempts before them do not count."""
     constants = grading.official().constants
     tests = verdict.log.partition(constants.START_TEST_OUTPUT)[2].partition(constants.END_TEST_OUTPUT)[0]
     return _NO_NETWORK.search(tests) is not None

@@ -1,11 +1,11 @@
-"""Training sets beyond SWE-bench: rows of other schemas, turned into rows that `tasks` takes.
+"""Training sets beyond SWE-bench: rows of other schemas, converted to rows that `tasks` accepts.
 
-1. A row is known by its columns (`style_of`); a file needs no flag, and may mix styles. A row that fits no style is
-   refused with what each of them would need.
-2. What their own harnesses know by heart of a repository (images, commands, parsers) is in the tables here, as their
-   public code had it in 2025; a row may bring ``image``, ``eval_script`` and ``log_parser`` of its own instead.
-3. The columns ``bug``, ``hidden`` and ``removed`` of what comes out say what has to be done to the image before an
-   agent may see it (`hiding`), and ``expected`` which statuses make a verdict.
+1. A row's style is recognised by its columns (`style_of`); a file needs no flag, and may mix styles. A row that fits no
+   style is refused with the columns that each style would need.
+2. What their own harnesses hard-code for a repository (images, commands, parsers) is in the tables here, as in their
+   public code of 2025; a row may bring ``image``, ``eval_script`` and ``log_parser`` of its own instead.
+3. In a converted row, the columns ``bug``, ``hidden`` and ``removed`` describe the changes to the image before an agent
+   may see it (`hiding`), and ``expected`` the statuses that make a verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sandboxgym.envs.swebench.rows.files import TaskError, columns_of, parsed, t
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 
 NAMES = ("swe-smith", "swe-gym", "swe-rebench", "r2e-gym")
-"""Data sets that are looked for under these names, beside those of SWE-bench."""
+"""Names of data sets under which files are looked for, in addition to those of SWE-bench."""
 BENCH, SMITH, GYM, REBENCH, R2E = "swe-bench", "swe-smith", "swe-gym", "swe-rebench", "r2e-gym"
 
 _BENCH_WHY = {
@@ -62,11 +62,11 @@ WHY: dict[str, dict[str, str]] = {
         "expected_output_json": "which says how each test has to end",
     },
 }
-"""What a row of each style must have, and what for."""
+"""Columns that a row of each style must have, with their use."""
 
 
 def style_of(row: Mapping[str, Any], where: str) -> str:
-    """The style of a row, told by its columns.
+    """Recognise the style of a row by its columns.
 
     Raises:
         TaskError: it is of none.
@@ -92,7 +92,7 @@ def style_of(row: Mapping[str, Any], where: str) -> str:
 
 
 def converted(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A row of any style as one of ours, its columns not checked but for those that it is made from.
+    """Convert a row of any style; only the columns that are used are checked.
 
     Raises:
         TaskError: a column is missing or malformed, or the style is none that is known.
@@ -116,14 +116,14 @@ def converted(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """How the tests of a repository of SWE-smith are run."""
+    """Test setup of a repository of SWE-smith."""
 
     test: str = "pytest --disable-warnings --color=no --tb=no --verbose"
     parser: str = "sandboxgym_pytest_verbose"
     some: bool = False
-    """Only the files are run that the row names, for there are too many."""
+    """True if only the files named in the row are run, because there are too many."""
     cases: bool = False
-    """Tests are chosen by name, not by file."""
+    """True if tests are chosen by name, not by file."""
 
 
 _SOME = _Profile(some=True)
@@ -155,9 +155,9 @@ _PROFILES: dict[str, _Profile] = {
     "tornadoweb/tornado": _Profile("python -m tornado.test --verbose", "sandboxgym_tornado"),
     "un33k/python-slugify": _Profile("python test.py --verbose", "sandboxgym_unittest_verbose"),
 }
-"""By the repository that was mirrored; of others all tests are run with pytest."""
+"""Profiles by mirrored repository; for all others, all tests are run with pytest."""
 _LONGEST_ARGUMENT = 100_000
-"""Characters that Linux takes as one argument, at least."""
+"""Characters that Linux accepts as one argument, at least."""
 _PYTEST_NAMED = re.compile(r"[^:]+\.(py|pyi|txt|rst|md|pyx|test)(::|$)")
 
 
@@ -204,7 +204,7 @@ def _smith(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _files_of(tests: tuple[str, ...], repository: str, where: str) -> list[str]:
-    """The files of tests, in the repository."""
+    """List the files of tests, in the repository."""
     if repository == "un33k/python-slugify":
         return ["test.py"]
     if repository == "tornadoweb/tornado":
@@ -224,7 +224,7 @@ def _is_test(name: str) -> bool:
 
 
 def _script(test: str, *, reverted: list[str] | None = None, before: tuple[str, ...] = ()) -> str:
-    """A script that runs tests which lie in place. Its exit status says nothing, as in the harnesses of these sets."""
+    """Write a script that runs tests already in place. Its exit status says nothing, as in these sets' harnesses."""
     safe = f"git config --global --add safe.directory {WORKDIR}"
     lines = ["#!/bin/bash", "set -uxo pipefail", _ACTIVATE, safe, f"cd {WORKDIR}", *before]
     if reverted:  # with the names that are there: of one that is not, git would make all fail
@@ -243,13 +243,13 @@ _ACTIVATE = f"if [ -f {_CONDA} ]; then set +u; source {_CONDA}; conda activate t
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How the tests of a repository of SWE-Gym are run."""
+    """Test setup of a repository of SWE-Gym."""
 
     test: str = "pytest -n0 -rA"
     parser: str = "parse_log_pytest"
     before: tuple[str, ...] = ()
     old: tuple[str, str] | None = None
-    """Versions that match the first are tested with the second."""
+    """Pair of a pattern and a setting: versions that match the pattern are tested with the setting."""
 
 
 _GYM: dict[str, _Recipe] = {
@@ -333,7 +333,7 @@ def _rebench(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 # R2E-Gym: a commit, and how each test ends after it.
 
 R2E_TESTS = ("/r2e_tests", f"{WORKDIR}/r2e_tests", f"{WORKDIR}/run_tests.sh")
-"""Where the images of R2E-Gym hold the tests and what runs them."""
+"""Directory of R2E-Gym's images with the tests and their runner."""
 _R2E_ANSWERS = tuple(
     f"{folder}/{name}.json"
     for folder in (WORKDIR, "")
@@ -346,7 +346,7 @@ _R2E_ANSWERS = tuple(
         "modified_entities",
     )
 )
-"""What else they may hold that tells the solution."""
+"""Other files in these images that may reveal the solution."""
 _R2E_PLACE = f"if [ -d {R2E_TESTS[0]} ]; then rm -rf r2e_tests; ln -s {R2E_TESTS[0]} r2e_tests; fi"
 
 
@@ -393,7 +393,7 @@ def _r2e(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _r2e_before(row: Mapping[str, Any]) -> dict[str, str]:
-    """How the tests ended before the commit, as far as the row tells; nothing depends on it but the lists of tests."""
+    """Statuses of the tests before the commit, as far as the row has them; used for the lists of tests only."""
     content = row.get("execution_result_content")
     if not isinstance(content, str):
         return {}
@@ -406,7 +406,7 @@ def _r2e_before(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _r2e_patch(commit: Mapping[str, Any]) -> str:
-    """The solution: what the commit changes in Python files that are no tests, in git's format."""
+    """Write the solution, the commit's changes to Python files that are no tests, in git's format."""
     sections = []
     for change in commit["file_diffs"]:
         path = change["header"]["file"]["path"]
@@ -461,10 +461,10 @@ _PAIRS = (("old mode ", "new mode "), ("rename from ", "rename to "), ("--- ", "
 
 
 def reversed_patch(patch: str, where: str = "patch") -> str:
-    r"""The patch that undoes one in git's format.
+    r"""Reverse a patch in git's format.
 
     Raises:
-        TaskError: it is none, or holds what cannot be turned round: a copy, a binary file.
+        TaskError: it is not a patch, or has a change that cannot be reversed: a copy, a binary file.
 
     Example:
         >>> old = "diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1,2 +1 @@ g\n a\n-b\n"
@@ -487,7 +487,7 @@ def _reversed_section(section: str, where: str) -> str:
     head, *hunks = re.split(r"^(?=@@ -)", section, flags=re.MULTILINE)
     lines = head.removesuffix("\n").split("\n")
     if any(line.startswith(("GIT binary patch", "Binary files", "copy from")) for line in lines):
-        raise TaskError(f"{where}, column 'patch': a change of {lines[0][:80]!r} that cannot be turned round")
+        raise TaskError(f"{where}, column 'patch': a change of {lines[0][:80]!r} that cannot be reversed")
     swapped = []
     for line in lines:
         made = next((make(found) for pattern, make in _HEAD if (found := pattern.fullmatch(line))), line)

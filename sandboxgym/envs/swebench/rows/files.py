@@ -1,9 +1,8 @@
-"""Rows as they are published: read from files one by one, their columns with the types that they should have.
+"""Reader of published rows: from files, one by one, with checked types of the columns.
 
-1. What cannot be used is refused with one sentence of bounded length that names the file, the row and the column: a
-   damaged file, text that is no UTF-8, JSON that is nested too deep, a column of the wrong type or of absurd size.
-2. A file is not held in memory as a whole, but for a JSON list; names of tests, which thousands of rows share, are held
-   once.
+1. Invalid input is refused with one sentence of bounded length that names the file, the row and the column: a damaged
+   file, text that is not UTF-8, JSON that is nested too deeply, a column of the wrong type or of absurd size.
+2. Only a JSON list is held in memory as a whole; names of tests, which thousands of rows share, are held once.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from typing import Any
 from sandboxgym.brief import brief
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
-"""What files of rows are called."""
+"""Suffixes of files of rows."""
 COLUMN_LIMIT = 32 * 2**20
-"""Characters of a column at most."""
+"""Limit in characters of a column."""
 ROW_LIMIT = 128 * 2**20
-"""Bytes of a row at most."""
+"""Limit in bytes of a row."""
 LIST_LIMIT = 2**30
-"""Bytes at most of a file that is one JSON list."""
+"""Limit in bytes of a file that is one JSON list."""
 _BATCH = 8
-"""Rows of a Parquet file that are unpacked at a time: each may be a thousand times as large as it is packed."""
+"""Number of rows of a Parquet file decompressed at a time: each may grow a thousandfold."""
 
 
 class TaskError(ValueError):
-    """A row that cannot be used; the message names the row and the column."""
+    """Raised for a row that cannot be used; the message names the row and the column."""
 
 
 def text(row: Mapping[str, Any], name: str, where: str, *, why: str = "") -> str:
-    """A column that holds text.
+    """Read a column of text.
 
     Raises:
         TaskError: it is missing (``why`` says what it is for), something else, or too long.
@@ -55,12 +54,12 @@ def _checked(value: Any, name: str, where: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise TaskError(f"{where}, column {name!r}: no text in Unicode: {error.reason} at {error.start}") from None
+            raise TaskError(f"{where}, column {name!r}: not valid Unicode: {error.reason} at {error.start}") from None
     return str(value)
 
 
 def texts(row: Mapping[str, Any], name: str, where: str, *, of: str, why: str = "") -> tuple[str, ...]:
-    """A column that holds a list of texts, as such or in JSON.
+    """Read a column with a list of texts, as such or in JSON.
 
     Raises:
         TaskError: it is missing, something else, or too long.
@@ -79,7 +78,7 @@ def texts(row: Mapping[str, Any], name: str, where: str, *, of: str, why: str = 
 
 
 def parsed(value: str, name: str, where: str, *, expected: str) -> Any:
-    """What a column holds in JSON.
+    """Read a column of JSON.
 
     Raises:
         TaskError: it is no JSON.
@@ -94,18 +93,18 @@ def parsed(value: str, name: str, where: str, *, expected: str) -> Any:
 
 
 def columns_of(row: Mapping[str, Any]) -> str:
-    """The names of a row's columns, for an error."""
+    """Names of a row's columns, for an error."""
     names = [shown(str(name), 40) for name in list(row)[:30]]
     return (", ".join(names) or "none") + (", ..." if len(row) > 30 else "")
 
 
 def shown(name: str, length: int) -> str:
-    """The beginning of a name for an error: nothing in it moves a terminal's cursor."""
+    """Beginning of a name, for an error, without control characters that move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in name[:length])
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of rows that a path stands for: itself, or those in a directory (or in its ``data``), by their names.
+    """List the files of rows at a path: itself, or those in a directory (or in its ``data``), by name.
 
     Raises:
         TaskError: it is a directory without any.
@@ -120,7 +119,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Iterator[tuple[str, Any]]:
-    """What a file or a directory of files holds, each row with how errors call it.
+    """Read the rows of a file or a directory of files, each with its name for errors.
 
     Raises:
         TaskError: a file is damaged, or in no format that is known.
@@ -128,7 +127,7 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
     """
     for file in files_of(path):
         if file.suffix not in SUFFIXES:
-            raise TaskError(f"{file}: expected a file that is called {', '.join(SUFFIXES)}")
+            raise TaskError(f"{file}: expected a file whose name ends in {', '.join(SUFFIXES)}")
         reader = {".parquet": _parquet, ".jsonl": _lines}.get(file.suffix, _list)
         for number, row in enumerate(reader(file)):
             yield f"{file}, row {number}", row

@@ -1,8 +1,8 @@
-"""The columns that swebench 5.x reads, derived for rows that were published before it: image, script, parser, type.
+"""Recipes of test runs: the columns that swebench 5.x reads (image, script, parser, type), derived for older rows.
 
 The derivation is that of swebench 4.1.0 for the Python repositories of SWE-bench Verified; what differs between their
 versions is a small table. It needs no network and no repository. A row of another repository or version is refused with
-a sentence that says which columns it must bring along.
+a sentence that names the columns it must have.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import re
 from dataclasses import dataclass, field
 
 COLUMNS = ("image", "eval_script", "log_parser", "eval_type")
-"""What swebench 5.x reads beside the original columns."""
+"""Columns that swebench 5.x reads in addition to the original ones."""
 WORKDIR = "/testbed"
-"""Where every image has its repository."""
+"""Path of the repository in every image."""
 
 _HEREDOC = "EOF_114329324912"
 _NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 _EDITABLE = "python -m pip install -e ."
 ACTIVATE = ("source /opt/miniconda3/bin/activate", "conda activate testbed")
-"""What a script begins with in the images of SWE-bench."""
+"""First commands of a script in SWE-bench's images."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the tests of some versions of a repository are run."""
+    """Test setup of some versions of a repository."""
 
     versions: frozenset[str]
     test: str
     install: str = _EDITABLE
     before: tuple[str, ...] = ()
-    """Commands between the activation of the environment and the rest."""
+    """Commands between the activation of the environment and the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What the harness knows of a repository."""
+    """The harness's knowledge of a repository."""
 
     parser: str
     recipes: tuple[Recipe, ...]
     modules: bool = field(default=False)
-    """Tests are named as dotted modules below ``tests``, not as files."""
+    """True if tests are named as dotted modules below ``tests``, not as files."""
 
 
 def _recipe(versions: str, test: str = "pytest -rA", install: str = _EDITABLE, before: tuple[str, ...] = ()) -> Recipe:
@@ -145,7 +145,7 @@ REPOSITORIES: dict[str, Repository] = {
 
 
 def derive(*, repo: str, version: str, instance_id: str, base_commit: str, test_patch: str) -> dict[str, str]:
-    """The columns of `COLUMNS` for a row that has only the original ones.
+    """Derive the columns of `COLUMNS` for a row that has only the original ones.
 
     Raises:
         LookupError: it is not known how the tests of this repository or version are run.
@@ -175,7 +175,7 @@ def derive(*, repo: str, version: str, instance_id: str, base_commit: str, test_
 
 
 def image_name(instance_id: str) -> str:
-    """The published image of an instance; two underscores are not allowed in such a name."""
+    """Name of an instance's published image; two underscores are not allowed in it."""
     return f"swebench/sweb.eval.x86_64.{instance_id.lower()}:latest".replace("__", "_1776_")
 
 
@@ -188,7 +188,7 @@ def eval_script(
     before: tuple[str, ...] = (),
     install: str | None = None,
 ) -> str:
-    """The script that puts the tests in place and runs them, in the harness's form."""
+    """Write the script that puts the tests in place and runs them, in the harness's form."""
     reset = f"git checkout {base_commit} {' '.join(modified_files(test_patch))}"
     lines = [
         "#!/bin/bash",
@@ -214,7 +214,7 @@ def eval_script(
 
 
 def directives(test_patch: str, *, modules: bool = False) -> list[str]:
-    """What the test command is given: the files that the test patch touches, data files left out."""
+    """Arguments of the test command: the files that the test patch touches, without data files."""
     files = re.findall(r"diff --git a/.* b/(.*)", test_patch)
     files = [name for name in files if not name.endswith(_NOT_TESTS)]
     if modules:
@@ -223,7 +223,7 @@ def directives(test_patch: str, *, modules: bool = False) -> list[str]:
 
 
 def modified_files(patch: str) -> list[str]:
-    """The files that a patch in git's format changes, under their names before it; new files are left out."""
+    """Files that a patch in git's format changes, by their names before it, without new files."""
     files = []
     for section in re.split(r"^diff --git ", patch, flags=re.MULTILINE)[1:]:
         head = section.split("\n@@ ", 1)[0]

@@ -1,9 +1,9 @@
-"""What ``sandboxgym swebench check`` saw of each row: whose tests need the network, and whose environment is broken.
+"""Record of ``sandboxgym swebench check``: rows whose tests need the network, and rows with a broken environment.
 
-1. Verdicts that are no fault of a patch are taken from here and from the known rows, never from what tests print: an
-   agent's patch can print anything, `setup.py` of ``pip install -e .`` included, before the tests begin.
-2. A file of JSON lines, one a row of a data set, sorted; written as a whole or not at all.
-3. A line counts for the row as it was, on the image that it was checked on, with the same backend; for others nothing
+1. Failures are excused by this record and the known rows only, never by the output of tests: an agent's patch can
+   print anything, `setup.py` of ``pip install -e .`` included, before the tests begin.
+2. The file has one JSON line per row of a data set, sorted; it is written as a whole or not at all.
+3. A line counts for the unchanged row, on the image that it was checked on, with the same backend; otherwise nothing
    is known.
 """
 
@@ -27,63 +27,63 @@ from sandboxgym.serialization import write_atomic
 log = logging.getLogger("sandboxgym")
 
 VARIABLE = "SANDBOXGYM_SWEBENCH_RECORD"
-"""Names the record, in place of a file beside the data sets."""
+"""Environment variable with the path of the record, in place of a file beside the data sets."""
 
 
 class RecordError(ValueError):
-    """A record that cannot be read; the message names the file and the line."""
+    """Raised if a record cannot be read; the message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was seen of one row."""
+    """Result of checking one row."""
 
     instance_id: str
     task: str
-    """`Task.digest` of the row as it was."""
+    """`Task.digest` of the row when it was checked."""
     backend: str
     image: str
     image_id: str
-    """Of what its sandboxes stood on."""
+    """Id of the image that its sandboxes were based on."""
     network: bool
-    """Whether they had the network; what needs it is tried with it, too."""
+    """True if sandboxes had the network; a row that needs it is tested with it too."""
     resolves: bool
-    """The solution was resolved each time, or with the network each time."""
+    """True if the solution was resolved each time, or with the network each time."""
     empty_resolves: bool
-    """No change at all was resolved at least once."""
+    """True if an empty patch was resolved at least once."""
     needs_network: bool
-    """The solution is resolved with the network only, or its tests say that they miss it."""
+    """True if the solution is resolved with the network only, or its tests report that they miss it."""
     flaky: bool
-    """The verdicts of equal runs differ."""
+    """True if the verdicts of equal runs differ."""
     gold: tuple[str, ...]
     """Verdicts on the solution, in order."""
     empty: tuple[str, ...]
-    """Verdicts on no change at all."""
+    """Verdicts on the empty patch."""
     seconds: float
-    """That the tests of the solution take at the median."""
+    """Median seconds of the solution's tests."""
     date: str
     version: str
-    """Of this package."""
+    """Version of this package."""
     note: str = ""
 
     @property
     def broken(self) -> bool:
-        """Whether a failure on this row says nothing of the patch."""
+        """True if a failure on this row says nothing about the patch."""
         return not self.resolves and not self.flaky and not self.needs_network
 
     def covers(self, task: Task, *, backend: str, image_id: str) -> bool:
-        """Whether it was seen of this row on this image."""
+        """True if this result is of this row on this image."""
         return (self.task, self.backend, self.image_id) == (task.digest, backend, image_id)
 
 
 def default_path() -> Path:
-    """Where the record is that environments read: ``$SANDBOXGYM_SWEBENCH_RECORD``, else beside the data sets."""
+    """Path of the record that environments read: ``$SANDBOXGYM_SWEBENCH_RECORD``, else beside the data sets."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else data.data_dir() / "swebench-checks.jsonl"
 
 
 def read(path: Path) -> dict[str, Check]:
-    """The checks of a record by row; none where there is no file.
+    """Read the checks of a record by row; none where there is no file.
 
     Raises:
         RecordError: a line is malformed.
@@ -102,7 +102,7 @@ def read(path: Path) -> dict[str, Check]:
 
 
 def write(path: Path, checks: Iterable[Check]) -> None:
-    """Put checks into a record in place of earlier ones of the same rows; others stay.
+    """Write checks to a record in place of earlier ones of the same rows; others stay.
 
     Raises:
         RecordError: there is a file, and it is no record.
@@ -117,7 +117,7 @@ def write(path: Path, checks: Iterable[Check]) -> None:
 
 
 def known(task: Task, *, backend: str, image_id: str) -> Check | None:
-    """What the environments' record knows of a row on an image; None without one, or where it cannot be read."""
+    """Look up a row on an image in the environments' record; None without one, or where it cannot be read."""
     path = default_path()
     try:
         status = path.stat()
@@ -132,7 +132,7 @@ def _remembered(path: Path, *_: int) -> dict[str, Check]:
     try:
         return read(path)
     except (RecordError, OSError) as error:
-        log.warning("nothing is known of rows that were checked: %s", error)
+        log.warning("the record of checked rows is not used: %s", error)
         return {}
 
 

@@ -1,12 +1,12 @@
 """Tasks: rows in SWE-bench's format, from the embedded set, from the official data or from a file.
 
 1. Rows are taken in the original format (tests as JSON strings) and in that of swebench 5.x (lists; the columns
-   ``image``, ``eval_script``, ``log_parser``, ``eval_type``); what a row lacks of the latter is derived (`columns`).
-   Rows of other training sets (SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym) are turned into such rows (`datasets`).
+   ``image``, ``eval_script``, ``log_parser``, ``eval_type``); missing ones of the latter are derived (`recipes`).
+   Rows of other training sets (SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym) are converted to such rows (`datasets`).
 2. A row that cannot be used is refused with an error that names the row and the column.
 3. Three things go beyond the format: an image called ``"host"`` (the tool chain of this machine) or ``"dir:/path"`` (an
    unpacked root file system), and a column ``history`` with a stream for ``git fast-import`` that makes the repository,
-   for rows that need no image; and a column ``demonstration`` with the commands of a scripted player.
+   for rows that need no image; and a column ``demonstration`` with the commands of a scripted expert.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sandboxgym.envs.swebench.rows import recipes as columns
 from sandboxgym.envs.swebench.rows.files import TaskError as TaskError
 
 HOST = "host"
-"""The ``image`` of a task that runs on this machine's own tool chain."""
+"""Value of the column ``image`` for a task that runs on this machine's own tool chain."""
 NEEDS_NETWORK = frozenset(
     (
         "psf__requests-1142",
@@ -40,22 +40,22 @@ NEEDS_NETWORK = frozenset(
         "sphinx-doc__sphinx-10435",
     )
 )
-"""Rows of Verified whose tests ask the internet (httpbin.org, a remote image): not even gold resolves without it."""
+"""Rows of Verified whose tests use the internet (httpbin.org, a remote image): even gold fails without it."""
 
 _OFFICIAL = ("verified", "lite", "full")
 
 
 class TaskNotFound(LookupError):
-    """No task, or more than one, answers to what was asked for."""
+    """Raised if no task, or more than one, matches the request."""
 
 
 class DataNotFound(FileNotFoundError):
-    """The rows asked for are not on this machine. The message says what to download or set."""
+    """Raised if the requested rows are not on this machine; the message says what to download or set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row."""
+    """A task, made of one row."""
 
     instance_id: str
     repo: str
@@ -63,7 +63,7 @@ class Task:
     base_commit: str
     problem_statement: str
     patch: str = field(repr=False)
-    """The solution; it never enters a sandbox of an agent."""
+    """Solution; it never enters an agent's sandbox."""
     test_patch: str = field(repr=False)
     fail_to_pass: tuple[str, ...] = field(repr=False)
     pass_to_pass: tuple[str, ...] = field(repr=False)
@@ -73,29 +73,29 @@ class Task:
     eval_type: str
     difficulty: str = ""
     history: str = field(default="", repr=False)
-    """A stream for ``git fast-import`` that makes the repository, where the image does not hold it."""
+    """Stream for ``git fast-import`` that makes the repository, if the image does not contain it."""
     demonstration: tuple[str, ...] = field(default=(), repr=False)
-    """Commands that solve it, where that takes more than reading and editing; as secret as the solution."""
+    """Commands that solve the task, if reading and editing are not enough; as secret as the solution."""
     style: str = datasets.BENCH
-    """The training set whose schema the row had."""
+    """Training set whose schema the row had."""
     bug: str = field(default="", repr=False)
-    """A patch that is applied to the repository of the image first, where the image holds it without the bug. Its
-    history is forgotten then, for it holds the solution."""
+    """A patch that brings the bug into the image's repository, if that is without it. Its history is then deleted,
+    because it contains the solution."""
     hidden: tuple[str, ...] = field(default=(), repr=False)
-    """Paths of the image, from the repository, that an agent must not see and that its tests need."""
+    """Paths of the image, relative to the repository, that an agent must not see and that its tests need."""
     removed: tuple[str, ...] = field(default=(), repr=False)
-    """Likewise, but of no use to the tests either."""
+    """Paths of the image that an agent must not see and that no test needs."""
     expected: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """The status that each test must have, where that decides and not the two lists."""
+    """Status that each test must have, if that decides instead of the two lists."""
 
     @property
     def needs_network(self) -> bool:
-        """Whether its tests are known to need the internet."""
+        """True if the tests are known to need the internet."""
         return self.instance_id in NEEDS_NETWORK
 
     @property
     def digest(self) -> str:
-        """Identifies all that can change an episode or its verdict."""
+        """Digest of everything that can change an episode or its verdict."""
         parts = (
             self.instance_id,
             self.base_commit,
@@ -114,7 +114,7 @@ class Task:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def row(self) -> dict[str, Any]:
-        """The row in the format of swebench 5.x, as its ``make_test_spec`` takes it."""
+        """Convert to a row in the format of swebench 5.x, for its ``make_test_spec``."""
         row = {name: getattr(self, name) for name in _TEXT + columns.COLUMNS}
         row |= {"FAIL_TO_PASS": list(self.fail_to_pass), "PASS_TO_PASS": list(self.pass_to_pass)}
         row |= {name: list(value) for name in _OPTIONAL_LISTS if (value := getattr(self, name))}
@@ -132,11 +132,11 @@ _OPTIONAL_LISTS = {"demonstration": "commands", "hidden": "paths", "removed": "p
 
 
 def from_row(row: Mapping[str, Any], *, where: str = "row") -> Task:
-    """A task from a row of SWE-bench in the old or the new format, or of another style of `datasets`.
+    """Make a task from a row of SWE-bench in the old or the new format, or of another style of `datasets`.
 
     Args:
-        row: of a data set.
-        where: how errors call it, until its ``instance_id`` is known.
+        row: a row of a data set.
+        where: name of the row in errors, until its ``instance_id`` is known.
 
     Raises:
         TaskError: a column is missing or malformed, or cannot be derived.
@@ -213,7 +213,7 @@ class TaskSet:
         return iter(self._tasks)
 
     def index(self, task: str | SupportsIndex) -> int:
-        """The number of a task: given as number, ``instance_id``, or an ending of one that no other task has.
+        """Find the number of a task, given as number, ``instance_id``, or an ending of one that no other task has.
 
         Raises:
             TaskNotFound: with the nearest ids.
@@ -241,7 +241,7 @@ class TaskSet:
 
 
 def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | None = None) -> TaskSet:
-    """The tasks of a data set.
+    """Open the tasks of a data set.
 
     Args:
         dataset: ``"mini"`` (embedded), ``"verified"``, ``"lite"``, ``"full"`` (downloaded), ``"swe-smith"``,
@@ -278,7 +278,7 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
 
 
 def _found(name: str) -> Path:
-    """The file of a data set, or the directory of its files."""
+    """Find the file of a data set, or the directory of its files."""
     root = data.directory("swebench")
     candidates = [root / f"{name}{suffix}" for suffix in rows.SUFFIXES]
     found = next((path for path in candidates if path.is_file()), None)
@@ -295,7 +295,7 @@ def _found(name: str) -> Path:
 
 
 def _read(path: Path, wanted: Sequence[str] | None) -> TaskSet:
-    """Rows of a file. Of rows that are not wanted by their whole name nothing but the name is looked at."""
+    """Read rows of a file; of rows that are not wanted by full name, only the name is read."""
     tasks = []
     for where, row in rows.read(path):
         named = isinstance(row, Mapping) and row.get("instance_id") is not None

@@ -1,12 +1,12 @@
-"""What an image holds that an agent must not see, taken away before the first step and put back for the tests.
+"""Hiding of the files in an image that an agent must not see: removed before the first step, put back for the tests.
 
-1. SWE-bench's images need none of it: git is all that tells there (`workspace`). In those of SWE-smith the repository
-   has no bug yet, so that its files, its history and every copy of them are the solution; those of R2E-Gym hold the
+1. SWE-bench's images do not need it: only git reveals the solution there (`workspace`). In SWE-smith's images the
+   repository has no bug yet, so its files, its history and every copy of them are the solution; R2E-Gym's contain the
    tests.
-2. `prepare` makes of an image what an agent may have: the bug is brought in, where the image lacks it, also into copies
-   of the same files (installed packages, build directories); compiled files of the repository are deleted, for they
-   may be of other sources; the history becomes one commit; what is hidden is deleted.
-3. `archive` holds what was hidden, of the image as it is; `put_back` places it over whatever is there by then.
+2. `prepare` makes an image safe for an agent: the bug is added if the image lacks it, in copies of the same files too
+   (installed packages, build directories); compiled files of the repository are deleted, because they may be of other
+   sources; the history becomes one commit; hidden files are deleted.
+3. `archive` takes the hidden files from the original image; `put_back` places them over whatever is there later.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 BUG_PATCH = "/tmp/.bug.patch"
 ARCHIVE = "/tmp/.hidden.tar"
 ARCHIVE_LIMIT = 64 * 2**20
-"""Bytes of a task's hidden files at most."""
+"""Limit in bytes of a task's hidden files."""
 KEPT = 128 * 2**20
-"""Bytes of hidden files kept in a process, at most."""
+"""Limit in bytes of the hidden files cached in a process."""
 _PATIENCE = 600.0
 
 # Files as they are without the bug, for `_SPREAD` to know their copies by.
@@ -67,11 +67,11 @@ _ONE_COMMIT = """commit=$(git commit-tree -m "Initial commit" "$(git write-tree)
 git update-ref HEAD "$commit"
 """
 SCRIPTS = (_REMEMBER, _BREAK, _SPREAD, _UNCOMPILE, _ONE_COMMIT)
-"""What is run in an image: files that were prepared by other scripts are not taken from the disk."""
+"""Scripts run in an image, part of the key: files prepared by other scripts are not taken from the disk."""
 
 
 def prepare(box: Box, task: Task) -> None:
-    """Bring in the bug and take away what tells the solution, in the sandbox of an image as it is.
+    """Add the bug and remove what reveals the solution, in the sandbox of an original image.
 
     Raises:
         TaskError: the image is not the one that the row was made for.
@@ -81,7 +81,7 @@ def prepare(box: Box, task: Task) -> None:
         return
     if box.shares_root and any(path.startswith("/") and not _inside(path) for path in (*task.hidden, *task.removed)):
         raise SandboxUnavailable(
-            f"{task.instance_id}: a row of {task.style} needs a sandbox with a root of its own, for its image holds "
+            f"{task.instance_id}: a row of {task.style} needs a sandbox with a root of its own, because its image has "
             "tests outside of the repository: backend='overlay', 'overlay-rootless' or 'docker'"
         )
     lines = ["set -e", f"cd {WORKDIR} || exit 4"]
@@ -117,7 +117,7 @@ def prepare(box: Box, task: Task) -> None:
 
 
 def _said(done: Result) -> str:
-    """The end of what a script printed, for an error."""
+    """End of a script's output, for an error."""
     return " / ".join(shown(line, 300) for line in done.output.strip().splitlines()[-3:])
 
 
@@ -130,7 +130,7 @@ def _any_of(paths: tuple[str, ...]) -> str:
 
 
 def _tail(path: str) -> str:
-    r"""The end of a path by which copies of a file are known, for find's ``-path``.
+    r"""End of a path by which copies of a file are recognised, for find's ``-path``.
 
     >>> _tail("src/pkg/mod.py"), _tail("src/mod[1].py"), _tail("a/b/c.py")
     ('pkg/mod.py', 'mod\\[1].py', 'b/c.py')
@@ -145,7 +145,7 @@ _kept: OrderedDict[tuple[str, Settings], bytes] = OrderedDict()
 
 
 def archive(task: Task, settings: Settings) -> bytes:
-    """The hidden files of a task as a tar archive, of its image as it is; empty if there are none.
+    """Archive a task's hidden files from its original image, as tar; empty if there are none.
 
     Raises:
         SandboxUnavailable: no such sandbox or image, or they are too large.
@@ -184,7 +184,7 @@ def _collect(task: Task, settings: Settings) -> bytes:
 
 
 def put_back(box: Box, task: Task, archived: bytes) -> None:
-    """Place the hidden files where the tests look for them, in place of whatever is there.
+    """Put the hidden files where the tests look for them, in place of whatever is there.
 
     Raises:
         SandboxUnavailable: that failed.

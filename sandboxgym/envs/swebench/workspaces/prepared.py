@@ -1,14 +1,14 @@
-"""Prepared tasks on disk, for every process of the machine: files and shell of a sandbox under a key, with notes.
+"""Cache of prepared tasks on disk, shared by all processes of the machine: a sandbox's files and shell, with notes.
 
-1. An entry appears complete or not at all. Two processes that want one that is not there make it once; what a killed
-   one had begun is thrown away by the next that makes, or evicts, anything.
-2. An entry is as it was made, or it is thrown away and made again, which is logged: names, kinds, modes, owners, sizes
-   and times are compared whenever it is loaded, contents once after each boot and whenever that is asked for.
-3. Nothing is copied in loading an entry of the overlay backends: their boxes stand on its directory. The docker backend
+1. An entry appears complete or not at all. Two processes that need a missing one make it once; the unfinished entry of
+   a killed process is removed by the next that makes, or evicts, anything.
+2. An entry that has changed is removed and made again, which is logged: names, kinds, modes, owners, sizes and times
+   are compared whenever it is loaded, contents once after each boot and on request.
+3. The overlay backend loads an entry without a copy: its sandboxes mount the entry's directory. The docker backend
    starts from an image; the copy backend unpacks an archive.
-4. All entries together take a bounded part of the disk; those that were not used for longest go first, but for what a
-   living process uses.
-5. Where the cache cannot be written it does without, and says so once.
+4. All entries together take a bounded part of the disk; the least recently used ones are removed first, except those
+   in use by a living process.
+5. If the cache cannot be written, nothing is cached, with one warning.
 """
 
 from __future__ import annotations
@@ -44,53 +44,53 @@ from sandboxgym.system.run_directories import Leftover
 log = logging.getLogger("sandboxgym")
 
 VERSION = 1
-"""Of the form of entries."""
+"""Version of the entries' format."""
 VARIABLE = "SANDBOXGYM_PREPARED_GB"
-"""Names how many gigabytes the entries may take together; 0: nothing is kept on disk."""
+"""Environment variable with the limit in gigabytes of all entries; 0: nothing is cached."""
 DEFAULT = 20e9
-"""Bytes that they may take, but never more than a tenth of the disk."""
+"""Default limit in bytes of all entries, but never more than a tenth of the disk."""
 FLOOR = 2**30
-"""Free bytes of the disk that are left to others."""
+"""Bytes of the disk that stay free."""
 REPOSITORY = "sandboxgym-prepared"
-"""Of the docker backend's images; their tags are keys."""
+"""Repository name of the docker backend's images; their tags are keys."""
 LABEL = "sandboxgym.prepared"
-"""Of these images: which entry they are of."""
+"""Label of these images with their entry."""
 
 _USED, _ABOUT, _LAYERS, _PACKED, _CHECKED = "used", "about", "layers", "packed", "checked"
-"""Of an entry: who uses it (a lock), when and its size; what it is; its files; the boot after which it was checked."""
+"""Files of an entry: its lock with use and size; its description; its layers; its archive; the boot of its check."""
 _PARTIAL, _GONE, _LOCKS = ".partial-", ".gone-", "locks"
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is kept under a key."""
+    """Sandbox state kept under a key."""
 
     snapshot: SandboxSnapshot
     notes: dict[str, Any] = field(default_factory=dict)
-    """Plain data that goes with it."""
+    """Plain data kept with the entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry, as it is listed."""
+    """One entry in a list."""
 
     path: Path
     nbytes: int
     used: float
-    """When it was last used, in seconds since the epoch."""
+    """Time of last use, in seconds since the epoch."""
 
 
 class _Damaged(Exception):
-    """An entry is not what was made."""
+    """Raised if an entry is not as it was made."""
 
 
 def directory() -> Path:
-    """Where the entries are. Not created here."""
+    """Path of the entries' directory, which is not created here."""
     return data.cache_dir() / "swebench" / "prepared"
 
 
 def limit() -> float:
-    """Bytes that all entries may take together.
+    """Limit in bytes of all entries together.
 
     Raises:
         ValueError: the variable is no number.
@@ -109,17 +109,17 @@ def limit() -> float:
 
 
 def key(*parts: object) -> str:
-    """The key of an entry that depends on these."""
+    """Key of an entry that depends on these values."""
     return hashlib.sha256(repr((VERSION, parts)).encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 
 def provide(name: str, sandbox: Sandbox, make: Callable[[], Stored], *, verify: bool = False) -> Stored:
-    """What is kept under a key; it is made if it is not there.
+    """Load the entry of a key, making it if it is missing.
 
     Args:
         name: as `key` gives it.
         sandbox: not started; what is loaded can be restored there, and in others of its kind.
-        make: starts it, and gives what is to be kept.
+        make: starts the sandbox, and returns the state to keep.
         verify: compare the contents of what is there, too.
     """
     if not limit():
@@ -152,7 +152,7 @@ def provide(name: str, sandbox: Sandbox, make: Callable[[], Stored], *, verify: 
 
 
 def listed() -> list[Entry]:
-    """The entries, those that were not used for longest first."""
+    """List the entries, the least recently used first."""
     found = []
     for path in _folders(""):
         with contextlib.suppress(OSError, ValueError):
@@ -162,7 +162,7 @@ def listed() -> list[Entry]:
 
 
 def evict(*, keep: Path | None = None) -> list[Entry]:
-    """Remove what was not used for longest until the rest fits, and what killed processes left; what was removed."""
+    """Remove the least recently used entries until the rest fits, and what killed processes left; returns them."""
     _clear_leavings()
     present = listed()
     total = sum(entry.nbytes for entry in present)
@@ -179,7 +179,7 @@ def evict(*, keep: Path | None = None) -> list[Entry]:
 
 
 def clear(*, dry_run: bool = False) -> list[Leftover]:
-    """Remove every entry that no living process uses; what of each became."""
+    """Remove every entry that no living process uses; returns what became of each."""
     if not directory().is_dir():
         return []
     if not dry_run:
@@ -199,23 +199,23 @@ def clear(*, dry_run: bool = False) -> list[Leftover]:
 
 
 class _Lease:
-    """An entry that this process uses: as long as a lock is held, nobody removes it."""
+    """A lease of an entry by this process: no one removes the entry while its lock is held."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._holds = 1
 
     def hold(self, user: object) -> None:
-        """Until an object is gone."""
+        """Hold the entry until an object is garbage-collected."""
         self._holds += 1
         weakref.finalize(user, self.drop).atexit = False
 
     def is_of(self, place: Path) -> bool:
-        """Whether the entry is in this place."""
+        """Tell whether the entry is in this directory."""
         return _is_same(self._descriptor, place / _USED)
 
     def drop(self) -> None:
-        """Once less."""
+        """Release one use."""
         self._holds -= 1
         if not self._holds:
             os.close(self._descriptor)
@@ -223,7 +223,7 @@ class _Lease:
 
 @contextlib.contextmanager
 def _leased(place: Path) -> Iterator[_Lease | None]:
-    """The use of an entry; None if there is none."""
+    """Take a lease of an entry; None if there is no entry."""
     try:
         descriptor = os.open(place / _USED, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -249,7 +249,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _load(place: Path, sandbox: Sandbox, *, verify: bool = False) -> Stored | None:
-    """An entry; None if there is none, or none any more for it was damaged."""
+    """Load an entry; None if there is none, or if it was damaged and is removed."""
     with _leased(place) as lease:
         if lease is None:
             return None
@@ -322,7 +322,7 @@ def _packed(place: Path, digest: str) -> bytes:
 
 
 def _stacked(folders: list[Path], sandbox: Sandbox, lease: _Lease) -> OverlayTree:
-    """A tree of layers that lie in the cache; of copies in the store where a box could not show them with its ids."""
+    """Stack an entry's layers; copies of them in the store if a sandbox could not show their owners."""
     backend = sandbox.backend
     assert isinstance(backend, OverlayBackend)
     store = backend.runtime.store
@@ -348,7 +348,7 @@ def _can_be_shown(backend: OverlayBackend, folder: Path) -> bool:
 
 
 def _save(place: Path, sandbox: Sandbox, made: Stored) -> None:
-    """Put an entry in its place; `_alone` is held."""
+    """Write an entry; `_alone` is held."""
     tree, shell = made.snapshot.tree, made.snapshot.shell
     about: dict[str, Any] = {
         "version": VERSION,
@@ -402,7 +402,7 @@ def _save_image(place: Path, sandbox: Sandbox, tree: Any) -> dict[str, Any]:
 
 
 def _listing(folders: list[Path], *, contents: bool) -> tuple[str, str]:
-    """Digests of all that identifies the files of layers but for their contents, and of these."""
+    """Digests of the metadata of all files of some layers, and of their contents."""
     names, inside = hashlib.sha256(), hashlib.sha256()
     for folder in folders:
         lines: list[str] = []
@@ -425,7 +425,7 @@ def _listing(folders: list[Path], *, contents: bool) -> tuple[str, str]:
 
 
 def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
-    """A directory and all below it, in an order that depends on names only."""
+    """Walk through a directory, in an order that depends on names only."""
     yield top, os.lstat(top)
     pending = [top]
     while pending:
@@ -440,7 +440,7 @@ _name = operator.attrgetter("name")
 
 
 def _boot() -> str:
-    """What tells one running of the machine from the next: what was written before a crash need not be there."""
+    """Identity of this boot of the machine: files written before a crash may be incomplete."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -459,7 +459,7 @@ def _checked_after(place: Path) -> str:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Nobody else makes this entry meanwhile."""
+    """Lock an entry, so that no other process makes it meanwhile."""
     locks = directory() / _LOCKS
     locks.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory().chmod(0o700)  # programs of images lie there, with the modes that they have inside
@@ -471,7 +471,7 @@ def _alone(name: str) -> Iterator[None]:
 
 
 def _folders(prefix: str) -> list[Path]:
-    """Directories of the cache whose name begins so; without one, the entries."""
+    """List directories of the cache with a prefix; without one, the entries."""
     try:
         found = list(directory().iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -481,7 +481,7 @@ def _folders(prefix: str) -> list[Path]:
 
 
 def _remove(place: Path) -> bool:
-    """Remove an entry that nobody uses; whether it is gone."""
+    """Remove an entry that no one uses; returns whether it is gone."""
     try:
         with open(place / _USED, "rb") as used:
             if not run_directories.try_lock(used) or not _is_same(used.fileno(), place / _USED):
@@ -495,7 +495,7 @@ def _remove(place: Path) -> bool:
 
 
 def _discard(place: Path, lease: _Lease) -> None:
-    """Take a damaged entry away, unless another process has; its files go when nobody uses them (`evict`)."""
+    """Move a damaged entry away, unless another process has; its files are deleted when no one uses them (`evict`)."""
     try:
         if lease.is_of(place):
             _put_aside(place)
@@ -528,7 +528,7 @@ def _remove_image(identity: str) -> None:
 
 
 def _remove_lost_images() -> None:
-    """Remove the images of entries of this cache that are there no more, for somebody deleted them."""
+    """Remove images of entries of this cache that no longer exist, because someone deleted them."""
     from sandboxgym.sandbox.docker.client import connect, daemon_errors
 
     with contextlib.suppress(SandboxError):  # no daemon, no images
@@ -542,7 +542,7 @@ def _remove_lost_images() -> None:
 
 
 def _clear_leavings() -> None:
-    """Remove what was put aside while it was used, and what killed processes had begun."""
+    """Remove entries that were moved away while in use, and those left unfinished by killed processes."""
     for path in _folders(_GONE):
         if not run_directories.is_locked(path / _USED):
             with contextlib.suppress(OSError):

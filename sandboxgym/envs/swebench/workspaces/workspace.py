@@ -1,13 +1,13 @@
-"""Sandboxes with a task's repository in place, and nothing in it that tells the answer.
+"""Sandboxes with a task's repository in place, without anything that reveals the solution.
 
-1. `pristine` gives a task's files as an episode starts with them: prepared once on a machine (`prepared`), then shared
-   by every reset, fork and verdict of every process.
-2. Whatever git could still reach beyond the starting commit is removed from the repository first: remotes, branches,
+1. `pristine` returns a task's files at the start of an episode: prepared once per machine (`prepared`), then shared by
+   every reset, fork and verdict of every process.
+2. Everything that git could reach beyond the starting commit is removed from the repository first: remotes, branches,
    tags and stashes that are not part of its history, reflogs, and the objects that only those held. Tags of the past
-   stay, for packages that compute their version from them. What else tells in the images of other training sets is
-   hidden (`hiding`).
-3. A `Box` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output, also where
-   there is no root of its own.
+   stay, for packages that compute their version from them. Other files that reveal the solution, in the images of
+   further training sets, are hidden (`hiding`).
+3. A `Box` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output, even if
+   the backend has no root file system of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, m
 from sandboxgym.sandbox.shell.state import ShellState
 
 KEPT = 64
-"""Prepared tasks kept in a process; of the others the one that was not used for longest is loaded again."""
+"""Number of prepared tasks kept in a process; the least recently used one is dropped and loaded again when needed."""
 
 PATCH_FILE = "/tmp/patch.diff"
 EVAL_SCRIPT = "/eval.sh"
@@ -45,9 +45,9 @@ EXTRACTED = "/tmp/.model.patch"
 """Directory in which `extraction` makes its patch."""
 HISTORY = "/tmp/.history"
 READ = 4 * 2**20
-"""Bytes that a file may hold for `Box.read_file`, unless more is asked for: the editor makes several copies of it."""
+"""Default limit in bytes of `Box.read_file`: the editor makes several copies of a file."""
 OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EXTRACTED, HISTORY, hiding.BUG_PATCH, hiding.ARCHIVE)
-"""Paths that are named in commands and output, not only given to `Box.read_file` and `Box.write_file`."""
+"""Paths replaced in commands and output too, not only in arguments of `Box.read_file` and `Box.write_file`."""
 
 _QUIET = {
     "PAGER": "cat",
@@ -131,11 +131,11 @@ NO_PIPES = """no_pipes() {
 # Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
 # to its end: a process that could not be started leaves a part out. Where variables were set before it (`Box._told`),
 # git looks only at what can differ from the start, which gives the same text: at `paths`, and, with `base`, where the
-# index differs from that commit, the start's, or from the present one. What is `known` is not read at all.
+# index differs from that commit, the start's, or from the present one. Files whose hash is `known` are not read at all.
 _HASHED = "hashed"
 _NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
 _MOST_PATHS, _LONGEST = 256, 50_000
-"""Of what is told to the script: paths, and bytes."""
+"""Limits of the script's input: number of paths, and bytes."""
 _HASH = f"""export LC_ALL=C
 set -o pipefail
 {NO_PIPES}
@@ -219,7 +219,7 @@ _READERS = frozenset(("bash", "sh", "find", "sort", "head", "xargs", "grep"))
 _PREPARATION = hashlib.sha256(
     "\0".join((_MAKE_REPOSITORY, _FORGET, _WRITE_TREE, _ACTIVATE, _HASH, _WHEREABOUTS, *hiding.SCRIPTS)).encode()
 ).hexdigest()
-"""Changes with what is done to prepare a task, and with what is remembered of it."""
+"""Digest of the scripts that prepare a task and read data from it: part of every entry's key."""
 # What the script said of files that `Sandbox.written` told of: runs once for equal ones, whatever box they are in.
 _known: OrderedDict[str, tuple[str, str]] = OrderedDict()
 _KNOWN = 4096
@@ -228,24 +228,24 @@ _known_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all sandboxes of an environment have in common."""
+    """Settings shared by all sandboxes of an environment."""
 
     backend: str = "auto"
     limits: Limits = field(default_factory=Limits)
     network: bool = False
     allow_unsafe: bool = False
     env: tuple[tuple[str, str], ...] = ()
-    """Added to the environment of every command."""
+    """Variables added to the environment of every command."""
     image: str | None = None
-    """Used for tasks that are to run on this machine's tool chain."""
+    """Image used for tasks that are to run on this machine's tool chain."""
     snapshot: SnapshotMode = "filesystem"
 
     def image_of(self, task: Task) -> str:
-        """The image that a task runs on."""
+        """Image that a task runs on."""
         return self.image if self.image is not None and task.image == HOST else task.image
 
     def box(self, task: Task) -> Box:
-        """A sandbox for a task, not started."""
+        """Make a sandbox for a task, not started."""
         image = self.image_of(task)
         rootfs: str | RootFS
         env = {**_QUIET, **dict(self.env)}
@@ -277,7 +277,7 @@ class Settings:
 
 @functools.cache
 def _host() -> str | RootFS:
-    """The host's tool chain, found once; by its name where it cannot be shown (the copy backend needs only that)."""
+    """Find the host's tool chain, once; only its name where it cannot be mounted (enough for the copy backend)."""
     try:
         return resolve(HOST)
     except SandboxUnavailable:
@@ -286,19 +286,19 @@ def _host() -> str | RootFS:
 
 @dataclass(frozen=True, slots=True)
 class Pristine:
-    """A task's files and shell before anything was done."""
+    """A task's files and shell before any action."""
 
     snapshot: SandboxSnapshot
     reference: str
-    """The git tree that the work is compared with."""
+    """Git tree with which the work is compared."""
     digest: tuple[str, str]
-    """`Box.digest` of it."""
+    """`Box.digest` of the files and shell."""
     files: tuple[str, str] = ("", "")
-    """`Box.files` of it."""
+    """`Box.files` of the files."""
     whereabouts: tuple[str, ...] = ()
-    """The commit, and the directories beside the repository that count (`_WHEREABOUTS`); empty if not simple."""
+    """Commit and the relevant directories beside the repository (`_WHEREABOUTS`); empty if not simple."""
     made: bool = False
-    """Whether it was prepared for this object, and not there already, or made by another process meanwhile."""
+    """True if it was prepared for this object, and neither found nor made by another process meanwhile."""
 
 
 class Box:
@@ -308,22 +308,22 @@ class Box:
         self.sandbox = sandbox
         self.network = network
         self.start: Pristine | None = None
-        """What its files came of, if that is known: what was not written since need not be read."""
+        """Files that this sandbox started from, if known: unchanged ones need not be read again."""
         self._written_out: tuple[ShellState, str] | None = None
 
     @property
     def shares_root(self) -> bool:
-        """Whether ``/`` in its commands is that of this machine."""
+        """Tell whether ``/`` in its commands is that of this machine."""
         return bool(self._root)
 
     @property
     def _root(self) -> str:
-        """The directory that stands for ``/``, where the backend has no root of its own."""
+        """Directory that stands for ``/``, if the backend has no root of its own."""
         inside = getattr(self.sandbox.backend, "inside", None)
         return "" if inside is None else str(inside("/")).rstrip("/")
 
     def localised(self, text: str) -> str:
-        """Text with our own paths as this backend has them. Doing it twice is no harm."""
+        """Replace our paths in text by this backend's. Idempotent."""
         if not (root := self._root):
             return text
         for path in OWN_PATHS:
@@ -331,11 +331,11 @@ class Box:
         return text
 
     def generalised(self, text: str) -> str:
-        """The inverse, for what is shown."""
+        """Replace this backend's paths by ours, for text that is shown."""
         return text.replace(root, "") if (root := self._root) else text
 
     def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
-        """Run a command in the persistent shell; ``raw``: bytes of its output to be kept as they were written."""
+        """Run a command in the persistent shell; ``raw``: bytes of its output to keep unchanged."""
         result = self.sandbox.execute(self.localised(command), timeout=timeout, raw=raw)
         if not (root := self._root):
             return result
@@ -345,12 +345,12 @@ class Box:
     def run(
         self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
     ) -> Result:
-        """Run a command in a bash of its own, which no state of the shell reaches; see `Sandbox.run`."""
+        """Run a command in a bash of its own, independent of the shell's state; see `Sandbox.run`."""
         result = self.sandbox.run(self.localised(command), timeout=timeout, output=output, most=most)
         return replace(result, output=self.generalised(result.output)) if self._root else result
 
     def read_file(self, path: str, *, limit: int = READ) -> bytes:
-        """Content of a file; `FileTooLarge` if it holds more than ``limit`` bytes."""
+        """Read a file; `FileTooLarge` if it has more than ``limit`` bytes."""
         return self.sandbox.read_file(path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -358,11 +358,11 @@ class Box:
         self.sandbox.write_file(path, data, mode=mode)
 
     def restore(self, snapshot: SandboxSnapshot) -> None:
-        """Go to a captured state."""
+        """Restore a captured state."""
         self.sandbox.restore(snapshot)
 
     def make_repository(self, task: Task) -> None:
-        """Make the repository of a task whose row brings it along; else it is in the image."""
+        """Make the repository of a task whose row contains it; otherwise it is in the image."""
         if task.history:
             self.write_file(HISTORY, task.history.encode())
             try:
@@ -371,7 +371,7 @@ class Box:
                 raise TaskError(f"{task.instance_id}, columns 'history' and 'base_commit': {error}") from error
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Close the sandbox. Idempotent."""
         self.sandbox.close()
 
     def __enter__(self) -> Self:
@@ -381,11 +381,11 @@ class Box:
         self.close()
 
     def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
-        """Hashes of what can change what comes next: of all of it, and of the repository alone.
+        """Hashes of everything that can change later steps: of all of it, and of the repository alone.
 
         Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
         contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
-        but for ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
+        except ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
         where the files cannot be read: no process can be started for it, or they are not read within the time limit;
         and where the shell's state is too large to be read as a whole.
 
@@ -401,7 +401,7 @@ class Box:
         return self.digest_of(self.files(alone=alone, timeout=timeout))
 
     def digest_of(self, files: tuple[str, str]) -> tuple[str, str]:
-        """`digest`, of files that were read already (`files`)."""
+        """Compute `digest` from files that were already read (`files`)."""
         repository, beside = files
         if not repository:
             return "", ""
@@ -412,7 +412,7 @@ class Box:
         return hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest(), repository
 
     def snapshot(self, *, strict: bool, mode: SnapshotMode | None = None) -> SandboxSnapshot:
-        """`Sandbox.snapshot`; what is known of the files is known of the captured ones."""
+        """Take a `Sandbox.snapshot`; known hashes of files are kept for it."""
         before = self.sandbox.written() if _known else None
         snapshot = self.sandbox.snapshot(strict=strict, mode=mode)
         tree = snapshot.tree
@@ -425,7 +425,7 @@ class Box:
         return snapshot
 
     def files(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
-        """Hashes of the repository and of the files beside it; empty where they could not be had."""
+        """Hash the files of the repository and beside it; empty where they cannot be read."""
         written = self.sandbox.written(alone=alone)
         known = None if written is None else _recall(written.key)
         if known is not None:
@@ -438,14 +438,14 @@ class Box:
         if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
             return "", ""
         found = repository, beside
-        # Nothing but the idle shell runs: nobody wrote while the files were read, in the tick of the last change or
-        # after it, and after this look nobody can without a trace.
+        # Only the idle shell runs: nothing wrote while the files were read, in the tick of the last change or
+        # after it, and from now on nothing can without a trace.
         if written is not None and written.settle() and self.sandbox.written(alone=alone) == written:
             _learn(written.key, found)
         return found
 
     def _told(self, written: Written | None) -> str:
-        """Variables for `_HASH`, by what was written since the start; none if all is to be read."""
+        """Variables for `_HASH` that name the files written since the start; none if all have to be read."""
         start = self.start
         if written is None or start is None or not start.whereabouts or not start.files[0]:
             return ""
@@ -472,7 +472,7 @@ class Box:
         return text if len(text.encode()) <= _LONGEST else ""
 
     def _shell(self) -> str | None:
-        """The shell's state as text; None if it is not known as a whole, for it is too large, say."""
+        """State of the shell as text; None if it is not fully known, because it is too large, say."""
         try:
             state = self.sandbox.shell_state()
         except SandboxClosed:
@@ -491,16 +491,16 @@ class Box:
 
 
 def _meet(path: str, place: str) -> bool:
-    """Whether one of two paths leads to the other."""
+    """Tell whether one of two paths contains the other."""
     one, other = f"{path.rstrip('/')}/", f"{place.rstrip('/')}/"
     return one.startswith(other) or other.startswith(one)
 
 
 def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None:
-    """Where git has to look, in the repository; None if everywhere.
+    """Paths of the repository that git has to look at; None if all.
 
     Args:
-        changed: what was written since a simple start.
+        changed: files written since a simple start.
         beside: directories beside the repository that count.
     """
     paths = dict[str, None]()
@@ -544,7 +544,7 @@ def _learn(key: str, found: tuple[str, str]) -> None:
 
 
 def script(box: Box, source: str) -> str:
-    """Run a script of ours in a sandbox.
+    """Run one of our scripts in a sandbox.
 
     Raises:
         SandboxUnavailable: it failed; the message holds the end of what it printed.
@@ -559,11 +559,11 @@ _prepared: OrderedDict[tuple[Any, ...], Pristine] = OrderedDict()
 
 
 def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristine:
-    """A task's files as an episode starts with them.
+    """Prepare or load a task's files at the start of an episode.
 
     Args:
-        task: to be prepared.
-        settings: of the sandboxes that will have the files.
+        task: the task to prepare.
+        settings: settings of the sandboxes that will have the files.
         verify: read all that is kept of it on disk, and prepare it again if that is not what was kept.
 
     Raises:
@@ -584,7 +584,7 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
 
             stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
         whole, repository = stored.notes["digest"]
-        if isinstance(stored.snapshot.tree, OverlayTree):  # of files that nobody has written to yet
+        if isinstance(stored.snapshot.tree, OverlayTree):  # of files not written to yet
             of_repository, beside = stored.notes["files"]
             _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
         notes = stored.notes
@@ -599,13 +599,13 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
 
 
 def forget_prepared() -> None:
-    """Give back what `pristine` keeps."""
+    """Drop the prepared tasks that `pristine` keeps in memory."""
     while _prepared:
         _prepared.popitem()[1].snapshot.release()
 
 
 def _key(box: Box, task: Task, settings: Settings) -> str:
-    """What a prepared task depends on: the image, the row, the way it is prepared, what its shell is started with.
+    """Key of a prepared task: the image, the row, the preparation's code, the variables that its shell starts with.
 
     And on the version of the official code, which was found to be able to grade it.
     """
@@ -626,7 +626,7 @@ def _key(box: Box, task: Task, settings: Settings) -> str:
 def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
     from sandboxgym.envs.swebench.grading import verdict as grading
 
-    grading.check_gradable(task)  # here, for it imports the official code, which takes longer than a reset
+    grading.check_gradable(task)  # here, because it imports the official code, which takes longer than a reset
     box.make_repository(task)
     hiding.prepare(box, task)
     found = box.run(f"cd {WORKDIR} && git cat-file -t {shlex.quote(task.base_commit)}")

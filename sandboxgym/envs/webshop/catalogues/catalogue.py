@@ -1,14 +1,14 @@
-"""Where catalogues come from: the embedded one, or the official files as they are.
+"""Product catalogues: the embedded one, or the official files unchanged.
 
 What this module promises:
 
 1. A catalogue is immutable and shared by everything in the process that asks for the same source. Products come in the
-   order of the file, with the fields that the original's loader makes of them, quirks included (:mod:`.official`).
+   order of the file, with the fields that the original's loader makes of them, quirks included (`official_data`).
 2. Equal products give equal digests, wherever the files lie and however they are kept.
-3. The files are never modified. What is missing is a `CatalogueNotFound`, what is malformed a `CatalogueMalformed` that
-   names file and record.
+3. The files are never modified. Missing files raise `CatalogueNotFound`, malformed ones `CatalogueMalformed` with file
+   and record.
 4. A small catalogue stays in memory. A large one is read once, as a stream, into a memory-mapped store that all
-   processes share (:mod:`.catalogue_store`); both are read by the same code.
+   processes share (:mod:`.store`); both are read by the same code.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Catalogue(Protocol):
 
     @property
     def name(self) -> str:
-        """Its source: "embedded", or the path of the products file."""
+        """Source of the catalogue: "embedded", or the path of the products file."""
 
     @property
     def digest(self) -> str:
@@ -79,19 +79,19 @@ class Catalogue(Protocol):
     def __contains__(self, asin: object) -> bool: ...
 
     def __getitem__(self, asin: str) -> Product:
-        """Raises KeyError if there is none."""
+        """Find a product by its asin. Raises KeyError if there is none."""
 
     def at(self, position: int) -> Product:
-        """The product at a position of the file, from 0."""
+        """Product at a position of the file, from 0."""
 
     def position(self, asin: str) -> int:
         """Inverse of `at`. Raises KeyError if there is no such product."""
 
     def asins(self) -> Sequence[str]:
-        """In the order of the file."""
+        """Asins in the order of the file."""
 
     def products(self) -> Iterator[Product]:
-        """In the order of the file."""
+        """Products in the order of the file."""
 
     def in_category(self, category: str) -> Sequence[str]:
         """Asins of a category, in the order of the file."""
@@ -100,14 +100,14 @@ class Catalogue(Protocol):
         """Asins of the products found under exactly this query, in the order of the file."""
 
     def columns(self) -> Columns:
-        """What prices and goals need of every product."""
+        """Columns of all products, for prices and goals."""
 
     def human_instructions(self) -> HumanInstructions:
-        """By asin, also of products that are not here. Raises CatalogueNotFound if the catalogue comes without."""
+        """Human instructions by asin, also for products missing here. Raises CatalogueNotFound if there are none."""
 
 
 class MemoryCatalogue:
-    """A `Catalogue` of products that lie in memory.
+    """A `Catalogue` of products in memory.
 
     Args:
         products: with different asins.
@@ -211,7 +211,7 @@ if hasattr(os, "register_at_fork"):  # another thread may hold the lock at the m
 
 
 def load_catalogue(source: str | os.PathLike[str] = "embedded") -> Catalogue:
-    """The catalogue of a source, the same object for all who ask in this process until the files change.
+    """Load the catalogue of a source, one object per process until the files change.
 
     Args:
         source: "embedded", a directory with ``items_shuffle*.json``, ``items_ins_v2*.json`` and, for human goals,

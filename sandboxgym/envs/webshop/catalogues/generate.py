@@ -3,10 +3,10 @@
 What this module promises:
 
 1. Records have the official files' form and go through the official loader: there is no second way to make a product.
-2. A record depends on its number alone, so that the same shop comes out on every machine and in every process, and any
-   number of products can be generated, one by one.
-3. Every kind of product is sold in many versions that share a query but differ in attributes, options and price: to
-   find the type is easy, to find what was asked for is not.
+2. A record depends on its number alone, so the shop is the same on every machine and in every process, and any number
+   of products can be generated, one by one.
+3. Each kind of product is sold in many versions that share a query but differ in attributes, options and price: finding
+   the type is easy, finding the product asked for is not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sandboxgym.envs.webshop.catalogues.official_data import (
 from sandboxgym.envs.webshop.catalogues.product import HumanInstructions, Product
 
 COUNT = 1000
-"""Products of the embedded catalogue."""
+"""Number of products in the embedded catalogue."""
 _SEED = "embedded webshop 1"
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CENTS = (0.99, 0.99, 0.99, 0.95, 0.49, 0.0)
@@ -45,11 +45,11 @@ _OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class _Trait:
-    """Something that a product can be, have, or be for."""
+    """A property of a product: something that it is, has, or is for."""
 
     phrase: str
     role: str
-    """ "is", "has" or "for": how the phrase fits into a sentence."""
+    """Role in a sentence: "is", "has" or "for"."""
     feature: str
     paraphrase: str
 
@@ -62,13 +62,13 @@ class _Kind:
     path: str
     query: str
     one: str
-    """With its article."""
+    """Name of the kind, with its article."""
     names: Sequence[str]
     looks: Sequence[str]
     places: Sequence[str]
     price: tuple[float, float]
     options: Mapping[str, str]
-    """Group to pool."""
+    """Pools of option values by group."""
     traits: Sequence[str]
 
 
@@ -84,7 +84,7 @@ class _Assortment:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A generated product, as the three official files have it."""
+    """A generated product, in the form of the three official files."""
 
     item: dict[str, Any]
     instructions: dict[str, Any]
@@ -92,7 +92,7 @@ class Record:
 
 
 def generate(count: int = COUNT) -> tuple[tuple[Product, ...], HumanInstructions]:
-    """The products, and what people might have written about them."""
+    """Generate the products, and the human instructions for them."""
     made = list(records(count))
     instructions = {record.item["asin"]: record.instructions for record in made}
     products = make_products(((at, record.item) for at, record in enumerate(made)), instructions, source="embedded")
@@ -101,7 +101,7 @@ def generate(count: int = COUNT) -> tuple[tuple[Product, ...], HumanInstructions
 
 
 def write_files(directory: Path, count: int = COUNT) -> None:
-    """The generated catalogue as official files, for who wants to see or change it, or a large one."""
+    """Write the generated catalogue as official files, to look at it, to change it, or to make a large one."""
     directory.mkdir(parents=True, exist_ok=True)
     with (
         (directory / f"{PRODUCTS}.json").open("w", encoding="utf-8") as items,
@@ -119,7 +119,7 @@ def write_files(directory: Path, count: int = COUNT) -> None:
 
 
 def records(count: int) -> Iterator[Record]:
-    """The first so many records."""
+    """Generate the first ``count`` records."""
     kinds = _assortment().kinds
     for number in range(count):
         block, place = divmod(number, len(kinds))
@@ -246,7 +246,7 @@ def _description(
 
 
 def _instruction(query: str, wanted: Sequence[_Trait]) -> str:
-    """In the manner of the original's synthetic instructions."""
+    """Write an instruction in the style of the original's synthetic ones."""
     by_role = {role: ", ".join(t.phrase for t in wanted if t.role == role) for role in ("is", "has", "for")}
     words = ["Find me", by_role["is"], query]
     words += ["with", by_role["has"]] if by_role["has"] else []

@@ -11,15 +11,15 @@ from typing import IO, Any
 from sandboxgym.envs.webshop.catalogues.product import CatalogueMalformed
 
 CHUNK = 2**22
-"""Characters read at once."""
+"""Number of characters read at a time."""
 MAX_RECORD = 2**25
-"""Characters. A longer element is taken for a broken one: a lost quote is found before memory ends."""
+"""Limit in characters; a longer element counts as broken, so that a lost quote does not fill the memory."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
 def array_elements(path: Path) -> Iterator[tuple[int, Any]]:
-    """Index and value of each element of the array that the file holds.
+    """Iterate over the array in a file: index and value of each element.
 
     Raises:
         CatalogueMalformed: at the element that cannot be read.
@@ -39,7 +39,7 @@ def array_elements(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def object_items(path: Path) -> Iterator[tuple[str, Any]]:
-    """Key and value of each pair of the object that the file holds; a key that comes twice is given twice.
+    """Iterate over the object in a file: key and value of each pair; repeated keys are repeated.
 
     Raises:
         CatalogueMalformed: at the pair that cannot be read.
@@ -63,7 +63,7 @@ def object_items(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _Text:
-    """A window on the file that moves forward."""
+    """A window that moves forward through a file."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path = path
@@ -72,7 +72,7 @@ class _Text:
         self._at = 0
 
     def take(self, token: str) -> bool:
-        """Pass over the token if it comes next, after white space."""
+        """Consume the token if it comes next, after white space."""
         found = self._next() == token
         self._at += found
         return found
@@ -86,7 +86,7 @@ class _Text:
             raise CatalogueMalformed(f"{self._path}: expected the end of the file, found {self._found()}")
 
     def value(self, what: str) -> Any:
-        """The JSON value that comes next."""
+        """Read the next JSON value."""
         self._next()
         while True:
             try:

@@ -1,6 +1,6 @@
-"""The official files, read as the original's ``load_products`` reads them, but as a stream.
+"""Reader of the official files that follows the original's ``load_products``, but as a stream.
 
-1. Files are read record by record: a file of several GB never lies in memory as a whole.
+1. Files are read record by record: a file of several GB is never in memory as a whole.
 2. Every quirk of the original's loader is kept: which records are skipped, how prices and options are normalised.
 3. A record that the original could not load, or would fail on later, is a `CatalogueMalformed` that names it.
 """
@@ -37,21 +37,21 @@ _NO_DIGIT = re.compile(r"[^\d.]")
 
 @dataclass(frozen=True, slots=True)
 class OfficialFiles:
-    """Where the files of one catalogue are."""
+    """Paths of the files of one catalogue."""
 
     products: Path
     instructions: Path
     human: Path
-    """Need not exist: only human goals ask for it."""
+    """Optional: only human goals need it."""
 
     def identity(self) -> list[object]:
-        """Equal as long as the files that make the products are the same."""
+        """Identity of the files that make the products: equal as long as they are unchanged."""
         status = [path.stat() for path in (self.products, self.instructions)]
         return [os.fspath(self.products), *((s.st_size, s.st_mtime_ns) for s in status)]
 
 
 def find_files(source: Path) -> OfficialFiles:
-    """The files that belong together, in a directory or next to a products file.
+    """Find the files that belong together, in a directory or next to a products file.
 
     Raises:
         CatalogueNotFound: one is missing, or a directory holds more than one products file.
@@ -78,7 +78,7 @@ def find_files(source: Path) -> OfficialFiles:
 
 
 def read_products(files: OfficialFiles, instructions: Mapping[str, Any]) -> Iterator[Product]:
-    """The products of an ``items_shuffle*.json``, with what ``items_ins_v2*.json`` says of them.
+    """Read the products of an ``items_shuffle*.json``, with their instructions from ``items_ins_v2*.json``.
 
     Raises:
         CatalogueMalformed: at the record that is not as expected; also if the instructions are about other products.
@@ -100,15 +100,15 @@ def read_products(files: OfficialFiles, instructions: Mapping[str, Any]) -> Iter
 def make_products(
     records: Iterable[tuple[int, Any]], instructions: Mapping[str, Any], *, source: str | os.PathLike[str]
 ) -> Iterator[Product]:
-    """Products of numbered records in the official form.
+    """Make products of numbered records in the official form.
 
     As in the original, records with the asin "nan" or one of more than 10 characters are left out, and of records with
-    the same asin all but the first. A product without instructions is one without attributes and goals.
+    the same asin all except the first. A product without instructions is one without attributes and goals.
 
     Args:
         records: with their numbers.
         instructions: by asin, as `read_instructions` gives them.
-        source: where the records come from, for messages.
+        source: source of the records, for messages.
 
     Raises:
         CatalogueMalformed: at the record that is not as expected.
@@ -127,7 +127,7 @@ def make_products(
 
 
 def read_instructions(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Asin and what is recorded for it in an ``items_ins_v2*.json``: checked, otherwise as in the file."""
+    """Read asins and their records from an ``items_ins_v2*.json``: checked, otherwise unchanged."""
     for asin, record in object_items(path):
         where = _Where(path, f"asin {asin}")
         if not isinstance(record, dict):
@@ -142,7 +142,7 @@ def read_instructions(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_human_instructions(path: Path) -> HumanInstructions:
-    """All of ``items_human_ins.json``: 12,087 instructions in some MB.
+    """Read all of ``items_human_ins.json``: 12,087 instructions in some MB.
 
     Raises:
         CatalogueNotFound: no such file.
@@ -156,7 +156,7 @@ def read_human_instructions(path: Path) -> HumanInstructions:
 def make_human_instructions(
     items: Iterable[tuple[str, Any]], *, source: str | os.PathLike[str]
 ) -> dict[str, tuple[HumanInstruction, ...]]:
-    """Human instructions of lists of records in the official form, by asin."""
+    """Make human instructions, by asin, of lists of records in the official form."""
     by_asin = {}
     for asin, records in items:
         where = _Where(source, f"asin {asin}")
@@ -242,7 +242,7 @@ def _options(where: _Where, record: Mapping[str, Any]) -> dict[str, tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """A record, for messages."""
+    """Position of a record, for messages."""
 
     source: str | os.PathLike[str]
     record: str

@@ -2,11 +2,11 @@
 
 What this module promises:
 
-1. A store is made of the files in one pass over each, in memory that holds the instructions but never the products.
-2. It appears complete or not at all: it is built under another name and renamed. Of several processes that want the
-   same store one builds it while the others wait; what a killed one left is removed by the next. Files that changed
+1. A store is made in one pass over each file, with the instructions in memory but never the products.
+2. It appears complete or not at all: it is built under another name and renamed. Of several processes that need the
+   same store one builds it while the others wait; the next one removes the remains of a killed one. Files that changed
    get another store; a store that was damaged is built again.
-3. Opening it reads no products: it takes milliseconds. A product is decoded when it is asked for, and those used last
+3. Opening it reads no products: it takes milliseconds. A product is decoded when it is needed, and recently used ones
    are kept.
 """
 
@@ -54,16 +54,16 @@ except ImportError:  # not on Windows, where two processes may both build; the f
 logger = logging.getLogger("sandboxgym")
 
 FORMAT = 1
-"""Counts up whenever stores or the reading of the official files change."""
+"""Version of the format, increased whenever stores or the reading of the official files change."""
 CACHED_PRODUCTS = 4096
-"""Decoded products that are kept: some 20 MB."""
+"""Number of decoded products that are kept: some 20 MB."""
 _META = "meta.json"
 _RECORDS = "records.bin"
 _ARRAYS = ("offsets", "asins", "sorted_asins", "positions", "pricing", "goals", "category", "query")
 
 
 class StoredCatalogue:
-    """A `Catalogue` that lies in a directory made by `open_store`.
+    """A `Catalogue` in a directory made by `open_store`.
 
     Raises:
         OSError, ValueError: the directory holds no intact store.
@@ -160,7 +160,7 @@ class StoredCatalogue:
 
 
 class _Asins(Sequence[str]):
-    """Asins as they lie in the store, made strings one by one."""
+    """Asins in the store, decoded one by one."""
 
     def __init__(self, encoded: NDArray[np.bytes_]) -> None:
         self._encoded = encoded
@@ -186,7 +186,7 @@ class _Asins(Sequence[str]):
 
 
 def open_store(files: OfficialFiles, directory: Path | None = None) -> StoredCatalogue:
-    """The store of these files, built first if there is none: some minutes for all 1.18 million products.
+    """Open the store of these files, building it if there is none: some minutes for all 1.18 million products.
 
     Args:
         files: of the catalogue.
@@ -226,7 +226,7 @@ def _key(files: OfficialFiles) -> str:
 
 
 def _open(store: Path, files: OfficialFiles) -> StoredCatalogue:
-    """Raises FileNotFoundError if there is none, or none that can be used."""
+    """Open a store. Raises FileNotFoundError if there is none, or none that can be used."""
     if not store.is_dir():
         raise FileNotFoundError(store)
     try:
@@ -279,7 +279,7 @@ def _build(files: OfficialFiles, directory: Path) -> None:
 
 
 class _Codes:
-    """Numbers for names, in the order in which they first come."""
+    """Numbers for names, in the order of their first use."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}

@@ -1,1 +1,1 @@
-"""The shop's search engine, with Lucene's exact ranking."""
+"""The shop's search engine, which ranks exactly as Lucene does."""

@@ -1,8 +1,8 @@
-"""How the original's search engine reads text: the analyzer chain that Lucene's and Anserini's English default is.
+"""Text analysis of the original's search engine: the chain of Lucene's and Anserini's English analyzer.
 
-Words by Unicode's rules (UAX #29, with emoji as words and one character a word in Han and Hiragana), without the
-possessive, in lower case, without 33 stop words, stemmed. Same terms as Lucene's for the same text, so that document
-lengths, and with them every score, come out the same.
+Words by Unicode's rules (UAX #29, with emoji as words and one word per character in Han and Hiragana), without the
+possessive, in lower case, without 33 stop words, stemmed. The terms are Lucene's for the same text, so that document
+lengths, and with them all scores, are Lucene's too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STOP_WORDS = (
 )
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 MAX_TOKEN = 255
-"""Longer tokens are cut into pieces of so many characters."""
+"""Length in characters at which longer tokens are cut into pieces."""
 _CACHED_CHUNKS = 1 << 16
 
 # Lucene's classes are those of Unicode 12.1, since when some have changed. Its pictographs:
@@ -44,14 +44,14 @@ _POSSESSIVE = ("'s", "’s", "＇s")
 
 
 def check_installed() -> None:
-    """Raises `gymnasium.error.DependencyNotInstalled` if text in other than ASCII could not be analyzed."""
+    """Raise `gymnasium.error.DependencyNotInstalled` if non-ASCII text could not be analyzed."""
     if importlib.util.find_spec("regex") is None:
         raise DependencyNotInstalled("WebShop's search needs the package regex: pip install 'sandboxgym[webshop]'")
 
 
 @functools.cache
 def _words() -> Callable[[str], list[str]]:
-    """Finds the words of a text in any script."""
+    """Finder of the words of a text in any script."""
     check_installed()
     import regex
 
@@ -86,7 +86,7 @@ _ASCII_WORDS = re.compile(rf"_*{_ASCII_RUN}(?:_+{_ASCII_RUN})*_*").findall
 
 
 def tokens(text: str) -> list[str]:
-    """The words of a text as they are written.
+    """Split a text into words, spelled as written.
 
     >>> tokens("women's 2.5-inch t.shirt_a, 100% cotton")
     ["women's", '2.5', 'inch', 't.shirt_a', '100', 'cotton']
@@ -98,7 +98,7 @@ def tokens(text: str) -> list[str]:
 
 
 def analyze(text: str) -> tuple[str, ...]:
-    """The terms of a text, in its order and as often as they occur there."""
+    """Terms of a text, in its order and with repetitions."""
     kept = []
     for token in tokens(text):
         term = token.lower()
@@ -110,16 +110,16 @@ def analyze(text: str) -> tuple[str, ...]:
 
 
 analyze_chunk = functools.lru_cache(_CACHED_CHUNKS)(analyze)
-"""`analyze` for text without spaces; remembers what it was called with last."""
+"""Cached `analyze` for text without spaces."""
 
 
 def chunks(text: str) -> list[str]:
-    """Pieces that can be analyzed one by one: no word goes over a space, but for the one that joins words."""
+    """Split text into pieces that can be analyzed separately: no word contains a space, except the one that joins."""
     return [text] if "\u202f" in text else text.split()
 
 
 def terms(text: str) -> list[str]:
-    """As `analyze`, for texts that share most of their words.
+    """Analyze many texts that share most of their words.
 
     >>> terms("the women's relational slippers")
     ['women', 'relat', 'slipper']

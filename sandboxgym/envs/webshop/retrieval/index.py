@@ -1,4 +1,4 @@
-"""BM25 with Lucene's exact ranking, over arrays that may lie on disk.
+"""BM25 with Lucene's exact ranking, over arrays in memory or on disk.
 
 What this module promises:
 
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 K1 = 0.9
 B = 0.4
 EXHAUSTIVE = 1 << 16
-"""So many documents are scored faster than they are pruned; their postings are not put into tiers."""
+"""Number of documents up to which scoring all is faster than pruning; their postings are not put into tiers."""
 META = "meta.json"
 # How a query is pruned. These change how long it takes, never what it finds.
 _SLACK = 2.0**-22  # relative, for each tier: four times what adding up in 32 bits may lose
-_PROBE = 12  # looking up one document costs as much as adding up so many postings
+_PROBE = 12  # looking up one document costs as much as adding up this many postings
 _FIRST_SEEDING = 16_384  # postings that are added up before the first threshold is looked for,
 _SEEDING_FACTOR = 2  # and how many times as many before the next,
 _SEEDS = 2  # among how many times k documents,
@@ -40,11 +40,11 @@ _SAMPLE = 4_096  # which are told from the others by a sample of this size
 
 
 class IndexCorrupt(ValueError):
-    """A directory that should hold an index holds something else. The message names the file."""
+    """Raised if a directory of an index holds something else; the message names the file."""
 
 
 class Strings(Sequence[str]):
-    """Strings in two arrays, so that they can be memory-mapped.
+    """Strings stored in two arrays, so that they can be memory-mapped.
 
     Args:
         text: all of them in UTF-8, one after the other.
@@ -56,7 +56,7 @@ class Strings(Sequence[str]):
 
     @classmethod
     def of(cls, strings: Iterable[str]) -> Strings:
-        """The arrays for some strings."""
+        """Make the arrays for some strings."""
         encoded = [string.encode("utf-8", "surrogatepass") for string in strings]
         ends = np.cumsum([len(string) for string in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
@@ -77,25 +77,25 @@ class Strings(Sequence[str]):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Postings of one term: ``docs`` and ``codes`` side by side, or ``docs`` None and a code for every document.
+    """Postings of one term: ``docs`` and ``codes`` in parallel, or ``docs`` None and a code for every document.
 
     A term has one tier or two, and a document is in one of them at most.
     """
 
     weight: np.float32
-    """Lucene's: how often the query has the term, times its idf."""
+    """Lucene's weight: the number of times that the query has the term, times its idf."""
     docs: NDArray[np.int32] | None
-    """[size], ascending."""
+    """Document numbers [size], ascending."""
     codes: NDArray[np.unsignedinteger[Any]]
-    """[size]; of a dense tier [n documents], 0 where the term does not occur."""
+    """Codes [size]; of a dense tier [n documents], 0 where the term does not occur."""
     bound: float
-    """No document gets more from it."""
+    """Upper bound of any document's score from this tier."""
     drop: float
-    """By how much less any document can still get once this tier, and the term's upper one, is added up."""
+    """Decrease of the bound on the remaining scores once this tier, and the term's upper one, is added up."""
 
     @property
     def cost(self) -> int:
-        """Of adding it up."""
+        """Cost of adding the tier up."""
         return len(self.codes)
 
 
@@ -111,40 +111,40 @@ class Index:
 
     names_text: NDArray[np.uint8]
     names_ends: NDArray[np.int64]
-    """[n] with ``names_text``: the documents' names, see `Strings`."""
+    """Ends [n] of the documents' names in ``names_text``, see `Strings`."""
     rank: NDArray[np.int32]
-    """[n] where each document's name comes in their order."""
+    """Rank [n] of each document's name in the order of names."""
     words_text: NDArray[np.uint8]
     words_ends: NDArray[np.int64]
-    """[t] with ``words_text``: the terms, ascending."""
+    """Ends [t] of the terms in ``words_text``, ascending."""
     idf: NDArray[np.float32]
-    """[t] how much each term tells."""
+    """Inverse document frequency [t] of each term."""
     starts: NDArray[np.int64]
-    """[t] where a term's postings start in ``docs`` and ``codes``: first its upper tier, then the lower one."""
+    """Start [t] of each term's postings in ``docs`` and ``codes``: first its upper tier, then the lower one."""
     upper: NDArray[np.int32]
-    """[t] size of the upper tier; 0 for a term that has only a lower one."""
+    """Size [t] of the upper tier; 0 for a term that has only a lower one."""
     lower: NDArray[np.int32]
-    """[t] size of the lower tier; 0 if that is a row of ``dense``."""
+    """Size [t] of the lower tier; 0 if that is a row of ``dense``."""
     highest: NDArray[np.uint32]
-    """[t] the highest code of a term."""
+    """Highest code [t] of each term."""
     highest_lower: NDArray[np.uint32]
-    """[t] the highest code in its lower tier."""
+    """Highest code [t] in each term's lower tier."""
     row: NDArray[np.int32]
-    """[t] the row of ``dense`` that is the lower tier, or -1."""
+    """Row [t] of ``dense`` that is the term's lower tier, or -1."""
     docs: NDArray[np.int32]
-    """[postings] by term and tier, and then ascending."""
+    """Document numbers [postings] by term and tier, ascending in each."""
     codes: NDArray[np.unsignedinteger[Any]]
-    """[postings]"""
+    """Codes [postings] of the documents in ``docs``."""
     dense: NDArray[np.unsignedinteger[Any]]
-    """[rows, n] lower tiers with many documents: a code for each."""
+    """Lower tiers [rows, n] with many documents: a code for each document."""
     gain: NDArray[np.float32]
-    """[c]"""
+    """Gain [c] of each code."""
     _totals: list[NDArray[np.float32]] = field(init=False, default_factory=list, compare=False, repr=False)
     _found: dict[str, int] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(cls, directory: Path) -> Index:
-        """The index that was saved in a directory, memory-mapped.
+        """Open the index that was saved in a directory, memory-mapped.
 
         Raises:
             OSError: no index there.
@@ -158,7 +158,7 @@ class Index:
         return cls(**arrays)
 
     def save(self, directory: Path) -> None:
-        """Write it into a new directory, for `open`."""
+        """Write the index into a new directory, for `open`."""
         directory.mkdir()
         for name in ARRAYS:
             np.save(directory / f"{name}.npy", getattr(self, name))
@@ -171,12 +171,12 @@ class Index:
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """The documents' names, in the order they were given in."""
+        """Names of the documents, in the order they were given in."""
         return self._strings(self.names_text, self.names_ends)
 
     @cached_property
     def words(self) -> Sequence[str]:
-        """The terms, in ascending order."""
+        """Terms in ascending order."""
         return self._strings(self.words_text, self.words_ends)
 
     def _strings(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> Sequence[str]:
@@ -184,11 +184,11 @@ class Index:
         return strings[:] if len(self) <= EXHAUSTIVE else strings
 
     def search(self, terms: Iterable[str], *, k: int = 50) -> list[tuple[str, float]]:
-        """The best documents for a query.
+        """Find the best documents for a query.
 
         Args:
             terms: of the analyzed query; those that are not in the index do not matter.
-            k: at most so many, at least 1.
+            k: largest number of results, at least 1.
 
         Returns:
             Names and scores (those of Lucene), best first. Documents without any of the terms are not among them.
@@ -200,7 +200,7 @@ class Index:
         return self._best(candidates, self._scores(candidates, tiers), k)
 
     def exhaustive(self, terms: Iterable[str], *, k: int = 50) -> list[tuple[str, float]]:
-        """As `search`, by scoring every document."""
+        """Search by scoring every document."""
         tiers = list(self.tiers(terms))
         listed = [(tier, tier.docs) for tier in tiers if tier.docs is not None]
         total = np.zeros(len(self))
@@ -214,7 +214,7 @@ class Index:
         return self._best(np.arange(len(self), dtype=np.int32), total.astype(np.float32), k)
 
     def tiers(self, terms: Iterable[str]) -> Iterator[Tier]:
-        """The tiers of the terms that the index has."""
+        """List the tiers of the terms that the index has."""
         for word, times in Counter(terms).items():
             at = self._find(word)
             if at is None:
@@ -232,7 +232,7 @@ class Index:
                 yield Tier(weight, self.docs[middle:end], self.codes[middle:end], bound, bound)
 
     def _find(self, word: str) -> int | None:
-        """Where a word is in ``words``; remembered, for every comparison there decodes a string."""
+        """Find the position of a word in ``words``; cached, because every comparison there decodes a string."""
         at = self._found.get(word)
         if at is None:
             at = bisect_left(self.words, word)
@@ -250,7 +250,7 @@ class Index:
         return _impacts(tier.weight, self.gain).take(codes)
 
     def _lookup(self, tier: Tier, docs: NDArray[np.int32]) -> NDArray[np.float32]:
-        """What ``docs``, ascending, get from a tier."""
+        """Gains of ``docs``, ascending, from a tier."""
         if tier.docs is None:
             return self._impacts(tier, tier.codes.take(docs))
         at = tier.docs.searchsorted(docs)
@@ -258,7 +258,7 @@ class Index:
         return np.where(found, self._impacts(tier, tier.codes.take(at, mode="clip")), np.float32(0))
 
     def _add(self, tier: Tier, total: NDArray[np.float32]) -> None:
-        """Add up what all documents get from a tier."""
+        """Add the gains of all documents from a tier."""
         impacts = self._impacts(tier, tier.codes)
         if tier.docs is None:
             total += impacts
@@ -266,14 +266,14 @@ class Index:
             np.add.at(total, tier.docs, impacts)  # three times as fast as total[docs] += impacts
 
     def _scores(self, docs: NDArray[np.int32], tiers: Sequence[Tier]) -> NDArray[np.float32]:
-        """The scores of some documents, ascending: added up in 64 bits, as in Lucene, and then rounded."""
+        """Scores of some documents, ascending: added up in 64 bits, as in Lucene, and then rounded."""
         total = np.zeros(len(docs))
         for tier in tiers:
             total += self._lookup(tier, docs)
         return total.astype(np.float32)
 
     def _best(self, docs: NDArray[np.int32], scores: NDArray[np.float32], k: int) -> list[tuple[str, float]]:
-        """The k best of some documents, those with equal scores by their names, without those that score nothing."""
+        """Choose the k best of some documents, equal scores by name, without those that score 0."""
         least = np.partition(scores, -k)[-k] if len(scores) > k else np.float32(0)
         chosen = np.flatnonzero(scores >= least if least > 0 else scores)
         docs, scores = docs[chosen], scores[chosen]
@@ -282,7 +282,7 @@ class Index:
         return [(names[doc], score) for doc, score in zip(docs[order].tolist(), scores[order].tolist())]
 
     def _candidates(self, tiers: list[Tier], k: int) -> NDArray[np.int32]:
-        """Some documents, ascending, that the k best are among.
+        """List candidates, ascending, among which the k best documents are.
 
         After MaxScore (Turtle and Flood, 1995): what costs little is added up for all documents, until the rest could
         not bring a new one among the k best; the rest is then looked up for the documents that still have a chance.
@@ -324,14 +324,14 @@ class Index:
             left -= tier.drop
 
     def _take_total(self) -> NDArray[np.float32]:
-        """[n] zeros, from a query that is done with them: new memory costs more than clearing it."""
+        """Take zeros [n] from an earlier query: allocating memory costs more than clearing it."""
         try:
             return self._totals.pop()
         except IndexError:
             return np.zeros(len(self), dtype=np.float32)
 
     def _reached(self, fresh: Sequence[Tier], rest: Sequence[Tier], total: NDArray[np.float32], k: int) -> float:
-        """A score that at least k documents reach; 0 if that is not known of any.
+        """Lower bound of the k-th best score; 0 if none is known.
 
         Args:
             fresh: the documents are looked for among those of these tiers.
@@ -359,11 +359,11 @@ class Index:
 
 
 ARRAYS = tuple(item.name for item in fields(Index) if not item.name.startswith("_"))
-"""The arrays of an index, each a file."""
+"""Names of an index's arrays, each stored in a file."""
 
 
 def _impacts(weight: np.float32 | NDArray[np.float32], gain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Lucene's score of a term, in its order of operations."""
+    """Compute Lucene's score of a term, in its order of operations."""
     impacts: NDArray[np.float32] = weight - weight / (np.float32(1) + gain)
     return impacts
 

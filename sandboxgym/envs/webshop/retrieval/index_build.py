@@ -1,12 +1,12 @@
-"""Building an index: documents in, the arrays of :mod:`.index` out.
+"""Builder of indexes: from documents to the arrays of :mod:`.index`.
 
 What this module promises:
 
 1. The same documents in the same order give the same arrays, whichever of the two ways they are built.
 2. `build` holds everything in memory. `build_on_disk` reads the documents as a stream, lets worker processes analyze
-   them, and needs memory for the finished arrays and the vocabulary, about 1 kB a document.
-3. A directory appears complete or not at all. Of any number of processes that want the same index one builds it and the
-   others wait for it; if the builder is killed, another one starts again and clears away what was left.
+   them, and needs memory for the finished arrays and the vocabulary, about 1 kB per document.
+3. A directory appears complete or not at all. Of any number of processes that need the same index one builds it and the
+   others wait for it; if the builder is killed, another one removes its leftovers and starts again.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from sandboxgym.system import interpreter
 from sandboxgym.system.run_directories import try_lock
 
 Document = tuple[str, str]
-"""Its name, and the text that is searched."""
+"""A document's name and searchable text."""
 TIERED = 256
-"""A term that occurs in so many documents has its postings in two tiers."""
+"""Number of documents from which a term has its postings in two tiers."""
 UPPER = 16
-"""At most one of so many postings is in the upper tier."""
+"""Inverse of the largest share of postings in the upper tier."""
 DENSE = 8
-"""A lower tier with one of so many documents in it is kept as a dense row."""
+"""Inverse of the share of documents from which a lower tier is stored as a dense row."""
 BATCH = 8_192
-"""Documents that a worker gets at once."""
+"""Number of documents sent to a worker at a time."""
 _REMEMBERED_CHUNKS = 1 << 20
 _WAIT_SECONDS = 0.2
 _DONE = b"done\n"
 
 
 class IndexingFailed(RuntimeError):
-    """A worker process ended before its documents were analyzed. The message holds its last words."""
+    """Raised if a worker process ended before its documents were analyzed; the message holds the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +60,29 @@ class Part:
     """Postings of a batch of documents, by terms numbered in the order in which their inverter met them."""
 
     lengths: NDArray[np.int32]
-    """[documents] in terms."""
+    """Lengths [documents] in terms."""
     terms: NDArray[np.int32]
-    """[terms of the part] their numbers, ascending."""
+    """Numbers [terms of the part] of the terms, ascending."""
     counts: NDArray[np.int32]
-    """[terms of the part] in how many documents each occurs."""
+    """Number [terms of the part] of documents with each term."""
     docs: NDArray[np.int32]
-    """[postings] counted from the first of the batch, by term and then ascending."""
+    """Documents [postings], counted from the first of the batch, by term and then ascending."""
     times: NDArray[np.int32]
-    """[postings] how often the term occurs there."""
+    """Number of occurrences [postings] of the term in the document."""
 
     def save(self, path: Path) -> None:
-        """Write it to one file."""
+        """Write the part to one file."""
         np.savez(path, **{item.name: getattr(self, item.name) for item in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> Part:
-        """Read it again."""
+        """Read the part from a file."""
         with np.load(path, allow_pickle=False) as arrays:
             return cls(**{item.name: arrays[item.name] for item in fields(cls)})
 
 
 class Inverter:
-    """Analyzes texts, and keeps the vocabulary of all that it has seen."""
+    """Analyzer of texts that keeps the vocabulary of all texts so far."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -94,7 +94,7 @@ class Inverter:
         return list(self._numbers)
 
     def invert(self, texts: Sequence[str]) -> Part:
-        """The postings of some documents."""
+        """Compute the postings of some documents."""
         if len(self._chunks) > _REMEMBERED_CHUNKS:
             self._chunks.clear()
         found = array("i")
@@ -120,7 +120,7 @@ class Inverter:
 
 
 def build(documents: Iterable[Document]) -> Index:
-    """An index in memory."""
+    """Build an index in memory."""
     names: list[str] = []
     parts, inverter = [], Inverter()
     for batch in _batches(documents):
@@ -130,7 +130,7 @@ def build(documents: Iterable[Document]) -> Index:
 
 
 def build_on_disk(documents: Callable[[], Iterable[Document]], directory: Path, *, workers: int | None = None) -> Index:
-    """The index in ``directory``, made if it is not there.
+    """Open the index in ``directory``, building it if it is missing.
 
     Args:
         documents: called if the index has to be built; read once, as a stream.
@@ -161,7 +161,7 @@ def build_on_disk(documents: Callable[[], Iterable[Document]], directory: Path, 
 
 
 def _build_in(scratch: Path, documents: Iterable[Document], workers: int) -> None:
-    """Leave the index in the directory ``index`` of ``scratch``."""
+    """Build the index in the directory ``index`` of ``scratch``."""
     names, owners, vocabularies = _analyze(scratch, documents, workers)
 
     def parts() -> Iterator[tuple[int, Part]]:
@@ -184,7 +184,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _analyze(
     scratch: Path, documents: Iterable[Document], workers: int
 ) -> tuple[list[str], list[int], list[list[str]]]:
-    """Leave the parts in ``scratch``.
+    """Analyze the documents; writes the parts into ``scratch``.
 
     Returns:
         The names of the documents; for each part the worker that made it; for each worker its vocabulary.
@@ -214,7 +214,7 @@ def _analyze(
             vocabulary: list[str] = msgpack.unpackb(words.read_bytes(), unicode_errors="surrogatepass")
             return vocabulary
         finally:
-            stopped.set()  # if it failed the others need not go on; else there is nothing left to take
+            stopped.set()  # if it failed the others need not continue; else there is nothing left to take
             worker.close()
 
     with ThreadPoolExecutor(workers) as pool:
@@ -226,7 +226,7 @@ def _analyze(
 
 
 class _Worker:
-    """A process that inverts batches. It is told where to write, so that little goes back through the pipe."""
+    """A worker process that inverts batches and writes the results to files, so that little goes through the pipe."""
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (close() does)
@@ -240,7 +240,7 @@ class _Worker:
         )
 
     def write(self, path: Path, texts: list[str] | None) -> None:
-        """Write the part that texts make, or, for None, the vocabulary.
+        """Have the worker write the part of some texts or, for None, the vocabulary.
 
         Raises:
             IndexingFailed: it ended.
@@ -258,7 +258,7 @@ class _Worker:
         raise IndexingFailed(f"a process that analyzes documents ended with {self._process.wait()}: {words[-2000:]}")
 
     def close(self) -> None:
-        """End it."""
+        """End the worker process."""
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 assert pipe is not None
@@ -270,7 +270,7 @@ class _Worker:
 def _assemble(
     names: list[str], parts: Callable[[], Iterable[tuple[int, Part]]], vocabularies: Sequence[Sequence[str]]
 ) -> Index:
-    """One index of all parts, which are read twice, in order; each comes with the number of its vocabulary."""
+    """Assemble one index from all parts, which are read twice, in order; each comes with its vocabulary's number."""
     words = sorted(set().union(*vocabularies))
     number = {word: at for at, word in enumerate(words)}
     numbers = [np.array([number[word] for word in vocabulary], dtype=np.int64) for vocabulary in vocabularies]
@@ -321,13 +321,13 @@ def _assemble(
 def _tiers(
     frequency: NDArray[np.int64], docs: NDArray[np.int32], codes: NDArray[Any], number: int
 ) -> dict[str, NDArray[Any]]:
-    """Those arrays of the index that say where postings are, with frequent terms in two tiers.
+    """Compute the arrays of the index that locate postings, with frequent terms in two tiers.
 
     Args:
-        frequency: [terms] in how many documents each occurs.
+        frequency: [terms] number of documents with each.
         docs: [postings] by term and then ascending; reordered here.
-        codes: [postings]; likewise.
-        number: of documents.
+        codes: [postings]; in the same order.
+        number: number of documents.
     """
     starts = np.cumsum(frequency) - frequency
     highest = np.maximum.reduceat(codes, starts).astype(np.uint32) if len(codes) else np.zeros(0, dtype=np.uint32)
@@ -371,7 +371,7 @@ _LENGTH_BITS = 32
 
 
 def kept_length(lengths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Lengths as Lucene remembers them (``SmallFloat.intToByte4``): above 40 with four significant bits.
+    """Round lengths as Lucene stores them (``SmallFloat.intToByte4``): above 40 with four significant bits.
 
     >>> kept_length(np.array([39, 40, 41, 107, 500])).tolist()
     [39, 40, 40, 104, 472]
@@ -383,12 +383,12 @@ def kept_length(lengths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
 
 
 def _pairs(part: Part) -> NDArray[np.int64]:
-    """[postings] how often a term occurs, and the kept length of the document: all that its impact depends on."""
+    """Pairs [postings] of a term's occurrences and the document's stored length, which determine its impact."""
     return (part.times.astype(np.int64) << _LENGTH_BITS) + kept_length(part.lengths)[part.docs]
 
 
 def _gains(pairs: NDArray[np.int64], average: np.float32) -> NDArray[np.float32]:
-    """Lucene's ``freq * normInverse``, in its order of operations in 32-bit floats."""
+    """Compute Lucene's ``freq * normInverse``, in its order of operations in 32-bit floats."""
     one, k1, b = np.float32(1), np.float32(K1), np.float32(B)
     lengths = (pairs & ((1 << _LENGTH_BITS) - 1)).astype(np.float32)
     inverse = one / (k1 * ((one - b) + b * lengths / average))
@@ -397,7 +397,7 @@ def _gains(pairs: NDArray[np.int64], average: np.float32) -> NDArray[np.float32]
 
 
 def main() -> None:
-    """What a worker does until its input ends."""
+    """Serve batches as a worker until the input ends."""
     inverter = Inverter()
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     while header := source.read(8):

@@ -1,6 +1,6 @@
 """The original's own search engine: Lucene as Anserini sets it up, through pyserini.
 
-It ranks as :mod:`.index` does, so it is there to compare with. It needs Java 21 or later, and has two limits of Java:
+Its ranking is that of :mod:`.index`, which is compared with it. It needs Java 21 or later, and has two limits of Java:
 a process that has searched must not be forked by the operating system, and the virtual machine is never given back.
 """
 
@@ -21,6 +21,7 @@ from gymnasium.error import DependencyNotInstalled
 from sandboxgym.system import interpreter
 
 INSTALL = "pip install 'sandboxgym[webshop-lucene]' (and Java 21 or later: set JAVA_HOME)"
+# The original's options except --storeRaw: products come from the catalogue, not from the index.
 _INDEXING = (
     *("--collection", "JsonCollection", "--generator", "DefaultLuceneDocumentGenerator", "--threads", "1"),
     *("--storePositions", "--storeDocvectors"),
@@ -28,11 +29,11 @@ _INDEXING = (
 
 
 class LuceneFailed(RuntimeError):
-    """Lucene could not build the index. The message holds its last words."""
+    """Raised if Lucene could not build the index; the message holds the end of its output."""
 
 
 class Lucene:
-    """An index that Lucene built.
+    """Search in an index that Lucene built.
 
     Args:
         directory: as `build_lucene` leaves it.
@@ -51,7 +52,7 @@ class Lucene:
         self._find: Callable[[str], tuple[str, ...]] = functools.lru_cache(remembered)(self._search)
 
     def __call__(self, keywords: str) -> tuple[str, ...]:
-        """The names of the best documents, best first."""
+        """Find the names of the best documents, best first."""
         return self._find(keywords)
 
     def _search(self, keywords: str) -> tuple[str, ...]:
@@ -59,7 +60,7 @@ class Lucene:
 
 
 def build_lucene(documents: Iterable[tuple[str, str]], directory: Path) -> None:
-    """Leave an index in a directory, which appears complete or not at all.
+    """Build an index in a directory, which appears complete or not at all.
 
     Args:
         documents: names and texts.

@@ -1,6 +1,6 @@
-"""Martin Porter's stemmer, with the two departures of his own programs that Lucene's has too.
+"""Martin Porter's stemmer, with the two deviations from his paper that his own programs and Lucene's have.
 
-Porter, M. F. (1980), "An algorithm for suffix stripping", Program 14(3). The departures: ``-bli`` becomes ``-ble``
+Porter, M. F. (1980), "An algorithm for suffix stripping", Program 14(3). The deviations: ``-bli`` becomes ``-ble``
 where the paper has ``-abli`` to ``-able``, and ``-logi`` becomes ``-log``. Words of one or two letters stay as they
 are.
 """
@@ -45,7 +45,7 @@ _SUFFIXES_2, _SUFFIXES_3, _SUFFIXES_4 = _by_longest(_STEP_2), _by_longest(_STEP_
 
 
 def stem(word: str) -> str:
-    """The stem of a word in lower case; what is not a letter counts as a consonant.
+    """Stem a word in lower case; characters that are not letters count as consonants.
 
     >>> [stem(word) for word in ("women", "slippers", "relational", "possibly", "technology", "is")]
     ['women', 'slipper', 'relat', 'possibl', 'technolog', 'is']
@@ -63,7 +63,7 @@ def stem(word: str) -> str:
 
 
 def _shape(word: str) -> str:
-    """The word with every letter as ``v`` (a vowel) or ``c``; y is a vowel after a consonant."""
+    """Write the word with every letter as ``v`` (a vowel) or ``c``; y is a vowel after a consonant."""
     shape = ""
     for letter in word:
         shape += "v" if letter in "aeiou" or (letter == "y" and shape[-1:] == "c") else "c"
@@ -71,7 +71,7 @@ def _shape(word: str) -> str:
 
 
 def _measure(word: str) -> int:
-    """Porter's m: how often a vowel is followed by a consonant."""
+    """Porter's measure m: the number of times that a vowel is followed by a consonant."""
     return _shape(word).count("vc")
 
 
@@ -80,7 +80,7 @@ def _ends_double(word: str) -> bool:
 
 
 def _ends_short(word: str) -> bool:
-    """Consonant, vowel, consonant, where the last is none of w, x and y."""
+    """Tell whether the word ends in consonant, vowel, consonant, where the last is none of w, x and y."""
     return len(word) > 2 and word[-1] not in "wxy" and _shape(word)[-3:] == "cvc"
 
 

@@ -1,10 +1,10 @@
-"""The shop's search: keywords in, the names of the products on all result pages out.
+"""The shop's search: from keywords to the products on all result pages.
 
 What this module promises:
 
 1. Every backend has the original's semantics: at most 50 products, best first, from the same text of each product.
-2. All environments of a process that ask for the same catalogue and backend share one `Search`, with the answers it
-   remembers; processes share the index on disk.
+2. All environments of a process with the same catalogue and backend share one `Search` and its cached answers;
+   processes share the index on disk.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from sandboxgym.envs.webshop.retrieval.index_build import Document, build, build
 from sandboxgym.envs.webshop.retrieval.lucene import Lucene, build_lucene
 
 RESULTS = 50
-"""Products that a search finds at most."""
+"""Largest number of products that a search finds."""
 IN_MEMORY = 5_000
-"""So many products are indexed faster than a user would notice."""
+"""Number of products up to which indexing in memory is too fast for a user to notice."""
 REMEMBERED = 4_096
-"""Queries whose answers are kept: up to 15 MB."""
+"""Number of queries whose answers are cached: up to 15 MB."""
 _CODE = ("porter.py", "analysis.py", "index.py", "index_build.py", "search.py")
 
 
 class Search(Protocol):
-    """Finds products. Safe to call from several threads."""
+    """Search over a catalogue's products. Safe to call from several threads."""
 
     @property
     def name(self) -> str:
-        """Of the backend."""
+        """Name of the backend."""
 
     def __call__(self, keywords: str) -> tuple[str, ...]:
-        """At most `RESULTS` asins, best first; empty where nothing matches."""
+        """Find at most `RESULTS` asins, best first; empty where nothing matches."""
 
 
 def indexed_text(product: Product) -> str:
-    """What the original's index holds of a product."""
+    """Text of a product that the original's index contains."""
     options = ", and ".join(f"{group}: {', '.join(values)}" for group, values in product.options.items())
     first_bullet = product.bullets[0] if product.bullets else ""
     return f"{product.title} {product.description} {first_bullet} {options}".lower()
 
 
 class BM25:
-    """Lucene's ranking, see :mod:`.index`."""
+    """Search with Lucene's ranking, see :mod:`.index`."""
 
     name = "bm25"
 
@@ -61,7 +61,7 @@ class BM25:
         self._find: Callable[[str], tuple[str, ...]] = functools.lru_cache(remembered)(self._search)
 
     def __call__(self, keywords: str) -> tuple[str, ...]:
-        """At most `RESULTS` asins, best first."""
+        """Find at most `RESULTS` asins, best first."""
         return self._find(keywords)
 
     def _search(self, keywords: str) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ if hasattr(os, "register_at_fork"):  # another thread may hold the lock at the m
 
 
 def open_search(catalogue: Catalogue, backend: str = "bm25") -> Search:
-    """The search over a catalogue, the same object for everybody in the process.
+    """Open the search over a catalogue, one object per process.
 
     Args:
         catalogue: a large one is indexed on disk, once for all processes, under `sandboxgym.data.cache_dir`.
@@ -101,7 +101,7 @@ def open_search(catalogue: Catalogue, backend: str = "bm25") -> Search:
 
 
 def documents(catalogue: Catalogue) -> Iterable[Document]:
-    """What is indexed of a catalogue, as a stream."""
+    """Documents to index of a catalogue, as a stream."""
     return ((product.asin, indexed_text(product)) for product in catalogue.products())
 
 
@@ -121,7 +121,7 @@ def _open(catalogue: Catalogue, backend: str) -> Search:
 
 @functools.cache
 def _code_digest() -> str:
-    """Of the modules that an index depends on: nobody has to remember a version number."""
+    """Digest of the modules that an index depends on, which replaces a version number."""
     digest = hashlib.sha256()
     for name in _CODE:
         digest.update(pkgutil.get_data(__package__, name) or b"")

@@ -1,4 +1,4 @@
-"""The grammar of the browser's actions: WebShop's own, and what a hand can do.
+"""The grammar of the browser's actions: WebShop's own, and mouse and keyboard.
 
 ``search[keywords]`` and ``click[value]`` are WebShop's (see `actions.parse`). The others are
 ``mouse_click[x, y]`` at a point of the viewport, ``type[text]`` and ``press[key]`` into the field that has the focus,
@@ -16,7 +16,7 @@ from sandboxgym.envs.webshop import actions
 KEYS = {
     key.lower(): key for key in ("Enter", "Backspace", "Delete", "ArrowLeft", "ArrowRight", "Home", "End", "Control+A")
 }
-"""The keys there are: those whose whole effect a snapshot holds. Tab is none, for where it goes on from is hidden."""
+"""Keys that can be pressed, whose whole effect a snapshot covers. Tab is left out: its starting point is hidden."""
 _LOW_LEVEL = re.compile(r"\s*(mouse_click|type|press|scroll)\s*\[(.+)\]", re.IGNORECASE)
 _POINT = re.compile(r"\s*(-?\d{1,6})\s*,\s*(-?\d{1,6})\s*")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -24,17 +24,17 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Gesture:
-    """What to do in the browser."""
+    """An action in the browser."""
 
     verb: Literal["search", "click", "mouse_click", "type", "press", "scroll"]
     text: str = ""
-    """Keywords, the name of what is clicked, text, or a key."""
+    """Keywords, name of the clicked element, typed text, or key."""
     x: int = 0
     y: int = 0
 
 
 def parse(action: str) -> Gesture | None:
-    """The gesture that an action stands for, or None if it is none.
+    """Parse the text of an action; None if it is none.
 
     Verbs and keys may be in any case; what follows the last bracket is ignored.
 

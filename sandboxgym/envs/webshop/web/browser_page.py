@@ -1,7 +1,7 @@
-"""`Tab`: somebody in the shop's site with a real browser; what can be seen there, done there, and put there.
+"""`Tab`: a visit to the shop's website in a real browser, which can be looked at, acted in, and restored.
 
-What is in a tab beside the address follows from no address: typed text, caret, scroll, storage. `PageState` is that
-part, read from the page itself after everything that is done, and written back by `Tab.show`.
+An address does not determine everything in a tab: typed text, caret, scroll, storage. `PageState` is that part, read
+from the page itself after every action, and written back by `Tab.show`.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 
 BrowserMode = Literal["text", "html", "axtree", "screenshot"]
 _MOST_TABS = 2_048
-"""Connections of all tabs at once: they come from one address, and are all welcome."""
+"""Limit of connections of all tabs together: they share one address, and none may be refused."""
 VISITOR = "visitor"
-"""Stands in observations for the session's name, which every tab has of its own."""
+"""Replacement in observations of the session's name, which differs in every tab."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageState:
-    """What a page holds beside what its address says."""
+    """State of a page that its address does not determine."""
 
     typed: str = ""
-    """In the search field."""
+    """Text typed into the search field."""
     caret: tuple[int, int] | None = None
-    """The selection in the search field, in UTF-16 units; None if it has no focus."""
+    """Selection in the search field, in UTF-16 units; None if it has no focus."""
     slid: int = 0
-    """How far the field itself is scrolled."""
+    """Scroll position of the search field itself."""
     scroll: tuple[int, int] = (0, 0)
-    """Of the page, to the right and down."""
+    """Scroll position of the page, to the right and down."""
     storage: str = ""
     """Cookies and local storage as JSON, without the names of server and session; "" if there are none."""
 
     @classmethod
     def at_rest(cls, page: PageType) -> PageState:
-        """Of a page that was just opened."""
+        """State of a page that was just opened."""
         return cls(caret=(0, 0) if page == "search" else None)
 
     def as_list(self) -> list[Any]:
-        """As plain data."""
+        """Convert to plain data."""
         return [
             self.typed,
             None if self.caret is None else list(self.caret),
@@ -68,7 +68,7 @@ class PageState:
 
     @classmethod
     def from_list(cls, values: Any) -> PageState:
-        """The inverse of `as_list`.
+        """Convert the result of `as_list` back.
 
         Raises:
             SnapshotCorrupt: it is not a page's state.
@@ -81,7 +81,7 @@ class PageState:
         raise SnapshotCorrupt(f"expected the state of a page, found {brief(values)}")
 
     def digestible(self) -> bytes:
-        """Equal if and only if the states are."""
+        """Value for digests, equal if and only if the states are."""
         return durable.pack(self.as_list())
 
 
@@ -92,7 +92,7 @@ _NO_TEXT_OF_A_COOKIE = re.compile(r"[\x00-\x1f\x7f;]")
 
 
 def _is_storage(text: str) -> bool:
-    """Whether it is what a page stores, as `PageState.storage` has it and as Playwright takes it."""
+    """Tell whether a value is a page's storage, in the form of `PageState.storage` that Playwright takes."""
     if not text:
         return True
     try:
@@ -129,16 +129,16 @@ def _is_item(item: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is seen in a tab."""
+    """Result of looking at a tab."""
 
     session: Session
     page: PageState
     observation: str | bytes
-    """Text, or a screenshot as PNG."""
+    """Text of the page, or a screenshot as PNG."""
 
 
 class _Front:
-    """The site of a shop, on a port of this machine."""
+    """The website of a shop, on a port of this machine."""
 
     def __init__(self, shop: Shop) -> None:
         self.site = Site(shop)
@@ -156,7 +156,7 @@ _fronts: Leases[Shop, _Front] = Leases(_Front)
 
 
 class Tab:
-    """A browser context of its own with one page, and a session of its own on the site. Opened by the first `show`.
+    """A browser context of its own with one page, and a session of its own on the website. Opened by the first `show`.
 
     Args:
         shop: whose site.
@@ -176,14 +176,14 @@ class Tab:
 
     @property
     def working(self) -> bool:
-        """Whether it is open, here in this process."""
+        """Tell whether the tab is open, in this process."""
         leases = (self._front, self._chromium)
         return self._page is not None and all(lease is not None and lease.valid for lease in leases)
 
     # What can be asked of it.
 
     def show(self, session: Session, page: PageState) -> None:
-        """Go where somebody was.
+        """Restore a session and a page.
 
         Raises:
             BrowserError: the browser cannot.
@@ -195,22 +195,22 @@ class Tab:
         self._call(self._show(session, page))
 
     def look(self) -> Look:
-        """What is there."""
+        """Look at the page."""
         page, observation = self._call(self._look())
         return Look(self._site.session(self._sid), page, observation)
 
     def do(self, gesture: Gesture) -> bool:
-        """Whether it could be done here: there is such a thing to click, a field with the focus to type into."""
+        """Perform an action; returns whether it was possible: an element to click, a focused field to type into."""
         done: bool = self._call(self._do(gesture))
         return done
 
     def screenshot(self) -> bytes:
-        """What the viewport shows, as PNG."""
+        """Screenshot of the viewport, as PNG."""
         picture: bytes = self._call(self._screenshot())
         return picture
 
     def run(self, script: str) -> Any:
-        """What a script in the page returns."""
+        """Run a script in the page; returns its result."""
         assert self._page is not None
         return self._call(self._page.evaluate(script))
 
@@ -228,7 +228,7 @@ class Tab:
         self._chromium = self._front = None
 
     def close_soon(self) -> None:
-        """`close` for whoever must not wait, such as the garbage collector in whatever thread it runs."""
+        """Close later, for callers that must not wait, such as the garbage collector in any thread."""
         with contextlib.suppress(RuntimeError):  # the interpreter is ending, and the browser with it
             threading.Thread(target=self.close, daemon=True, name="sandboxgym-tab").start()
 
@@ -255,7 +255,7 @@ class Tab:
             raise
 
     async def _renew(self, storage: str) -> None:
-        """A new context, the only way to one with other cookies and storage in every version of Playwright."""
+        """Make a new context: only a new one can have other cookies and storage in every version of Playwright."""
         if self._context is not None:
             await self._context.close()
         self._context = self._page = None
@@ -367,7 +367,7 @@ class Tab:
         return await self._arrive()
 
     async def _arrive(self) -> bool:
-        """Give the search field the focus, as the page itself does, but now; whether it is a page of the shop."""
+        """Focus the search field at once, as the page does by itself; returns whether it is a page of the shop."""
         assert self._page is not None
         return bool(await self._page.evaluate(_ARRIVE))
 

@@ -3,10 +3,10 @@
 1. Playwright's objects belong to the event loop that they were made in. That loop has its own thread, so environments
    can be used from any thread, from several at once, and where another event loop is running.
 2. All users in a process share one browser process tree; each has a context of its own (`Chromium.open`).
-3. A context reaches one address and nothing else: everything goes to a proxy that is not there, but for that address.
+3. A context reaches one address and nothing else: all other requests go to a proxy that does not exist.
 4. However the process ends, the browser ends too: its driver sees the pipe to the process close, and the browser that
-   to the driver. If all are killed at once, the profile's directory is left; it is recorded in a run directory, and
-   goes with the next `sandboxgym.system.run_directories.reap`.
+   to the driver. If all are killed at once, the profile's directory is left; it is recorded in a run directory and
+   removed by the next `sandboxgym.system.run_directories.reap`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ON_PATH = (
     "google-chrome-stable",
     "chrome",
 )
-"""A headless shell comes first: it has no windows, so that a context costs a sixth of the work."""
+"""Names of executables on the PATH, a headless shell first: without windows, a context costs a sixth of the work."""
 KIND = "browser"
 _PROFILE = "playwright_chromiumdev_profile-"
 _PROFILES = "profiles.txt"
@@ -56,7 +56,7 @@ _FLAGS = (
     "--no-first-run",
 )
 _PATIENCE = 120_000
-"""Milliseconds; a busy machine takes its time."""
+"""Timeout in milliseconds, long enough for a busy machine."""
 _NOWHERE = "http://127.0.0.1:1"
 _INSTALL = f"playwright install chromium, or install your system's package and set {VARIABLE} to the executable"
 
@@ -64,11 +64,11 @@ run_directories.register_reaper(KIND, "sandboxgym.envs.webshop.web.chromium:reap
 
 
 class BrowserError(RuntimeError):
-    """The browser did not do what was asked; the environment is as before the call and can be used again."""
+    """Raised if the browser failed; the environment is as before the call and can be used again."""
 
 
 def chosen_executable(named: str | os.PathLike[str] | None) -> str:
-    """The executable that was asked for, by argument or by ``$SANDBOXGYM_CHROMIUM``; "" if none was.
+    """Executable chosen by argument or by ``$SANDBOXGYM_CHROMIUM``; "" if none was.
 
     Raises:
         DependencyNotInstalled: there is no such file.
@@ -114,11 +114,11 @@ class Chromium:
 
     @property
     def alive(self) -> bool:
-        """Whether the browser is still there."""
+        """Tell whether the browser is still running."""
         return self._browser is not None and self._browser.is_connected()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run something on the browser's thread and wait for it.
+        """Run a coroutine on the browser's thread and wait for it.
 
         Raises:
             BrowserError: Playwright could not do it.
@@ -133,7 +133,7 @@ class Chromium:
             raise
 
     async def open(self, address: str, viewport: tuple[int, int], storage: Any = None) -> BrowserContext:
-        """A context that reaches one address only.
+        """Open a context that reaches one address only.
 
         Args:
             address: host and port.
@@ -207,11 +207,11 @@ class Chromium:
 
 
 leases: Leases[str, Chromium] = Leases(Chromium)
-"""By executable."""
+"""Leases of browsers, by executable."""
 
 
 def reap(directory: Path) -> None:
-    """Delete the profiles that a run directory records, if they are still there."""
+    """Delete the profiles that a run directory records, if they still exist."""
     record = directory / _PROFILES
     lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     for path in map(Path, lines):
@@ -220,7 +220,7 @@ def reap(directory: Path) -> None:
 
 
 def _profiles() -> list[str]:
-    """The profile directories of the browsers under this process, where ``/proc`` tells."""
+    """Find the profile directories of the browsers under this process, where ``/proc`` tells."""
     parents: dict[str, str] = {}
     found: dict[str, str] = {}
     for entry in Path("/proc").glob("[0-9]*"):

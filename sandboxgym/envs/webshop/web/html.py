@@ -1,7 +1,7 @@
 """Pages of the shop as HTML: plain, semantic markup of our own, without scripts, styles or links to elsewhere.
 
-What can be clicked has its name as the ``value`` of a button, a link or a radio button, spelled as `info` lists it. The
-original's templates are not reproduced.
+Clickable elements have their name as the ``value`` of a button, a link or a radio button, spelled as `info` lists it.
+The original's templates are not reproduced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sandboxgym.envs.webshop.views import View
 
 
 def html(view: View) -> str:
-    """The page as a document."""
+    """Render the page as a document."""
     main = {"search": _search, "results": _results, "item": _item, "sub_page": _sub_page, "done": _done}[view.page]
     task = f'<p id="instruction">{escape(view.instruction)}</p>'
     return (

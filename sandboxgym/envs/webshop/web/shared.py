@@ -1,4 +1,4 @@
-"""Things that a process has one of: made for their first user, closed with the last."""
+"""Shared resources of a process: made for their first user, closed with the last."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Closes(Protocol):
-    """What can be leased."""
+    """A resource that can be leased."""
 
     @property
     def alive(self) -> bool:
-        """Whether it still works; a new user of what does not gets a new one."""
+        """True if it still works; a new user of one that does not gets a new one."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release everything it holds."""
 
 
 K = TypeVar("K", bound=Hashable)
@@ -34,7 +34,7 @@ class _Shared(Generic[V]):
 
 
 class Lease(Generic[V]):
-    """The right to use a thing until `release`."""
+    """The right to use a resource until `release`."""
 
     def __init__(self, shared: _Shared[V], release: Callable[[_Shared[V]], None]) -> None:
         self._shared: _Shared[V] | None = shared
@@ -43,22 +43,22 @@ class Lease(Generic[V]):
 
     @property
     def valid(self) -> bool:
-        """Whether the thing works, in this process."""
+        """Tell whether the resource works, in this process."""
         shared = self._shared
         return shared is not None and shared.process == os.getpid() and shared.value.alive
 
     def release(self) -> None:
-        """Close the thing if nobody else uses it. Idempotent; does nothing in a forked child, whose it is not."""
+        """Close the resource if no one else uses it. Idempotent; does nothing in a forked child, which is no owner."""
         shared, self._shared = self._shared, None
         if shared is not None and shared.process == os.getpid():
             self._release(shared)
 
 
 class Leases(Generic[K, V]):
-    """Leases of the things that a function makes, one for each key.
+    """Leases of the resources that a function makes, one per key.
 
     Args:
-        make: from a key to the thing. Whoever asks meanwhile waits.
+        make: makes the resource of a key. Other callers wait meanwhile.
     """
 
     def __init__(self, make: Callable[[K], V]) -> None:
@@ -70,7 +70,7 @@ class Leases(Generic[K, V]):
             os.register_at_fork(after_in_child=self._forget)
 
     def take(self, key: K) -> Lease[V]:
-        """The thing of a key; made now if nobody has it, or if what they have does not work any more."""
+        """Lease the resource of a key; made now if there is none, or none that still works."""
         with self._lock:
             shared = self._shared.get(key)
             if shared is None or not shared.value.alive:

@@ -1,1 +1,1 @@
-"""Words: lists, nouns, the original's two comparisons of texts."""
+"""Words: lists, nouns, and the original's two comparisons of texts."""

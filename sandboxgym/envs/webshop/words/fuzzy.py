@@ -1,6 +1,6 @@
-"""The original's two ways to compare texts: the token set ratio of thefuzz 0.19.0, and the name of a colour.
+"""The original's two comparisons of texts: the token set ratio of thefuzz 0.19.0, and the name of a colour.
 
-The ratio is written anew over `difflib`, which is what thefuzz 0.19.0 uses where no python-Levenshtein is installed;
+The ratio is reimplemented with `difflib`, which is what thefuzz 0.19.0 uses where no python-Levenshtein is installed;
 other versions and rapidfuzz give other numbers for a third of all pairs.
 """
 
@@ -20,7 +20,7 @@ _LATIN_1 = dict.fromkeys(range(128, 256))
 
 
 def token_set_ratio(one: object, other: object) -> int:
-    """From 0 to 100; 100 where the words of one are among those of the other.
+    """Similarity from 0 to 100; 100 where the words of one are among those of the other.
 
     As thefuzz 0.19.0: what is no string is made one, letters of Latin-1's upper half are dropped (others are not),
     every other character that is neither letter, digit nor underscore parts words, and case does not count. A text
@@ -30,7 +30,7 @@ def token_set_ratio(one: object, other: object) -> int:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether the `token_set_ratio` of two texts is above `THRESHOLD`."""
+    """Tell whether the `token_set_ratio` of two texts is above `THRESHOLD`."""
     return _same(str(one), str(other))
 
 
@@ -40,7 +40,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def normalize_color(option: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """The first colour, in the order of the alphabet, that is found in an option; the option itself if none is.
+    """Reduce an option to the first colour, in alphabetical order, that is found in it; without any, to itself.
 
     Found means as a part of the text, also within a word ("standard" is "tan"); in a tuple, as one of its elements.
     """
@@ -53,7 +53,7 @@ def _tokens(text: str) -> frozenset[str]:
 
 
 def _ratio_of_tokens(one: frozenset[str], other: frozenset[str], above: int = -1) -> int:
-    """What is not above the given ratio may come out as less than it is."""
+    """Ratio of token sets; a value not above the given ratio may be too low, but never above it."""
     if not one or not other:
         return 0
     common = one & other
@@ -77,4 +77,4 @@ def _ratio(one: str, other: str, above: int) -> int:
 
 
 def _percent(ratio: float) -> int:
-    return round(100 * ratio)
+    return round(100 * ratio)  # halves to even, as thefuzz's int(round(...)) does

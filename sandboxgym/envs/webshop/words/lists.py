@@ -1,4 +1,4 @@
-"""Lists of words that come with the package."""
+"""Word lists that come with the package."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def _lists() -> dict[str, str]:
 
 
 def word_list(name: str) -> tuple[str, ...]:
-    """The words of a list in ``embedded/words.toml``, in its order."""
+    """Read a list of ``embedded/words.toml``, in its order."""
     return tuple(_lists()[name].split())

@@ -1,7 +1,7 @@
-"""Who tells the nouns of a title, on which the reward's title score rests.
+"""Noun taggers for titles, on which the reward's title score depends.
 
 The backend is chosen by the argument alone, never by what happens to be installed, and has a name, so that results can
-say which one gave them. Every title is asked for once: answers are kept for the process.
+say which one was used. Every title is tagged once: answers are cached for the process.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from gymnasium.error import DependencyNotInstalled
 from sandboxgym.envs.webshop.words.tagger import find_nouns
 
 SPACY_MODEL = "en_core_web_sm"
-"""What the original loads; much of the published work uses "en_core_web_lg" in its place."""
+"""Model that the original loads; much of the published work uses "en_core_web_lg" in its place."""
 _CACHED_TITLES = 2**15
 _NOUN_TAGS = frozenset({"NOUN", "PROPN"})
 
 
 class NounsUnknown(LookupError):
-    """The nouns of a title were asked for that the file does not have."""
+    """Raised if the file does not have the nouns of a title."""
 
 
 class Nouns(Protocol):
-    """Tells the nouns of a title."""
+    """A tagger of the nouns of a title."""
 
     @property
     def name(self) -> str:
-        """Which backend: "embedded", "spacy:en_core_web_sm", "file:title_nouns.json", "callable:…"."""
+        """Name of the backend: "embedded", "spacy:en_core_web_sm", "file:title_nouns.json", "callable:…"."""
 
     def __call__(self, title: str) -> tuple[str, ...]:
-        """The nouns and proper nouns in lower case, in order, with repetitions."""
+        """Nouns and proper nouns of a title in lower case, in order, with repetitions."""
 
 
 class CachedNouns:
-    """`Nouns` of any function, each title asked for once.
+    """`Nouns` of any function, each title tagged once.
 
     Args:
         function: from a title to its nouns, in any iterable.
@@ -67,7 +67,7 @@ def open_nouns(
     *,
     fallback: str | Callable[[str], Iterable[str]] | None = None,
 ) -> Nouns:
-    """A backend.
+    """Open a backend.
 
     Args:
         source: "embedded" (rules of this package, :mod:`.tagger`), "spacy" or "spacy:MODEL" (as the original), a

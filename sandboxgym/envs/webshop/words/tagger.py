@@ -1,15 +1,15 @@
-"""A small tagger for product titles: which of their words are nouns.
+"""A small noun tagger for product titles.
 
 The original takes the nouns and proper nouns that a spaCy model finds. Such a model reads the capitals of a title as
-names: "Clear", "Modern" and "Low" are nouns to it where they are written so. That is what the rules here follow; they
-were chosen for agreement with numbers that real models gave (the original's tests, recorded purchases by people).
+names: "Clear", "Modern" and "Low" are nouns to it where they are written so. The rules here follow that; they were
+chosen for agreement with the results of real models (the original's tests, recorded purchases by people).
 
 1. Words are cut as spaCy cuts English: at white space, before and after punctuation, at hyphens, slashes and commas
    within a word, before "'s" and between a number and its unit.
 2. A capitalised word is a noun unless it is a function word, one of a few words that are not nouns in any case, a
    participle after a hyphen, or an -ing form that begins the title.
 3. A word in lower case is a noun unless it is known for, or ends like, another part of speech.
-4. What has no letter is not a noun, nor is what begins with a digit: "15PCs" and "2PK" count as numbers.
+4. A word without a letter is not a noun, nor is one that begins with a digit: "15PCs" and "2PK" count as numbers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _NOUNS_ALL_THE_SAME = frozenset(word_list("nouns_in_spite_of_their_ending"))
 
 
 def words(title: str) -> list[str]:
-    """A title cut into words and punctuation."""
+    """Split a title into words and punctuation."""
     return [word for chunk in title.split() for word in _cut(chunk)]
 
 
 def find_nouns(title: str) -> tuple[str, ...]:
-    """The nouns of a title in lower case, in order, with repetitions."""
+    """Nouns of a title in lower case, in order, with repetitions."""
     found = []
     before = ""
     for word in words(title):
