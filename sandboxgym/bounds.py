@@ -49,7 +49,7 @@ _HASH = 2**64 - 1
 
 
 def _table() -> list[int]:
-    """Bytes of each value whose first byte says how many it has; 0 where more must be read."""
+    """Table from the first byte of a value to its length in bytes; 0 where more bytes must be read."""
     steps = [0] * 256
     for first in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):
         steps[first] = 1
@@ -154,13 +154,13 @@ def _check(data: bytes) -> None:
 
 
 def _number(data: bytes, at: int, form: str) -> tuple[int, int]:
-    """What follows a first byte, and the place after it."""
+    """The number that follows a first byte, and the offset after it."""
     (number,) = struct.unpack_from(form, data, at + 1)
     return number, at + 1 + struct.calcsize(form)
 
 
 def _extension(data: bytes, at: int) -> tuple[int, int]:
-    """Length of an extension's content, and its place."""
+    """Length and offset of an extension's content."""
     first = data[at]
     if first in _FIXED_EXTENSIONS:
         return _FIXED_EXTENSIONS[first], at + 2
@@ -171,7 +171,7 @@ def _extension(data: bytes, at: int) -> tuple[int, int]:
 
 
 def check_keys(keys: Sequence[Any], *, of_set: bool = False) -> None:
-    """Refuse keys that a dict, or a set, would take a time quadratic in their number for.
+    """Refuse keys that would make building a dict or a set take time quadratic in their number.
 
     Their places in the table are followed as CPython looks for them, at each size that the table grows through.
 
@@ -192,7 +192,7 @@ def check_keys(keys: Sequence[Any], *, of_set: bool = False) -> None:
 
 
 def _is_quick(hashes: Sequence[int], size: int, linear: int) -> bool:
-    """Whether a table of this size takes these without looking at more taken places than `_PROBES` allows."""
+    """True if inserting these keys into a table of this size meets few enough occupied slots (`_PROBES`)."""
     taken = bytearray(size)
     mask, allowed = size - 1, _PROBES * len(hashes)
     for value in hashes:

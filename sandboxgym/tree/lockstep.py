@@ -1,8 +1,8 @@
-"""How `sandboxgym.tree.rollout` goes about it: paths in lockstep, waiting forks, environments that fail.
+"""Lockstep rollouts behind `sandboxgym.tree.rollout`: paths that advance together, waiting forks, failed environments.
 
-1. A captured state is kept for as long as something may start from it: forks that wait, a path that may yet ask for
-   some, and (with ``retries``) the path whose last snapshot it is.
-2. What an environment raises ends the rollout, or (with ``retries``) that environment: see `Lockstep.regain`.
+1. A captured state is kept while a path may start from it: waiting forks, a path that may yet request some, and (with
+   ``retries``) the path whose last snapshot it is.
+2. An exception of an environment ends the rollout, or (with ``retries``) only that environment: see `Lockstep.regain`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Outcome = tuple[Any, float, float] | Exception
 
 
 class Diverged(Exception):
-    """An environment that was led through the same actions again showed something else."""
+    """Replaying the same actions gave a different observation."""
 
 
 @dataclass(slots=True)
 class _Point:
-    """A captured node."""
+    """A captured node with the number of its users."""
 
     node: Node
     memory: Any
@@ -50,7 +50,7 @@ class _Point:
     """What the snapshot is kept for."""
 
     def free(self) -> None:
-        """One user less; the last one lets the snapshot go."""
+        """Give up one use; the last one releases the snapshot."""
         self.users -= 1
         if not self.users:
             self.snap.release()
@@ -58,7 +58,7 @@ class _Point:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A path being rolled out."""
+    """A path being rolled out, with its environment."""
 
     tree: RolloutTree
     path: Path
@@ -76,7 +76,7 @@ class _Live:
 
 @dataclass(slots=True)
 class _Acting:
-    """A path whose environment is about to be captured, where it forks or may yet, and to step."""
+    """One step of a path: capture its environment if it forks here or may yet, then step it."""
 
     run: _Live
     action: Action
@@ -84,7 +84,7 @@ class _Acting:
     look: Look | None
 
     def step(self, _: Begun | None = None) -> tuple[Any, float, float]:
-        """What ``env.step`` returns, and the seconds that capture and step took."""
+        """Result of ``env.step``, and the seconds spent on capturing and stepping."""
         began = time.perf_counter()
         if self.point is not None and self.point.snap is None:
             self.point.snap = snapshot(self.run.env)
@@ -108,7 +108,7 @@ class _Part:
 
 
 class Lockstep:
-    """One call of `rollout`: which paths are live, and which wait at captured nodes."""
+    """State of one call of `rollout`: the live paths, and the paths that wait at captured nodes."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Lockstep:
         self.taken: dict[int, gym.Env[Any, Any]] = {}
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
-        """The trees, in the order of the tasks."""
+        """Run the rollout; the trees, in the order of the tasks."""
         trees: list[RolloutTree] = []
         try:
             for at in range(0, len(tasks), max_live):
@@ -164,7 +164,7 @@ class Lockstep:
         return [tree for tree in trees if tree.paths]
 
     def divided(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> list[list[tuple[RolloutTree, _Point]]]:
-        """Paths for each part, a tree's all for the same one; as even as that goes."""
+        """The paths of each cohort, those of one tree together, as evenly as that allows."""
         paths: list[list[tuple[RolloutTree, _Point]]] = [[] for _ in self.parts]
         by_tree: dict[int, list[tuple[RolloutTree, _Point]]] = {}
         for tree, point in wave:
@@ -176,23 +176,23 @@ class Lockstep:
     # Environments.
 
     def take(self) -> gym.Env[Any, Any]:
-        """One in any state."""
+        """A live environment in any state."""
         env = self.envs.take()
         self.taken[id(env)] = env
         return env
 
     def give(self, env: gym.Env[Any, Any]) -> None:
-        """Back, unless it was discarded."""
+        """Return an environment, unless it was discarded."""
         if self.taken.pop(id(env), None) is not None:
             self.envs.give(env)
 
     def discard(self, env: gym.Env[Any, Any]) -> None:
-        """Away with one that has failed."""
+        """Discard an environment that failed."""
         if self.taken.pop(id(env), None) is not None:
             self.envs.discard(env)
 
     def attempt(self, jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """Run jobs on environments; what one raises is in its place of the results."""
+        """Run jobs on environments; an exception takes the place of the result."""
 
         def guarded(job: Callable[[], T]) -> T | Exception:
             try:
@@ -203,7 +203,7 @@ class Lockstep:
         return self.envs.call([partial(guarded, job) for job in jobs])
 
     def account(self, waited: float, outcomes: Iterable[Outcome]) -> None:
-        """Share the seconds that were waited for jobs out to capturing and stepping."""
+        """Divide the seconds spent waiting for jobs between capturing and stepping."""
         ended = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         captures, steps = (sum(outcome[i] for outcome in ended) for i in (1, 2))
         share = captures / (captures + steps) if captures + steps else 0.0
@@ -213,11 +213,11 @@ class Lockstep:
     # What a policy keeps of paths.
 
     def hold(self, path: tuple[int, PathKey]) -> None:
-        """It is still needed."""
+        """Keep a captured node for one more user."""
         self.holds[path] += 1
 
     def let_go(self, path: tuple[int, PathKey]) -> None:
-        """The opposite of `hold`; the policy is told of the last."""
+        """Give up one use of a captured node; the policy is told of the last."""
         self.holds[path] -= 1
         if not self.holds[path]:
             del self.holds[path]
@@ -302,7 +302,7 @@ class Lockstep:
         part.live = [run for run in part.live if not run.dropped]
 
     def act(self, part: _Part) -> None:
-        """Decide the next step of every live path, and have the environments carry it out."""
+        """Decide the next step of every live path, and have the environments execute it."""
         began = time.perf_counter()
         decided = list(zip(part.live, self.policy([run.context for run in part.live]), strict=True))
         self.clock.policy += time.perf_counter() - began
@@ -315,7 +315,7 @@ class Lockstep:
         part.outcomes = self.background.submit(carry_out).result if self.background else carry_out
 
     def point(self, run: _Live, action: Action) -> _Point | None:
-        """Where the state in which the action was decided is captured: siblings start there, or may yet."""
+        """Captured node in which the action was decided: siblings start there, or may yet."""
         count = self.schedule.now(run.tree, run.path, run.node, action)
         if not count and not self.schedule.watches(run.path):
             return None
@@ -323,7 +323,7 @@ class Lockstep:
         return _Point(run.node, run.context.memory, pending=count)
 
     def advance(self, part: _Part, wait: Callable[[], list[Outcome]]) -> None:
-        """Wait for the steps of the paths, and take note of what they led to."""
+        """Wait for the steps of the paths, and record their results."""
         began = time.perf_counter()
         outcomes = wait()
         self.account(time.perf_counter() - began, outcomes)
@@ -354,7 +354,7 @@ class Lockstep:
         part.live = going
 
     def moved(self, run: _Live, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
-        """Add what a step led to; whether the path goes on."""
+        """Append the result of a step to the path; True if the path continues."""
         observation, reward, terminated, truncated, info = result
         edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
         edge.valid = action.valid and bool(info.get("valid_action", True))
@@ -372,7 +372,7 @@ class Lockstep:
         return not (terminated or truncated) and self.survives(run)
 
     def survives(self, run: _Live) -> bool:
-        """Whether the schedule lets the path go on, by a coin where it is not sure."""
+        """True if the schedule lets the path continue, decided by a random draw where its probability is below 1."""
         node = run.node
         node.survival = self.schedule.survival(run.tree, run.path, node)
         if node.survival >= 1.0:
@@ -382,7 +382,7 @@ class Lockstep:
         return not node.stopped
 
     def keep(self, run: _Live, point: _Point, seconds: float) -> None:
-        """A state was captured: siblings start there, or its path may yet ask for them once it has ended."""
+        """Record a captured state: siblings start there, or its path may request them once it has ended."""
         run.tree.snapshots += 1
         run.tree.snapshot_seconds += seconds
         point.users = point.pending or 1
@@ -398,7 +398,7 @@ class Lockstep:
             run.points.append(point)
 
     def end(self, run: _Live) -> None:
-        """The path has ended: ask where to fork it afterwards, and give its environment back."""
+        """End a path: ask the schedule where to fork it afterwards, and return its environment."""
         if run.dropped:
             return
         if not run.path.edges:
@@ -419,7 +419,7 @@ class Lockstep:
         self.leave(run)
 
     def leave(self, run: _Live) -> None:
-        """Nothing of the path is needed any more but what waits to start from it."""
+        """Release all states of a path, except those that waiting forks start from."""
         for point in run.points:
             point.free()
             if not point.pending:
@@ -433,7 +433,7 @@ class Lockstep:
     # Environments that fail.
 
     def lead(self, run: _Live, anchor: _Point, go: Callable[[Begun], T]) -> T:
-        """Bring the path's environment from there to where the path is, and go on."""
+        """Replay a path's actions on an environment, from a captured state to its present node, then continue."""
         started = anchor is run.anchors[0]
         seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
         begun = restore(run.env, anchor.snap, seed=seed)
@@ -445,7 +445,7 @@ class Lockstep:
         return go(begun)
 
     def regain(self, run: _Live, error: Exception, go: Callable[[Begun], T]) -> T | None:
-        """What ``go`` gives with another environment, led to where the path was; None where too many have failed.
+        """Result of ``go`` with another environment, replayed to the path's node; None after too many failures.
 
         The first begins at the last snapshot, those after it where the path started, in case that snapshot is at fault.
 
@@ -472,18 +472,18 @@ class Lockstep:
                 self.clock.snapshots += time.perf_counter() - began
 
     def failure(self, run: _Live, error: Exception, dropped: int = 0) -> Failure:
-        """What happened on the path."""
+        """The failure record of a path."""
         return Failure(run.tree.index, run.path.key, run.node.depth, described(error), dropped)
 
     def note(self, failure: Failure) -> None:
-        """For whoever asked, and for the log."""
+        """Record a failure for the caller and in the log."""
         self.failures.append(failure)
         cost = f"dropped paths: {failure.dropped}" if failure.dropped else "trying again with another"
         place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
         logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
 
     def drop(self, run: _Live) -> None:
-        """The path, with whatever was forked off it, has never been."""
+        """Remove a path and everything forked off it."""
         if run.dropped:
             return
         tree, keys = run.tree, run.tree.offspring(run.path.key)
@@ -504,7 +504,7 @@ class Lockstep:
                 self.let_go((tree.index, point.node.owner))
 
     def forget(self, run: _Live, point: _Point) -> None:
-        """A state that was to be captured on a path which is dropped."""
+        """Forget a state that was to be captured on a path which is removed."""
         if point.snap is not None:
             point.snap.release()
         self.let_go((run.tree.index, point.node.owner))

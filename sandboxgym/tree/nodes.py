@@ -1,4 +1,4 @@
-"""Rollout trees as data: nodes, edges, paths, and the trees that they make."""
+"""Rollout trees as data: nodes, edges, paths and trees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Action:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A state: where the policy acts next, or a leaf."""
+    """A state of the environment: a decision point of the policy, or a leaf."""
 
     depth: int
     observation: Any
@@ -66,7 +66,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Edge:
-    """One action taken."""
+    """One action taken, from its node to the next."""
 
     path: PathKey
     parent: Node
@@ -114,7 +114,7 @@ class Path:
 
     @property
     def total_reward(self) -> float:
-        """Undiscounted return of the whole episode that ends here."""
+        """Undiscounted return of the whole episode that ends with this path."""
         return sum(edge.reward for edge in self.from_root())
 
 
@@ -139,7 +139,7 @@ class RolloutTree:
             yield from path.edges
 
     def offspring(self, key: PathKey) -> set[PathKey]:
-        """Keys of a path and of whatever was forked off it, directly or not."""
+        """Keys of a path and of all paths forked off it, directly or not."""
         keys = {key}
         for path in self.paths:  # those that a path was forked off come before it
             if path.start.owner in keys:
@@ -147,7 +147,7 @@ class RolloutTree:
         return keys
 
     def remove(self, keys: Collection[PathKey]) -> None:
-        """Take paths out, together with whatever was forked off them: it is as if they had never been."""
+        """Remove paths with all paths forked off them, as if they had never been sampled."""
         for path in self.paths:
             if path.key in keys and path.edges:
                 path.start.children.remove(path.edges[0])
@@ -155,12 +155,12 @@ class RolloutTree:
 
     @property
     def env_steps(self) -> int:
-        """Environment steps taken."""
+        """Number of environment steps taken."""
         return sum(len(path.edges) for path in self.paths)
 
     @property
     def tokens(self) -> int:
-        """Tokens generated."""
+        """Number of tokens generated."""
         return sum(edge.action.tokens for edge in self.edges())
 
     @property

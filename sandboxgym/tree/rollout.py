@@ -17,7 +17,7 @@ from sandboxgym.tree.schedules import Schedule
 
 @dataclass(slots=True)
 class Context:
-    """What a policy is shown to decide: the present step of one path."""
+    """Input of a policy's decision: the present step of one path."""
 
     path: tuple[int, PathKey]
     """(task index, path key): unique within a rollout."""
@@ -31,7 +31,7 @@ class Context:
 
 
 class Policy(Protocol):
-    """Decides for all live paths at once: any function of the contexts.
+    """Protocol of policies: decide for all live paths at once, by any function of the contexts.
 
     One that keeps something of its paths, to go on from it in their forks, may have a method ``release(path)`` as well:
     it is called with `Context.path` once the path has ended and nothing will start from its states any more. A fork's
@@ -39,7 +39,7 @@ class Policy(Protocol):
     """
 
     def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
-        """One action a context; None ends that path as truncated (no room left to act)."""
+        """One action per context; None ends that path as truncated (no room left to act)."""
 
 
 Look = Callable[[gym.Env[Any, Any], dict[str, Any]], Any]
@@ -50,7 +50,7 @@ several threads at once, and what it raises counts as raised by the environment.
 
 @dataclass(slots=True)
 class Clock:
-    """Wall-clock seconds that rollouts spent waiting, by what for; `rollout` adds to it."""
+    """Wall-clock seconds that rollouts spent waiting, by cause; `rollout` adds to it."""
 
     policy: float = 0.0
     steps: float = 0.0
@@ -92,7 +92,7 @@ def rollout(
     failures: list[Failure] | None = None,
     look: Look | None = None,
 ) -> list[RolloutTree]:
-    """Roll out one tree a task.
+    """Roll out one tree per task.
 
     Paths advance in lockstep, one call of the policy for all that are live; paths that start while others run are
     rolled out in the next wave.

@@ -1,15 +1,15 @@
-"""A queue of jobs on environments in workers, which knows about snapshots.
+"""A queue of jobs on environments in workers, scheduled by the place of their snapshots.
 
-1. A job is a function ``run(env, observation, info)``. It is carried out next to an environment that was restored from
-   a snapshot, or reset, for it alone; what it returns or raises arrives in a `concurrent.futures.Future`.
-2. Siblings go where their snapshot is: its bytes are shipped once to a worker, which keeps it; an idle worker takes
+1. A job is a function ``run(env, observation, info)``. It is executed beside an environment that was restored from a
+   snapshot, or reset, for it alone; its result or exception arrives in a `concurrent.futures.Future`.
+2. Siblings run where their snapshot is: its bytes are shipped once to a worker, which keeps it; an idle worker takes
    over the jobs of busy ones.
-3. Seeds make a job's result independent of where and when it was carried out.
-4. When a worker dies, its job is carried out once more on a new one, then fails with `WorkerDied`; no other job is
-   affected. A job that takes too long fails with `CallTimedOut` at once.
+3. Seeds make a job's result independent of where and when it was executed.
+4. When a worker dies, its job is repeated once on a new one, then fails with `WorkerDied`; no other job is affected. A
+   job that takes too long fails with `CallTimedOut` at once.
 
-A whole episode, or a group of siblings, in one job is one message there and one back: cheap environments gain from
-processes only that way. `PooledEnvs` gives rollout trees (`tree/nodes.py`) environments in worker processes instead.
+A whole episode, or a group of siblings, in one job costs one message each way: cheap environments gain from processes
+only that way. `PooledEnvs` gives rollout trees (`tree/nodes.py`) environments in worker processes instead.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class PoolStats:
 
     @property
     def busy_share(self) -> float:
-        """Share of the workers' time in which they had work, 0 to 1."""
+        """Fraction of the workers' time spent on work, 0 to 1."""
         return self.busy_seconds / (self.seconds * self.workers) if self.seconds else 0.0
 
     @property
     def locality(self) -> float:
-        """Share of the restores for which nothing was shipped, 0 to 1."""
+        """Fraction of the restores that shipped no bytes, 0 to 1."""
         return self.local / self.restores if self.restores else 0.0
 
 
@@ -108,7 +108,7 @@ class _Job:
 
     @property
     def group(self) -> Any:
-        """Equal for siblings of one snapshot; None for a job that begins with a reset."""
+        """Group key, equal for siblings of one snapshot; None for a job that begins with a reset."""
         return None if self.snap is None else snapshot_key(self.snap) or id(self.snap)
 
 
@@ -233,7 +233,7 @@ class EnvPool:
 
     @staticmethod
     def as_completed(futures: Iterable[Future[T]], timeout: float | None = None) -> Iterator[Future[T]]:
-        """Futures in the order in which they end; see `concurrent.futures.as_completed`."""
+        """Futures in the order of completion; see `concurrent.futures.as_completed`."""
         return concurrent.futures.as_completed(futures, timeout)
 
     @property
@@ -334,7 +334,7 @@ class EnvPool:
             self._groups.pop(group, None)
 
     def _next(self, worker: Worker) -> list[_Job] | None:
-        """What the worker does now; None once the pool is closed."""
+        """Next job of the worker; None once the pool is closed."""
         with self._changed:
             while not self._closed and (group := self._choose(worker)) is _NOTHING:
                 self._changed.wait()
@@ -350,7 +350,7 @@ class EnvPool:
             return jobs
 
     def _choose(self, worker: Worker) -> Any:
-        """The group to take a job from; `_NOTHING` if there is none, or none but for idle workers that are nearer.
+        """Group to take a job from; `_NOTHING` if there is none, or only some that an idle worker is nearer to.
 
         The worker's own, else the oldest that no worker holds, else the oldest that only busy workers hold.
         """
@@ -375,7 +375,7 @@ class EnvPool:
         return _NOTHING
 
     def _dispatch(self, worker: Worker) -> None:
-        """The thread of one worker."""
+        """Main loop of the thread of one worker."""
         while (jobs := self._next(worker)) is not None:
             began = time.monotonic()
             try:
@@ -510,7 +510,7 @@ class PooledEnvs(Envs):
         super().__init__(env_maker(env, **kwargs), threads=threads or max(2, min(64, 8 * count)))
 
     def take(self) -> gym.Env[Any, Any]:
-        """An environment in any state, on the worker with the fewest taken: reset or restore it."""
+        """A live environment in any state, on the worker with the fewest in use, to be reset or restored."""
         place = min(range(len(self._crews)), key=self._taken.__getitem__)
         if self._free[place]:
             env = self._free[place].pop()
@@ -522,14 +522,14 @@ class PooledEnvs(Envs):
         return env
 
     def give(self, env: gym.Env[Any, Any]) -> None:
-        """Back for the next path."""
+        """Return an environment, for use by the next path."""
         assert isinstance(env, RemoteEnv)
         place = self._at[id(env)]
         self._taken[place] -= 1
         self._free[place].append(env)
 
     def discard(self, env: gym.Env[Any, Any]) -> None:
-        """Not back, for it has failed: close it, whatever state it is in."""
+        """Close an environment that failed, whatever state it is in."""
         self._taken[self._at.pop(id(env))] -= 1
         super().discard(env)
 

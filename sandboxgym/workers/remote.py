@@ -1,11 +1,12 @@
-"""`RemoteEnv`: an environment in a worker process, used like one here.
+"""`RemoteEnv`: an environment in a worker process, used like a local one.
 
 1. ``reset``, ``step``, ``render``, ``snapshot``, ``restore`` and ``fork`` act on the whole stack in the worker, and
    exceptions come back with their own types.
-2. Its snapshots are those of the same stack here: they restore in an environment of the same id made by ``gym.make``,
-   and the other way round. Wrappers around the `RemoteEnv` are captured by `sandboxgym.snapshot` in addition.
-3. The random streams of ``action_space`` and ``observation_space`` are part of it, drawn from here or there.
-4. If the worker dies or is ended by a time-out, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
+2. Its snapshots are those of the same stack in this process: they restore in an environment of the same id made by
+   ``gym.make``, and the other way round. Wrappers around the `RemoteEnv` are captured by `sandboxgym.snapshot` in
+   addition.
+3. The random streams of ``action_space`` and ``observation_space`` are part of its state, drawn from in either process.
+4. If the worker dies or is ended by a timeout, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
    ``restore`` starts a new worker.
 """
 
@@ -27,7 +28,7 @@ from sandboxgym.workers.worker import Mode, Worker, make_worker
 
 
 class Crew:
-    """One worker and the slots in use on it. The worker ends with its last environment, unless it is kept on."""
+    """One worker and its slots in use. The worker ends with its last environment, unless it is kept on."""
 
     def __init__(self, worker: Worker, *, keep_on: bool = False) -> None:
         self.worker = worker
@@ -36,14 +37,14 @@ class Crew:
         self._next = 0
 
     def join(self) -> int:
-        """A slot of its own for one more environment."""
+        """Take a slot for one more environment."""
         with self.worker.lock:
             self._next += 1
             self.slots.add(self._next)
             return self._next
 
     def leave(self, slot: int) -> None:
-        """The slot is free; the last one out closes the worker."""
+        """Free a slot; freeing the last one closes the worker."""
         with self.worker.lock:
             self.slots.discard(slot)
             last = not self.slots and not self.keep_on
@@ -52,7 +53,7 @@ class Crew:
 
 
 class RemoteEnv(gym.Env[Any, Any]):
-    """A proxy of an environment that lives in a worker process.
+    """Proxy of an environment that lives in a worker process.
 
     Calls are synchronous and may come from any thread, one at a time for each worker.
 
@@ -121,7 +122,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         return self._call("render", timeout=self._timeout)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """An attribute of the environment in the worker, or what it returns when called."""
+        """An attribute of the environment in the worker, or the result of calling it."""
         return self._call("attribute", name, args, kwargs, timeout=self._timeout)
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     @property
     def snapshot_spec(self) -> SnapshotSpec:
-        """What snapshots of the base environment cover.
+        """Spec of the snapshots of the base environment.
 
         Raises:
             SnapshotNotSupported: it has none.
@@ -158,7 +159,7 @@ class RemoteEnv(gym.Env[Any, Any]):
             return self._crew.worker.receive(shipped)
 
     def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Go to a captured state, in place; see `sandboxgym.restore`."""
+        """Return to a captured state, in place; see `sandboxgym.restore`."""
         with self._crew.worker.lock:
             self._revive()
             self._check_open()
@@ -169,7 +170,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         return started  # type: ignore[no-any-return]
 
     def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
-        """``k`` new environments at this state; see `SnapshotEnv.fork`. All or nothing."""
+        """Create ``k`` new environments at this state; see `SnapshotEnv.fork`. All or nothing."""
         if k < 1:
             raise ValueError(f"expected at least 1 fork, found k={k}")
         return self._fork_here(k, seed) if self._fork_to == "worker" else self._fork_apart(k, seed)
@@ -185,12 +186,12 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     @property  # type: ignore[misc]
     def np_random(self) -> Any:  # type: ignore[override]
-        """Not here: drawing from a copy would not advance the environment's own stream."""
+        """Unavailable: drawing from a copy would not advance the environment's own stream."""
         raise AttributeError("the random stream of a RemoteEnv is in its worker; seed it by reset(seed=…)")
 
     @property
     def np_random_seed(self) -> int | None:  # type: ignore[override]
-        """The seed of the environment in the worker."""
+        """Seed of the environment in the worker."""
         return self.call("np_random_seed")  # type: ignore[no-any-return]
 
     def _fork_here(self, k: int, seed: int | None) -> list[Self]:
@@ -222,7 +223,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         return children
 
     def _child(self, crew: Crew, slot: int) -> Self:
-        """A proxy for another environment like this one; one in a new worker is made by its first restore."""
+        """A proxy for another environment like this one; in a new worker its first restore makes it."""
         child = type(self).__new__(type(self))
         for name in ("_make", "_timeout", "_reset_timeout", "_create_timeout", "_fork_to", "_mode", "_closed"):
             setattr(child, name, getattr(self, name))
@@ -271,7 +272,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         return randomness.capture_spaces(self.action_space, self.observation_space)
 
     def _drawn(self) -> list[Any] | None:
-        """The spaces' streams, if they were seeded or drawn from on this side since they were last equal."""
+        """The spaces' streams, if they were seeded or drawn from in this process since they were last synchronised."""
         streams = self._streams()
         if streams == self._synced:
             return None
