@@ -1,16 +1,16 @@
-"""A sandbox as users have it: a backend's files and processes, and a persistent shell in them.
+"""`Sandbox`: a backend's files and processes with a persistent shell, as users have it.
 
-1. `Sandbox.execute` is the shell, which keeps its directory, variables and functions; `Sandbox.run` is a fresh process
-   with a pipe, which leaves the shell alone.
+1. `Sandbox.execute` runs in the shell, which keeps its directory, variables and functions; `Sandbox.run` starts a new
+   process with a pipe, which leaves the shell alone.
 2. A snapshot is the files and the shell's state. What it does not hold (background processes, open descriptors) is
    named in its ``lossy``, or refused with ``strict=True``.
-3. Taking a snapshot changes nothing that can be seen. Where only the idle shell runs, the files are frozen as they are
-   and the sandbox goes on above them, in a new shell with the old one's state, when it is next used; where more runs,
-   or freezing would copy them anyway, the files are copied, and all goes on.
-4. `Sandbox.restore` is done when it returns. The children of `Sandbox.fork` share the frozen files and start when they
-   are first used, so that an unused one costs no process; with ``start=True`` a machine that cannot carry them all is
-   found out at once. Either all children are made or none.
-5. What is started is ended: by `Sandbox.close`, by garbage collection, or when the interpreter exits.
+3. Taking a snapshot changes nothing observable. Where only the idle shell runs, the files are frozen as they are and
+   the sandbox continues above them, in a new shell with the old one's state, at its next use; where more runs, or
+   freezing would copy them anyway, the files are copied, and all processes continue.
+4. `Sandbox.restore` is complete when it returns. The children of `Sandbox.fork` share the frozen files and start at
+   their first use, so that an unused one costs no process; ``start=True`` shows at once whether the machine can carry
+   them all. Either all children are made or none.
+5. Every started process is ended: by `Sandbox.close`, by garbage collection, or when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SandboxSnapshot:
 
     @property
     def tree(self) -> Tree:
-        """The files.
+        """The files of the snapshot.
 
         Raises:
             SnapshotReleased: they were given up.
@@ -101,11 +101,11 @@ class SandboxSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk that what was written takes, and what the processes had in memory."""
+        """Bytes on disk of the written files, and of the processes' memory."""
         return self.tree.nbytes + (self.whole.image.nbytes if self.whole else 0)
 
     def retain(self) -> SandboxSnapshot:
-        """Another hold on the same snapshot, released by itself."""
+        """Another hold on the same snapshot, released independently."""
         whole = None if self.whole is None else self.whole.retain()
         return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy, whole=whole)
 
@@ -114,7 +114,7 @@ class SandboxSnapshot:
         return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy)
 
     def release(self) -> None:
-        """Give up this hold; the files go when nobody holds them. Idempotent; also happens at garbage collection."""
+        """Give up this hold; the last one deletes the files. Idempotent; also happens at garbage collection."""
         if self._tree is not None:
             self._tree.release()
             self._tree = None
@@ -122,7 +122,7 @@ class SandboxSnapshot:
                 self.whole.release()
 
     def pack(self) -> bytes:
-        """As bytes that `Sandbox.unpack` takes, also on another machine with the same root file system.
+        """Encode as bytes for `Sandbox.unpack`, also on another machine with the same root file system.
 
         Raises:
             SnapshotNotSupported: it holds running processes, which belong to this machine.
@@ -144,7 +144,7 @@ class SandboxSnapshot:
 
 @dataclass(slots=True)
 class _Parts:
-    """What must be given back, apart from the sandbox so that its end can be noticed."""
+    """Resources to be given back, kept apart from the sandbox so that its garbage collection can be noticed."""
 
     backend: Backend
     shell: Shell | None = None
@@ -165,7 +165,7 @@ class _Parts:
 
 
 class Sandbox:
-    """Files, processes and a shell. Not thread-safe; started when it is first used.
+    """Files, processes and a shell. Not thread-safe; started at its first use.
 
     Args:
         backend: what runs it. The sandbox owns it.
@@ -212,7 +212,7 @@ class Sandbox:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True after `close`."""
         return not self._end.alive
 
     def start(self) -> Self:
@@ -226,7 +226,7 @@ class Sandbox:
         return self
 
     def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
-        """Run a command in the shell. What it changes there stays, see `ShellState`.
+        """Run a command in the shell. Its changes there persist, see `ShellState`.
 
         Args:
             command: text for bash, in any number of lines.
@@ -253,7 +253,7 @@ class Sandbox:
         output: int | None = None,
         most: int | None = None,
     ) -> Result:
-        """Run a command in a bash of its own, without a terminal, its output in a pipe and nothing to read.
+        """Run a command in a bash of its own, without a terminal, its output in a pipe and no input.
 
         Args:
             command: text for bash.
@@ -295,7 +295,7 @@ class Sandbox:
         return result
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file.
+        """Read a regular file.
 
         Args:
             path: absolute, inside.
@@ -309,7 +309,7 @@ class Sandbox:
         return self.backend.read_file(path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file, making missing parents."""
+        """Write a file, making missing parent directories."""
         self._live()
         self.backend.write_file(path, data, mode=mode)
 
@@ -333,7 +333,7 @@ class Sandbox:
         return self._state if shell is None else shell.state()
 
     def lossy(self) -> tuple[str, ...]:
-        """What a snapshot taken now would not hold: ``"background: sleep 100"``, ``"fd 7 -> /tmp/log"``.
+        """Losses of a snapshot taken now: ``"background: sleep 100"``, ``"fd 7 -> /tmp/log"``.
 
         Where processes are captured, only if something is known to be in the way; that comes first.
         """
@@ -344,7 +344,7 @@ class Sandbox:
         return (*obstacles, *lost) if obstacles else ()
 
     def _obstacles(self) -> tuple[str, ...]:
-        """What is known to be in the way of capturing the processes."""
+        """Known obstacles to capturing the processes."""
         from sandboxgym.sandbox.checkpoint.preflight import obstacles
 
         shell, backend = self._parts.shell, self.backend
@@ -354,7 +354,7 @@ class Sandbox:
         return obstacles(backend.box.pid, shell.pid, network=backend.network)
 
     def _beside_files(self) -> tuple[str, ...]:
-        """What a snapshot of files and the shell's state would not hold."""
+        """State that a snapshot of files and shell would not hold."""
         if self._check_open() or self._waiting:
             return ()
         self._live()
@@ -373,7 +373,7 @@ class Sandbox:
         return tuple(lost)
 
     def written(self, *, alone: bool = False) -> Written | None:
-        """What tells whether files changed since another look, without reading them.
+        """Status of the files, to detect changes between two looks without reading them.
 
         None where only reading tells: the backend cannot see what was written, more than the idle shell runs, or a
         great deal was written.
@@ -387,7 +387,7 @@ class Sandbox:
         return self.backend.written()
 
     def snapshot(self, *, strict: bool = False, mode: SnapshotMode | None = None) -> SandboxSnapshot:
-        """The files and the shell's state as they are, and the processes if the sandbox was made to capture them.
+        """Capture the files and the shell's state, and the processes if the sandbox was made to capture them.
 
         Nothing is disturbed. Where the processes cannot be captured, files and shell are, and ``lossy`` says why.
 
@@ -437,7 +437,7 @@ class Sandbox:
         return SandboxSnapshot(tree, state)
 
     def _readable_state(self) -> tuple[ShellState | None, tuple[str, ...]]:
-        """The shell's state, or the last that could be read, and what that loses: no program may prevent a snapshot."""
+        """The shell's state, or the last readable one with its losses: no program may prevent a snapshot."""
         try:
             state = self.shell_state()
             if state is None or not state.omitted:
@@ -460,7 +460,7 @@ class Sandbox:
         return SandboxSnapshot(tree, state, whole=whole)
 
     def restore(self, snap: SandboxSnapshot) -> None:
-        """Become what was captured; all that runs is ended.
+        """Return to a captured state; all running processes are ended.
 
         Raises:
             SnapshotReleased: the snapshot is gone; the sandbox is as it was.
@@ -490,7 +490,7 @@ class Sandbox:
                 shell.close()  # last, for by now its processes have ended
 
     def fork(self, k: int, *, strict: bool = False, start: bool = False) -> list[Sandbox]:
-        """New sandboxes at this state, independent of each other and of this one. All or nothing.
+        """Make new sandboxes at this state, independent of each other and of this one. All or nothing.
 
         Args:
             k: how many.
@@ -530,7 +530,7 @@ class Sandbox:
         return children
 
     def unpack(self, data: bytes) -> SandboxSnapshot:
-        """The inverse of `SandboxSnapshot.pack`. Nothing of it runs before a `restore`, and then in the sandbox only.
+        """Decode the bytes of `SandboxSnapshot.pack`. Nothing of it runs before a `restore`, and then only inside.
 
         Raises:
             SnapshotCorrupt: not an intact packed snapshot.
@@ -556,7 +556,7 @@ class Sandbox:
         return SandboxSnapshot(self.backend.unpack(archive), shell, tuple(lossy))
 
     def close(self) -> None:
-        """End everything and give it back; snapshots stay. Idempotent."""
+        """End all processes and give up all resources; snapshots stay. Idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -644,7 +644,7 @@ def make_sandbox(
     snapshot: SnapshotMode = "filesystem",
     lazy_pages: int | None = LAZY_PAGES,
 ) -> Sandbox:
-    """A sandbox, not started yet.
+    """Make a sandbox, not started yet.
 
     Args:
         backend: ``"overlay"`` (needs root), ``"overlay-rootless"``, ``"docker"``, ``"copy"`` (isolates nothing), or
@@ -684,7 +684,7 @@ def make_sandbox(
 
 
 def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> str | None:
-    """The CRIU for a sandbox whose snapshots hold processes, and its backend made ready for that."""
+    """The CRIU for a sandbox whose snapshots hold processes, with its backend made ready for it."""
     if mode not in get_args(SnapshotMode):
         raise ValueError(f"expected snapshots of {', '.join(get_args(SnapshotMode))}, found {mode!r}")
     if mode == "filesystem":

@@ -1,11 +1,11 @@
-"""Boxes captured whole: files and running processes at one instant, and any number of boxes that go on from there.
+"""Snapshots of a container's files and running processes at one instant, which any number of copies continue from.
 
-1. The box is frozen, where it has a control group for that and none of its processes is stopped; then the shell and all
-   that descends from it are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to is then
-   what it was at that instant, and becomes part of the tree as in any other snapshot.
-2. The captured box itself is made anew (``restore.py``), for its layer is frozen now; only then the stopped processes
-   are ended. If that fails, `resume` lets them go on, and nothing was lost.
-3. What CRIU wrote (``image.py``) is kept in the store of layers, held and given back like a layer.
+1. The container is frozen, where it has a control group for that and none of its processes is stopped; then the shell
+   and all its descendants are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to holds
+   its state of that instant, and becomes part of the tree as in any other snapshot.
+2. The captured container itself is replaced by a new one (``restore.py``), for its layer is frozen now; only then the
+   stopped processes are ended. If that fails, `resume` lets them continue, and nothing was lost.
+3. CRIU's images (``image.py``) are kept in the store of layers, held and given back like a layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GHOST_LIMIT = 64 * 2**20
 
 
 class Refused(CriuError):
-    """It was not tried, for what was found to be in the way.
+    """The capture was not tried, because of the obstacles found.
 
     Attributes:
         reasons: one each.
@@ -49,7 +49,7 @@ class Refused(CriuError):
 
 
 class Capturer:
-    """A CRIU beside a live box, and a layer whose directory it writes to.
+    """A CRIU beside a live container, and a layer to whose directory it writes.
 
     Args:
         backend: with a live box.
@@ -84,7 +84,7 @@ class Capturer:
 def snapshot(
     backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
 ) -> tuple[OverlayTree, Whole]:
-    """Files and processes of a live box at one instant; the box goes on as a copy of itself.
+    """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
 
     Args:
         backend: with a live box.
@@ -117,7 +117,7 @@ def snapshot(
 
 
 def _freeze(box: Box) -> None:
-    """Freeze what runs before any CRIU is among them, which it could see, and kill.
+    """Freeze the container before a CRIU is among its processes, which they could see and kill.
 
     Not where something is stopped, for CRIU cannot seize what is stopped and frozen.
     """
@@ -129,7 +129,7 @@ def _freeze(box: Box) -> None:
 
 
 def _waits_in(pid: int) -> str:
-    """The function of the kernel that a process waits in, as far as it is told."""
+    """Name of the kernel function that a process waits in, as far as the kernel shows it."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
@@ -163,7 +163,7 @@ def _captured(
 
 
 def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
-    """Stop the processes of a live box and write them down. They stay stopped.
+    """Stop the processes of a live container and write them to images. They stay stopped.
 
     Args:
         backend: with a live box.
@@ -211,12 +211,12 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
 
 
 def stopped_jobs(leader: int) -> frozenset[int]:
-    """The descendants of a shell that are stopped, which `resume` must leave so."""
+    """The stopped descendants of a shell, which `resume` must leave stopped."""
     return frozenset(info.pid for info in offspring(leader) if state(info.pid) in "Tt")
 
 
 def resume(backend: OverlayBackend, *, but: frozenset[int] = frozenset()) -> None:
-    """Let captured processes go on; the shell last, for it hears of its children."""
+    """Let captured processes continue; the shell last, for it is notified of its children."""
     assert backend.box is not None
     for info in reversed(offspring(backend.box.pid)):
         if info.pid not in but:
@@ -231,7 +231,7 @@ def _inside(pid: int) -> int:
 
 
 def _foreign_mounts(backend: OverlayBackend, leader: int) -> dict[str, str]:
-    """The mounts of a box that are not CRIU's to make: mount point inside, and the place of what is shown there."""
+    """Mounts of a container that CRIU does not make: mount point inside, and place of the mounted files."""
     rows = []
     for line in Path(f"/proc/{leader}/mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")

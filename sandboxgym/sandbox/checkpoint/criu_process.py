@@ -1,14 +1,16 @@
-"""CRIU beside a box: processes in a box's namespaces, but for the mounts. Standard library only.
+"""CRIU in the namespaces of a container, except the mount namespace. Standard library only.
 
-What CRIU shares with the processes it looks at, it neither captures nor makes: process ids, network, host name and
-control group are those of the box, which exist already. Mounts and System V IPC are captured. CRIU itself sees the
-host's files, in a mount namespace of its own, so that nothing of the box is executed by a privileged process.
+Namespaces that CRIU shares with the processes it captures are neither captured nor made by it: process ids, network,
+host name and control group are those of the container, which exist already. Mounts and System V IPC are captured. CRIU
+itself sees the host's files, in a mount namespace of its own, so that no privileged process executes a file of the
+container.
 
-1. `capture` and `bring_pages` run in forks of the zygote, outside the box. What is captured is frozen before.
-2. In their mount namespace little of the host is mounted: who is in the box can read its table of mounts in the moment
-   in which restored processes run already and CRIU has not ended.
-3. A CRIU that restores is started by the box's own init (``overlay/init.py``), which is in the box's control groups
-   already: to move a process there takes the kernel 10 to 30 ms.
+1. `capture` and `bring_pages` run in forks of the zygote, outside the container. The captured processes are frozen
+   before.
+2. In their mount namespace little of the host is mounted: a process inside can read its table of mounts while restored
+   processes run already and CRIU has not exited.
+3. A CRIU that restores is started by the container's own init (``overlay/init.py``), which is in the container's
+   control groups already: moving a process there takes the kernel 10 to 30 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))  
 
 
 def keep_features(needed: list[str]) -> int:
-    """A mount namespace in which CRIU can keep what it found out about the kernel, which takes it 0.1 s; by descriptor.
+    """Make a mount namespace that caches the kernel features CRIU detects in 0.1 s; returns its descriptor.
 
     It keeps that in /run. Of the host nothing is mounted but what ``needed`` and programs lie on, and freezers.
     """
@@ -63,7 +65,7 @@ def keep_features(needed: list[str]) -> int:
 
 
 def _leave_only(needed: list[str]) -> None:
-    """Unmount what none of these paths lies on, or below."""
+    """Unmount every mount point that is neither above, at nor below one of these paths."""
     kept = [os.path.realpath(path) for path in needed]
     points = []
     descriptor = os.open("/proc/self/mountinfo", os.O_RDONLY)
@@ -86,14 +88,14 @@ def _leave_only(needed: list[str]) -> None:
 
 
 def copy_mounts(namespace: int) -> None:
-    """Go on in a copy of the mount namespace of `keep_features`."""
+    """Enter a copy of the mount namespace of `keep_features`."""
     kernel.set_namespace(namespace, kernel.NEWNS)
     kernel.unshare(kernel.NEWNS)
     kernel.make_private()
 
 
 def fork_far() -> int:
-    """Fork with a process id that nothing captured is likely to have: CRIU must not be in the way of what it makes."""
+    """Fork with a process id that no captured process is likely to have: CRIU must not occupy one that it restores."""
     last = int(kernel.read_text("/proc/sys/kernel/pid_max")) - 1
     for number in range(min(last, 32767), 0, -1)[:_TRIES]:
         try:
@@ -104,7 +106,7 @@ def fork_far() -> int:
 
 
 def execute(program: list[str], descriptor: int) -> NoReturn:
-    """Become CRIU, with ``descriptor`` as its third one and nothing else to read, write or inherit."""
+    """Execute CRIU, with ``descriptor`` as its third one and nothing else to read, write or inherit."""
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(descriptor, 3)
     for number in range(3):  # what it has to say is in its log
@@ -114,7 +116,7 @@ def execute(program: list[str], descriptor: int) -> NoReturn:
 
 
 def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
-    """Become the parent of a CRIU that looks at a box, until it ends.
+    """Become the parent of a CRIU that captures a container, until it exits.
 
     Args:
         channel: the end of the socket that CRIU is talked to through.
@@ -139,7 +141,7 @@ def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
 
 
 def bring_pages(ready: int, done: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
-    """Become the parent of a CRIU that gives restored processes their memory, until all is there or the box has ended.
+    """Become the parent of a CRIU that lazily restores memory, until all is there or the container has ended.
 
     Ends with an error where not all is there: what nobody brings any more would be read as zeros, so that the box must
     be killed then, which is the zygote's to do, for this process may be killed too.

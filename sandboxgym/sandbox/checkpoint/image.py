@@ -1,4 +1,4 @@
-"""What CRIU wrote of the processes of a box at one instant, kept in the store of layers."""
+"""CRIU's images of the processes of a container at one instant, kept in the store of layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, Value] = {
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What there is to know about an image."""
+    """Metadata of an image."""
 
     leader: int
     """Process id of the shell, inside."""
@@ -49,7 +49,7 @@ class Content:
 
 
 class Image:
-    """The processes of a box at one instant, as CRIU wrote them; immutable.
+    """CRIU's image of the processes of a container at one instant; immutable.
 
     Args:
         store: which keeps it.
@@ -65,7 +65,7 @@ class Image:
 
     @property
     def path(self) -> Path:
-        """Its directory.
+        """Directory of the image.
 
         Raises:
             SandboxClosed: it was released.
@@ -76,12 +76,12 @@ class Image:
 
     @property
     def files(self) -> Path:
-        """What CRIU wrote, a directory."""
+        """Directory of the files that CRIU wrote."""
         return images_of(self.path)
 
     @property
     def control(self) -> Path:
-        """The control directory as it was."""
+        """Copy of the control directory at the instant of the capture."""
         return control_of(self.path)
 
     @property
@@ -90,7 +90,7 @@ class Image:
         return sum(entry.stat().st_size for entry in os.scandir(self.files))
 
     def retain(self) -> Image:
-        """Another hold on the same image."""
+        """Another hold on the same image, released independently."""
         assert self.path
         return Image(self._store, self._layer, self.content)
 
@@ -101,13 +101,13 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What a snapshot holds beside files, to go on with its processes."""
+    """The processes of a snapshot, beside its files: their image, the shells, and the terminals they need."""
 
     image: Image
     seat: Seat
 
     def retain(self) -> Whole:
-        """Another hold on the same."""
+        """Another hold on the same checkpoint, released independently."""
         return Whole(self.image.retain(), self.seat)
 
     def release(self) -> None:
@@ -116,17 +116,17 @@ class Whole:
 
 
 def images_of(layer: Path) -> Path:
-    """Where CRIU writes in the directory of a layer."""
+    """Directory of CRIU's files in the directory of a layer."""
     return layer / _IMAGES
 
 
 def control_of(layer: Path) -> Path:
-    """Where the control directory is kept in the directory of a layer."""
+    """Directory of the control directory's copy in the directory of a layer."""
     return layer / _CONTROL
 
 
 def copy_control(source: Path, target: Path) -> None:
-    """Copy the directory of a shell: small files, which keep their place where there are such, and pipes, made anew."""
+    """Copy the directory of a shell: small files, in place where they exist already, and new pipes."""
     for folder in (source / SHELL, target / SHELL):
         folder.mkdir(parents=True, exist_ok=True)
     for entry in os.scandir(source / SHELL):

@@ -1,10 +1,11 @@
-"""Boxes that go on from an image: fresh namespaces, a fresh layer, the captured processes, a terminal of their own.
+"""Restore containers from an image: new namespaces, a new layer, the captured processes, a terminal of their own.
 
-1. `Successor` is such a box before it is known what to restore into it: a CRIU starts there meanwhile.
-2. With much in memory it is brought bit by bit, while the processes run (`fork`): they wait for what they touch first,
-   and a box goes on after the same short time whatever its size. A process of CRIU's outside the box does that. It ends
-   when all is there, and with the box; what it reads is not deleted before; if it fails the box is ended.
-3. What is not there yet cannot be captured: `await_pages`.
+1. `RestoreTarget` is such a container before the image to restore is known: its CRIU starts meanwhile.
+2. A large memory is restored lazily, while the processes run (`fork`): pages that they touch come first, and a
+   container continues after the same short time whatever its size. A CRIU process outside the container does that. It
+   ends when all pages are restored, and with the container; its images are not deleted before; if it fails the
+   container is ended.
+3. Pages that are not restored yet cannot be captured: `await_pages` waits for them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LOG, _PAGES_LOG = "restore.log", "pages.log"
 
 
 class Successor:
-    """A box of the kind of ``backend`` in which a CRIU waits for what to restore; discarded if that fails.
+    """A container like those of ``backend`` in which CRIU waits for an image to restore; discarded if that fails.
 
     Args:
         backend: live or not.
@@ -73,7 +74,7 @@ class Successor:
 
 
 def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str) -> Process:
-    """Make a backend without a box live on ``tree`` with the processes of ``image``; the shell, with its terminal.
+    """Start a backend on ``tree`` with the processes of ``image``; returns the shell, with its terminal.
 
     Args:
         backend: not live.
@@ -89,7 +90,7 @@ def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str)
 
 
 def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
-    """Whether memory is brought bit by bit: not if that cannot be, or if copies of it may take more than is allowed."""
+    """True if memory is restored lazily: not if CRIU cannot, or if copies of it may exceed the limit."""
     least, most = backend.lazy_pages, min(LARGEST, backend.limits.memory or LARGEST)
     return least is not None and least <= image.content.resident <= most and criu.brings_pages(program)
 
@@ -97,7 +98,7 @@ def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
 def revive(
     backend: OverlayBackend, tree: OverlayTree, image: Image, successor: Successor, *, lazy: bool = False
 ) -> Process:
-    """As `fork`, with a CRIU that was started before.
+    """Restore as `fork` does, with a CRIU that was started before.
 
     Args:
         backend: not live.
@@ -179,7 +180,7 @@ def _begin_to_bring(backend: OverlayBackend, image: Image, successor: Successor)
 
 
 def _mount(backend: OverlayBackend, below: OverlayTree, box: Box) -> None:
-    """Have all that processes are restored upon mounted where CRIU sees it."""
+    """Mount, where CRIU sees it, everything that the processes are restored upon."""
     if box.group:
         box.group.limit(backend.limits)
     request = backend.mounts(box, below)
@@ -189,7 +190,7 @@ def _mount(backend: OverlayBackend, below: OverlayTree, box: Box) -> None:
 
 
 def await_pages(box: Box) -> None:
-    """Until all memory of the processes in a box is there.
+    """Wait until all memory of the processes in a container is restored.
 
     Raises:
         CriuError: that takes too long.

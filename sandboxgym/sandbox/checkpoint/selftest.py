@@ -1,4 +1,4 @@
-"""Whether CRIU works with this kernel, decided by capturing a small sandbox and going on with two copies."""
+"""Self-test of CRIU on this kernel: capture a small sandbox and continue with two copies."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Sandboxes of Linux namespaces over an overlay file system: `OverlayBackend`, as root or as an ordinary user.
 
-1. A box has mount, process, IPC, host name and (unless ``network=True``) network namespaces of its own, a private
-   ``/proc`` and a minimal ``/dev``. It sees its root file system and what it wrote, nothing else of the host.
-2. What runs inside is root without the capabilities that reach out, cannot gain privileges, and is held to a filter of
-   system calls and to a control group, where this process may make them. With private ids (as root, where the kernel
-   can map the ids of files) it is nobody outside.
+1. A container has its own namespaces for mounts, processes, IPC, host name and (unless ``network=True``) network, a
+   private ``/proc`` and a minimal ``/dev``. It sees its root file system and its own writes, nothing else of the host.
+2. Processes inside are root without the capabilities that reach beyond the container, cannot gain privileges, and are
+   held to a filter of system calls and to a control group, where this process may make them. With private ids (as root,
+   where the kernel can map the ids of files) they are an unused user id outside.
 3. `freeze` ends the processes and keeps the layer they wrote: nothing is copied, whatever its size.
-4. Boxes are made by a small process beside this one (``zygote.py``), a little ahead of demand. Every process ends when
-   its owner does.
-5. A live box's own process is a small program that is compiled once, where there is a C compiler; else it is a fork of
-   Python, which takes 1.4 MB more. ``SANDBOXGYM_INIT=python`` asks for that.
+4. Containers are made by a small process beside this one (``zygote.py``), a few ahead of demand. Every process ends
+   when its owner does.
+5. A live container's init is a small program that is compiled once, where there is a C compiler; else it is a fork of
+   Python, which takes 1.4 MB more. ``SANDBOXGYM_INIT=python`` requests that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LOOKS = 3  # in a row that must find nothing running: a chain of short processe
 
 
 class OverlayBackend:
-    """Files and processes of one box; see `base.Backend`.
+    """Files and processes of one container; see `base.Backend`.
 
     Args:
         rootfs: what lies below all that is written.
@@ -107,22 +107,22 @@ class OverlayBackend:
         return f"OverlayBackend({self.rootfs.id}, {'live' if self.live else 'not live'})"
 
     def base(self) -> OverlayTree:
-        """The root file system with nothing written. Starts nothing."""
+        """The root file system as a tree with nothing written. Starts nothing."""
         return OverlayTree(self.runtime.store, self.rootfs, (), rootless=self.rootless, identity=self.rootfs.id)
 
     @property
     def live(self) -> bool:
-        """Whether there is a box and its init runs."""
+        """True if there is a container and its init runs."""
         return self.box is not None and not self.box.ended
 
     @property
     def flavour(self) -> Flavour:
-        """The kind of its boxes."""
+        """Kind of the warm containers that this backend takes."""
         return self.rootless, self.network, self.private
 
     @property
     def control(self) -> Path:
-        """The live box's control directory, see `base.Backend.control`.
+        """The live container's control directory; see `base.Backend.control`.
 
         Raises:
             SandboxClosed: there is no live box.
@@ -130,7 +130,7 @@ class OverlayBackend:
         return Path(f"/proc/self/fd/{self._live_box().control}")
 
     def shell_directory(self) -> Path:
-        """The one directory for a shell, emptied; see `base.Backend.shell_directory`."""
+        """Empty and return the one directory for a shell; see `base.Backend.shell_directory`."""
         folder = self.control / mounts.SHELL
         for entry in list(os.scandir(folder)):
             if entry.name in mounts.WRITABLE:
@@ -140,7 +140,7 @@ class OverlayBackend:
         return folder
 
     def keep_processes(self, *, lazy_pages: int | None = None) -> None:
-        """Have what is started from now on such that it can be captured: without ids of its own, among others.
+        """Make containers that CRIU can capture from now on: without private ids, among others.
 
         Args:
             lazy_pages: see the attribute.
@@ -152,7 +152,7 @@ class OverlayBackend:
         self.capabilities = replace(found, notes=(*found.notes, note))
 
     def start(self, tree: OverlayTree | None = None) -> None:
-        """Become live on ``tree``; see `base.Backend.start`."""
+        """Start on ``tree``; see `base.Backend.start`."""
         if self._closed:
             raise SandboxClosed("the backend was closed")
         if tree is None:
@@ -191,7 +191,7 @@ class OverlayBackend:
         shared.prepare(self.flavour)
 
     def settle(self, box: Box, below: OverlayTree) -> None:
-        """Be live in ``box``, which stands on ``below``; both are held from here on."""
+        """Become live in a container on ``below``, and take over the holds on both."""
         self.box = self._held.box = box
         self.below = self._held.below = below
 
@@ -209,7 +209,7 @@ class OverlayBackend:
             raise SandboxUnavailable(f"the init of a sandbox ended while it was made: {error}") from error
 
     def mounts(self, box: Box, below: OverlayTree) -> dict[str, Any]:
-        """What is to be mounted in a box, as `mounts.Prepared` takes it."""
+        """Mounts of a container, as `mounts.Prepared` takes them."""
         rootfs = self.rootfs
         lowers = [*(layer.files for layer in below.layers), self.runtime.names(rootfs, network=self.network)]
         lowers += [*rootfs.lowers, self.runtime.skeleton(rootfs)]
@@ -223,7 +223,7 @@ class OverlayBackend:
         }
 
     def _revive(self) -> None:
-        """Where the zygote was killed, go on with another; trees live in the directory of the first."""
+        """Start a new zygote where the old one was killed; trees stay in the directory of the first."""
         self.runtime = self._held.runtime = runtime()
 
     def _live_box(self) -> Box:
@@ -242,7 +242,7 @@ class OverlayBackend:
             raise SandboxFull(f"the sandbox was ended by its limit of {note.read_text()}")
 
     def written(self) -> Written | None:
-        """What the live box wrote above the tree that it was started on; see `written.look`.
+        """Writes of the live container above the tree that it started on; see `written.look`.
 
         Raises:
             SandboxClosed, SandboxFull: there is no live box.
@@ -251,7 +251,7 @@ class OverlayBackend:
         return None if below is None else look(box.layer.files, below.id)
 
     def layers_above(self, tree: Tree) -> list[Path] | None:
-        """The live box's layer and those between; see `base.Backend.layers_above`.
+        """The live container's layer and those between; see `base.Backend.layers_above`.
 
         Raises:
             SandboxClosed, SandboxFull: there is no live box.
@@ -266,7 +266,7 @@ class OverlayBackend:
         return [box.layer.files, *(layer.files for layer in here[:between])]
 
     def losses(self) -> tuple[str, ...]:
-        """Nothing; see `base.Backend.losses`."""
+        """No losses; see `base.Backend.losses`."""
         return ()
 
     def spawn(
@@ -278,7 +278,7 @@ class OverlayBackend:
         terminal: bool = False,
         stdin: int | None = None,
     ) -> NamespaceProcess:
-        """Start a process in the box; see `base.Backend.spawn`.
+        """Start a process in the container; see `base.Backend.spawn`.
 
         Raises:
             OSError: the program or directory is not there, or there is no room for another process.
@@ -311,23 +311,23 @@ class OverlayBackend:
         return NamespaceProcess(kept[0], status, kept[1] if terminal else None, output)
 
     def processes(self) -> list[ProcessInfo]:
-        """What runs inside, without the init."""
+        """Processes inside, without the init."""
         return offspring(self._live_box().pid)
 
     def kill(self, pids: Iterable[int]) -> None:
-        """Kill processes of this box by the numbers of the host; others are left alone."""
+        """Kill processes of this container by their numbers on the host; others are ignored."""
         mine = {info.pid for info in self.processes()}
         for pid in mine.intersection(pids):
             send(pid, signal.SIGKILL)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing inside runs meanwhile; see `base.Backend.paused`."""
+        """Stop all processes inside for the context; see `base.Backend.paused`."""
         with self._stopped(self._live_box()):
             yield
 
     def freeze(self, *, keep_processes: bool = False) -> OverlayTree:
-        """The files as they stand; see `base.Backend.freeze`."""
+        """Make a tree of the present files; see `base.Backend.freeze`."""
         box = self._live_box()
         below = self.below
         assert below is not None
@@ -354,7 +354,7 @@ class OverlayBackend:
 
     @contextlib.contextmanager
     def _stopped(self, box: Box) -> Iterator[None]:
-        """Nothing inside runs meanwhile."""
+        """Stop all processes inside for the context."""
         if box.group and box.group.freeze():
             try:
                 yield
@@ -377,12 +377,12 @@ class OverlayBackend:
                 send(pid, signal.SIGCONT)
 
     def unpack(self, data: bytes) -> OverlayTree:
-        """The inverse of `OverlayTree.pack`; see `base.Backend.unpack`."""
+        """Make a tree from the archive of `OverlayTree.pack`; see `base.Backend.unpack`."""
         self.runtime.store.check_room()
         return archive.unpack(data, self.runtime.store, self.rootfs, rootless=self.rootless, limit=self.limits.disk)
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file; see `base.Backend.read_file`."""
+        """Read a regular file; see `base.Backend.read_file`."""
         box = self._live_box()
         descriptor = kernel.open_beneath(box.root, check_inside(path), FLAGS)
         try:
@@ -392,7 +392,7 @@ class OverlayBackend:
             os.close(descriptor)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file as root of the box, making missing parents; see `base.Backend.write_file`."""
+        """Write a file as root of the container, making missing parents; see `base.Backend.write_file`."""
         box = self._live_box()
         path = check_inside(path)
         if self.limits.disk is not None and len(data) > self.limits.disk:
@@ -422,27 +422,27 @@ class OverlayBackend:
         return twin
 
     def part(self) -> _Held:
-        """What must be given back of the box that there was, if there was one; from here on there is none."""
+        """Detach from the container, if there is one; returns the resources to give back."""
         left = _Held(self.runtime, self.box, self.below)
         self.box = self.below = self._held.box = self._held.below = None
         return left
 
     def close(self) -> None:
-        """End every process and delete what no tree holds. Idempotent."""
+        """End every process and delete the files that no tree holds. Idempotent."""
         self._closed = True
         self.part().give_back()
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a backend that was forgotten must give up."""
+    """Resources of a garbage-collected backend, to be given back."""
 
     runtime: Runtime
     box: Box | None = None
     below: OverlayTree | None = None
 
     def give_back(self) -> None:
-        """End the box and give up what it held. Does nothing in a fork of the owner."""
+        """End the container and give up its holds. Does nothing in a fork of the owner."""
         if os.getpid() != self.runtime.pid:
             return
         if self.box is not None:
@@ -461,7 +461,7 @@ def _check_not_of_proc(box: Box, descriptor: int, path: str) -> None:
 
 @contextlib.contextmanager
 def _acting_as(base: int) -> Iterator[None]:
-    """What this thread makes in a box meanwhile belongs to root of the box."""
+    """Context in which files that this thread makes in a container belong to root of the container."""
     if not base:
         yield
         return
@@ -473,7 +473,7 @@ def _acting_as(base: int) -> Iterator[None]:
 
 
 def _make_parents(root: int, path: str) -> None:
-    """Directories on the way to a path inside."""
+    """Make the directories on a path inside."""
     folder = ""
     for part in path.strip("/").split("/")[:-1]:
         above = kernel.open_beneath(root, folder or "/", os.O_PATH | os.O_DIRECTORY)
@@ -546,7 +546,7 @@ def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Cap
 
 
 def why_unavailable(*, rootless: bool | None = None) -> str | None:
-    """Why no overlay sandbox can be made on this machine by this process; None if it can, which was tried."""
+    """Reason why this process cannot make overlay sandboxes here; None if a try succeeded."""
     try:
         shared = runtime()
         folder = shared.directory / "probe"

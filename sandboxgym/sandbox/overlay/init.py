@@ -1,15 +1,15 @@
-"""The init of a box: process 1 of its namespaces, from an embryo to the end. Runs in a fork of the zygote.
+"""The init of a container: process 1, from a warm container process to the end. Runs in a fork of the zygote.
 
-An embryo has its namespaces, control groups, ``/proc`` and ``/dev`` before anybody asks for a box. The owner then
-sends what it is to become: the layers, what is bound into them, the limits. From there on it is confined like all it
-starts, starts processes when the owner says so, and collects orphans. It ends with its socket.
+A warm container process has its namespaces, control groups, ``/proc`` and ``/dev`` before a container is requested. The
+owner then sends its specification: the layers, the bind mounts, the limits. From there on it is confined like all
+processes it starts, starts processes at the owner's request, and collects orphans. It ends with its socket.
 
-With private ids all that is mounted by root, who then goes to a user namespace that owns none of it: not even a program
-that gained all capabilities in there could change a mount.
+With private ids everything is mounted by root, who then enters a user namespace that owns none of the mounts: not even
+a program that gained all capabilities in there could change a mount.
 
-For that it becomes the program ``init.c``, where there is one: every page that a fork of Python writes to, if only to
-count references, is its own from then on. A box with restored processes keeps its init as it is, for a program that was
-just executed can be traced for a moment, and they are there already.
+For that it executes the program ``init.c``, where there is one: every page that a fork of Python writes to, if only to
+count references, takes memory of its own. A container with restored processes keeps its Python init, for a program that
+was just executed can be traced for a moment, and the restored processes run already.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOWEST_PORT = "/proc/sys/net/ipv4/ip_unprivileged_port_start"
 
 
 def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
-    """Be a box, in new namespaces, until the owner closes the other end of ``channel``."""
+    """Run as a container's init, in new namespaces, until the owner closes the other end of ``channel``."""
     try:
         try:
             init = Init(*_only(channel, spec["ids"]), spec)
@@ -61,7 +61,7 @@ def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
 
 
 def _only(channel: _socket.socket, namespace: int) -> tuple[_socket.socket, int]:
-    """The socket as the first descriptor after the standard ones, a user namespace after it, with nothing else open."""
+    """Keep the socket as the first descriptor after the standard ones, then a user namespace; close all others."""
     if namespace >= 0:
         namespace = fcntl.fcntl(namespace, fcntl.F_DUPFD_CLOEXEC, 5)
     if channel.fileno() != 3:
@@ -77,7 +77,7 @@ def _only(channel: _socket.socket, namespace: int) -> tuple[_socket.socket, int]
 
 
 def _opened(path: str) -> int:
-    """A program to become later; -1 where there is none, or none any more."""
+    """Descriptor of a program to execute later; -1 where there is none, or none any more."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else -1
     except OSError:
@@ -90,10 +90,10 @@ def _failure(error: OSError) -> bytes:
 
 
 class Init:
-    """Process 1."""
+    """Process 1 of a container."""
 
     def __init__(self, channel: _socket.socket, namespace: int, spec: dict[str, Any]) -> None:
-        """Make the embryo; ``namespace`` is the user namespace that it goes to in the end, or -1."""
+        """Set up the warm container process; ``namespace`` is the user namespace that it enters in the end, or -1."""
         self.channel = channel
         self.spec = spec
         self.ids = None if namespace < 0 else mounts.Ids(namespace, spec["base"])
@@ -128,7 +128,7 @@ class Init:
         wire.send(channel, READY)
 
     def serve(self) -> NoReturn:
-        """Answer the owner until it is gone."""
+        """Answer the owner's requests until it is gone."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
@@ -156,7 +156,7 @@ class Init:
                     self.hand_over()
 
     def hand_over(self) -> None:
-        """Become the program that does the rest, if that can be executed. Nothing else runs in the box yet."""
+        """Execute the compiled init, if possible. No other process runs in the container yet."""
         for descriptor in (self.channel.fileno(), self.pts):
             os.set_inheritable(descriptor, True)
         try:
@@ -196,7 +196,7 @@ class Init:
         return [*self._settle(request), prepared.control]
 
     def restorer(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Start a CRIU that is to restore processes here, and go where it is: among the host's files.
+        """Start a CRIU that will restore processes here, and enter its mount namespace, which has the host's files.
 
         Args:
             request: ``program``; ``work``, the directory that it works in.
@@ -217,11 +217,11 @@ class Init:
         return []
 
     def mount(self, request: dict[str, Any], _: list[int]) -> list[int]:
-        """Mount what the processes are to be restored upon, see `mounts.for_criu`; that of the control directory."""
+        """Mount what the processes are restored upon, see `mounts.for_criu`; returns the control directory's mount."""
         return [mounts.for_criu(self.spec["stage"], self.spec["root"], request)]
 
     def enter(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Go where processes were restored, give up privileges; a descriptor of the root directory.
+        """Enter the restored processes' namespace, give up privileges; a descriptor of the root directory.
 
         Args:
             request: ``last_pid``, the highest process id that was given out there, so that the next is another one;
@@ -258,7 +258,7 @@ class Init:
     # A box
 
     def adopt(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Collect a restored process when it ends, as one that was started here; its pidfd.
+        """Take over a restored process, to collect it like a child started here; its pidfd.
 
         Args:
             request: ``pid``, as it is numbered inside.
@@ -269,7 +269,7 @@ class Init:
         return kept
 
     def spawn(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Start a process; its pidfd, and the master side of its terminal if it was given one.
+        """Start a process; its pidfd, and the master side of its terminal if it has one.
 
         Args:
             request: as `wire.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
@@ -317,7 +317,7 @@ class Init:
         return kept
 
     def terminal(self) -> tuple[int, str]:
-        """A new terminal: its master side, and the path of the other."""
+        """Make a terminal: its master side, and the path of the other."""
         master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=self.pts)
         fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
         (number,) = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, bytes(4)))
@@ -328,7 +328,7 @@ class Init:
         return master, f"/dev/pts/{number}"
 
     def collect(self) -> None:
-        """Collect what ended; the rest of a started process's session ends with it."""
+        """Collect ended children; the rest of a started process's session ends with it."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -349,7 +349,7 @@ _ALL_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
 def _spawn_adopting(program: str, argv: list[str], environment: dict[str, str], terminal: str) -> int:
-    """As ``posix_spawn`` with a terminal, which cannot say that a process adopts orphans."""
+    """Start a process with a terminal that adopts orphans, which ``posix_spawn`` cannot express."""
     read, write = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -385,7 +385,7 @@ def _quietly(call: Any, *arguments: Any) -> None:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Root inside is the calling user outside; there is nobody else."""
+    """Map root inside to the calling user outside; no other id is mapped."""
     for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         kernel.write_text(f"/proc/self/{name}", content)
 
@@ -399,7 +399,7 @@ def _raise_loopback() -> None:
 
 
 def _directory(path: str, mode: int = 0o755) -> None:
-    """Make a directory that somebody deleted in an earlier life of this root, or put something else in its place."""
+    """Make a directory that was deleted, or replaced by something else, in an earlier use of this root."""
     folder = ""
     for part in path.strip("/").split("/"):
         folder += f"/{part}"
@@ -416,7 +416,7 @@ def _clear(path: str) -> None:
 
 
 def _target(path: str, mounted: int) -> None:
-    """Something at ``path`` that ``mounted`` can be attached over."""
+    """Make an entry at ``path`` over which ``mounted`` can be attached."""
     if stat.S_ISDIR(os.fstat(mounted).st_mode):
         _directory(path)
     elif not os.path.exists(path) or os.path.isdir(path):
@@ -426,7 +426,7 @@ def _target(path: str, mounted: int) -> None:
 
 
 def _find(name: str, path: str, cwd: str) -> str:
-    """The program that a shell would run."""
+    """Find a program as a shell would."""
     if "/" in name:
         return name
     for folder in path.split(":"):
@@ -437,7 +437,7 @@ def _find(name: str, path: str, cwd: str) -> str:
 
 
 def _end_session(leader: int) -> None:
-    """Kill what is left of a session."""
+    """Kill the rest of a session."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

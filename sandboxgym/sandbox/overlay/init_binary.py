@@ -1,6 +1,6 @@
-"""The program that a live box's init becomes: ``init.c``, compiled where there is a C compiler, once for each machine.
+"""Compiled init of a live container: ``init.c``, built once per machine, where there is a C compiler.
 
-It is an economy of memory: without it a box's init stays the fork of Python that it began as, and does the same.
+It saves memory: without it a container's init stays the fork of Python that it began as, and does the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECONDS = 60.0
 
 
 def program() -> Path | None:
-    """The program; None where it is not wanted or cannot be had."""
+    """Path of the program; None where it is not wanted or cannot be built."""
     if os.environ.get(VARIABLE) == "python":
         return None
     source = importlib.resources.files("sandboxgym.sandbox.overlay").joinpath("init.c").read_bytes()

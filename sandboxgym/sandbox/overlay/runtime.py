@@ -1,4 +1,4 @@
-"""What the overlay backends of one process share: the zygote, the store of layers, boxes made ahead of demand."""
+"""Resources shared by the overlay backends of a process: the zygote, the store of layers, warm containers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ VARIABLE = "SANDBOXGYM_PRIVATE_IDS"
 
 
 class Box:
-    """The init of a box, and the way to it."""
+    """Connection to the init of a container."""
 
     def __init__(
         self, channel: socket.socket, pidfd: int, pid: int, group: Group | None, layer: Layer, base: int = 0
@@ -70,7 +70,7 @@ class Box:
         self._waiting = False
 
     def ask(self, what: str, request: dict[str, Any], descriptors: Sequence[int] = ()) -> list[int]:
-        """Have something done; the descriptors that come back.
+        """Send a request; the descriptors of the answer.
 
         Raises:
             OSError: it failed inside.
@@ -80,7 +80,7 @@ class Box:
         return self.answer()
 
     def tell(self, what: str, request: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """`ask` without waiting for the `answer`, which must be taken before the next request.
+        """Send a request without waiting for the `answer`, which must be taken before the next request.
 
         Raises:
             EOFError: the init is gone.
@@ -97,7 +97,7 @@ class Box:
         adopts: bool,
         descriptors: Sequence[int],
     ) -> list[int]:
-        """Start a process; its pidfd, and the master side of its terminal if it was given one.
+        """Start a process; its pidfd, and the master side of its terminal if it has one.
 
         Args:
             argv: program and arguments.
@@ -126,7 +126,7 @@ class Box:
             raise EOFError(str(error)) from error
 
     def answer(self) -> list[int]:
-        """The next answer; see `ask`."""
+        """Wait for the next answer; see `ask`."""
         payload, descriptors = wire.receive(self.channel)
         self._waiting = False
         if payload.startswith(b"error "):
@@ -137,7 +137,7 @@ class Box:
 
     @property
     def ended(self) -> bool:
-        """Whether every process is gone."""
+        """True if every process is gone."""
         return self.pidfd < 0 or readable(self.pidfd, 0)
 
     def freeze(self) -> bool:
@@ -146,7 +146,7 @@ class Box:
         return self.frozen
 
     def thaw(self) -> None:
-        """Let them go on. Idempotent."""
+        """Let stopped processes continue. Idempotent."""
         if self.frozen and self.group is not None:
             self.frozen = False
             with contextlib.suppress(OSError):  # they have ended, and the group with them
@@ -181,7 +181,7 @@ class Box:
 
 
 class Runtime:
-    """What all overlay backends of one process share: the store, the zygote, and the groups of control groups."""
+    """Resources shared by all overlay backends of one process: the store, the zygote, and the control groups."""
 
     def __init__(self) -> None:
         run_directories.reap()
@@ -224,11 +224,11 @@ class Runtime:
 
     @property
     def live(self) -> bool:
-        """Whether the zygote is there."""
+        """True if the zygote runs."""
         return self.process.poll() is None
 
     def box(self, flavour: Flavour) -> Box:
-        """An embryo, made ahead or now.
+        """Take a warm container, made ahead or now.
 
         Raises:
             SandboxUnavailable: the kernel refuses.
@@ -252,7 +252,7 @@ class Runtime:
         return box
 
     def prepare(self, flavour: Flavour) -> None:
-        """Have embryos made for those who ask next."""
+        """Have warm containers made for later requests."""
         with self.lock:
             coming = sum(kind == flavour for kind, _, _ in self._asked) + len(self._ready.get(flavour, ()))
             for _ in range(AHEAD - coming):
@@ -275,7 +275,7 @@ class Runtime:
         self._tell("embryo", spec)
 
     def _receive(self, wanted: Flavour) -> None:
-        """Take in the next embryo that was asked for; one of another kind than wanted may have failed."""
+        """Receive the next warm container that was requested; one of another kind than wanted may have failed."""
         try:
             payload, descriptors = wire.receive(self.channel)
         except (EOFError, OSError) as error:
@@ -302,13 +302,13 @@ class Runtime:
                 raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
 
     def discard(self, box: Box) -> None:
-        """End a box and give up its layer."""
+        """End a container and give up its layer."""
         with contextlib.suppress(SandboxError):
             box.end()
         self.store.drop([box.layer])
 
     def capturer(self, program: str, box: Box) -> socket.socket:
-        """A CRIU that looks at a live box; the socket to it.
+        """Start a CRIU that can capture a live container; the socket to it.
 
         Args:
             program: CRIU.
@@ -325,7 +325,7 @@ class Runtime:
         return ours
 
     def restorer(self, program: str, box: Box, work: Path) -> socket.socket:
-        """A CRIU that will restore into an embryo; the socket to it. The embryo has not answered yet.
+        """Start a CRIU that will restore into a warm container, which has not answered yet; the socket to it.
 
         Args:
             program: CRIU.
@@ -343,7 +343,7 @@ class Runtime:
         return ours
 
     def bring_pages(self, program: str, box: Box, *, layer: Path, images: Path, work: Path) -> int:
-        """Have the memory of what is about to be restored into ``box`` brought to it bit by bit.
+        """Have memory restored lazily into a container whose processes are about to be restored.
 
         Args:
             program: CRIU.
@@ -384,7 +384,7 @@ class Runtime:
             return self._features
 
     def watch(self, box: Box, limits: Limits) -> None:
-        """Hold a box to what it may take of the disk."""
+        """Hold a container to its limits of disk usage."""
         most = [accountant.NONE if limit is None else limit for limit in (limits.disk, limits.files)]
         self._tell("watch", box.pid, str(box.layer.files), *most)
 
@@ -394,7 +394,7 @@ class Runtime:
             self._tell("remove", list(paths))
 
     def forget(self) -> None:
-        """Close the ways to a zygote that was killed, and to the embryos that went with it."""
+        """Close the connections to a zygote that was killed, and to the warm containers that ended with it."""
         self.channel.close()
         for box in itertools.chain(*self._ready.values()):
             box.channel.close()
@@ -402,7 +402,7 @@ class Runtime:
         self._ready.clear()
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Wait until what was to be removed is gone."""
+        """Wait until all requested removals are done."""
         read, write = os.pipe()
         try:
             self._tell("settle", descriptors=[write])
@@ -412,7 +412,7 @@ class Runtime:
         os.close(read)
 
     def why_not_private(self, rootfs: RootFS) -> str:
-        """Why boxes over a root file system cannot have ids of their own; empty if they can, which is tried once."""
+        """Reason why containers over a root file system cannot have private ids; empty if they can, tested once."""
         if os.environ.get(VARIABLE) == "0":
             return f"{VARIABLE}=0 is set"
         with self.lock:
@@ -427,7 +427,7 @@ class Runtime:
             return self._private[rootfs.lowers]
 
     def shown(self, rootfs: RootFS) -> list[tuple[str, str, str]]:
-        """What is shown of the host: path, how (see ``mounts.py``), path inside."""
+        """Files of the host to show: path, kind of mount (see ``mounts.py``), path inside."""
         key = _digest(rootfs)
         with self.lock:
             if key not in self._shown:
@@ -436,7 +436,7 @@ class Runtime:
             return self._shown[key]
 
     def skeleton(self, rootfs: RootFS) -> Path:
-        """A directory with what has to be there to be mounted upon, to lie below everything else."""
+        """Lowest layer, with the mount points that every container needs."""
         path = self.directory / f"skeleton-{_digest(rootfs)}"
         with self.lock:
             if not path.exists():
@@ -455,12 +455,12 @@ class Runtime:
         return path
 
     def names(self, rootfs: RootFS, *, network: bool) -> Path:
-        """A layer with the files that names are resolved by, above a root file system; see ``files/name_files.py``."""
+        """Layer with the files of name resolution, above a root file system; see ``files/name_files.py``."""
         with self.lock:
             return names.layer(self.directory, rootfs.lowers, names.contents(network=network))
 
     def close(self) -> None:
-        """End the zygote, which ends every box, and give the run directory back."""
+        """End the zygote, which ends every container, and give the run directory back."""
         with contextlib.suppress(SandboxUnavailable):
             self._tell("end")  # forks of this process may hold the channel open
         self.channel.close()
@@ -490,7 +490,7 @@ _runtime_lock = threading.Lock()
 
 
 def runtime() -> Runtime:
-    """What this process's overlay backends share; made at the first call, and again where it died."""
+    """The runtime of this process; made at the first call, and again where it died."""
     global _runtime
     with _runtime_lock:
         if _runtime is not None and (_runtime.pid != os.getpid() or not _runtime.live):
@@ -510,7 +510,7 @@ def _close_runtime() -> None:
 
 
 def advice(error: Exception, *, rootless: bool) -> str:
-    """Why the kernel may have refused to make a box, and what helps."""
+    """Likely reason why the kernel refused to make a container, and the remedy."""
     code = error.errno if isinstance(error, OSError) else None
     what = "without root" if rootless else "as root"
     hint = ""

@@ -1,24 +1,28 @@
-"""A small process beside the owner that forks boxes, so that their making does not depend on the owner's size.
+"""A small process beside the owner that forks containers, at a cost independent of the owner's size.
 
 It is started by `command`, which imports this module without the package around it: standard library only, and little
-of that, for each box's init is a fork of it. The owner asks over a socket (`wire`, payloads by ``marshal``):
+of that, for each container's init is a fork of it. The owner sends requests over a socket (`ipc`, payloads by
+``marshal``):
 
-- ``("embryo", spec)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``init.py``. It
-  is made a moment later, for the box that was just started needs the kernel's locks itself, or at once after:
+- ``("embryo", spec)``: a warm container process in new namespaces, answered with its socket, a pidfd and its id; see
+  ``init.py``. It is made a moment later, for the container that was just started needs the kernel's locks itself, or at
+  once after:
 - ``("hurry",)``;
 - ``("private", directories)`` with a pipe: why files there cannot have private ids (``ids.py``), nothing if they can;
 - ``("features", path, …)`` with a socket: the mount namespace for every CRIU, with what it needs of the host, is sent
   through it; see ``checkpoint/criu_process.py``, as for:
-- ``("capture", spec)`` with a socket and that namespace: a CRIU in a box's namespaces, talked to through the socket;
-- ``("pages", spec)`` with two pipes and that namespace: a CRIU that brings a restored box its memory; what is asked to
-  be removed meanwhile of ``spec["layer"]``, where it has it from, stays until it is done;
-- ``("watch", id, directory, nbytes, files)``: kill the box when it takes more of the disk;
-  see ``layers/accountant.py``;
+- ``("capture", spec)`` with a socket and that namespace: a CRIU in a container's namespaces, which answers at the
+  socket;
+- ``("pages", spec)`` with two pipes and that namespace: a CRIU that lazily restores a container's memory; removals
+  requested meanwhile of ``spec["layer"]``, from which it reads, wait until it is done;
+- ``("watch", id, directory, nbytes, files)``: kill the container when it exceeds its limits of disk usage; see
+  ``layers/accountant.py``;
 - ``("remove", paths)``: delete directories in the background;
-- ``("settle",)`` with a descriptor: closed once all that was asked for is done;
+- ``("settle",)`` with a descriptor: closed once all earlier requests are done;
 - ``("end",)``.
 
-When the owner ends, however it does, every box is killed and the zygote with it. When the zygote ends, so do the boxes.
+When the owner ends, however it does, every container is killed and the zygote with it. When the zygote ends, so do the
+containers.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ PATIENCE = 300.0
 
 
 def command(python: str) -> list[str]:
-    """The command line of a zygote whose socket to the owner is its standard input."""
+    """Command line of a zygote whose socket to the owner is its standard input."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     program = (
         "import sys\n"
@@ -94,7 +98,7 @@ def main() -> NoReturn:
 
 
 class Zygote:
-    """What the owner's requests act on."""
+    """State of the zygote, on which requests act."""
 
     def __init__(self, owner: _socket.socket, settings: dict[str, Any]) -> None:
         self.owner = owner
@@ -163,7 +167,7 @@ class Zygote:
             self.work()
 
     def answer(self, request: tuple[Any, ...], descriptors: list[int]) -> None:
-        """Do what a request says."""
+        """Execute a request."""
         what, *rest = request
         if what == "embryo":
             self.embryos.append(rest[0])
@@ -197,7 +201,7 @@ class Zygote:
             raise ValueError(f"unknown request {what!r}")
 
     def embryo(self, spec: dict[str, Any]) -> None:
-        """Fork the init of a box and hand its socket to the owner."""
+        """Fork the init of a warm container and send its socket to the owner."""
         for path in spec["directories"]:
             os.mkdir(path, 0o755)
         opened: list[Any] = []
@@ -229,7 +233,7 @@ class Zygote:
                 one.close()
 
     def tell_private(self, directories: list[str], descriptors: list[int]) -> None:
-        """Write to a pipe why files in some directories cannot have private ids; nothing if they can."""
+        """Write to a pipe why files in these directories cannot have private ids; nothing if they can."""
         (answer,) = descriptors
         pid = os.fork()
         if pid == 0:
@@ -243,7 +247,7 @@ class Zygote:
         os.waitpid(pid, 0)
 
     def tell_features(self, needed: list[str], descriptors: list[int]) -> None:
-        """Make the mount namespace for every CRIU, once; the socket is closed where that cannot be done."""
+        """Make the mount namespace for every CRIU, once; the socket is closed where that fails."""
         answer = _socket.socket(fileno=descriptors[0])
         try:
             if self.features < 0:
@@ -255,7 +259,7 @@ class Zygote:
             answer.close()
 
     def beside(self, work: Any, spec: dict[str, Any], descriptors: list[int]) -> int:
-        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, all closed, where that fails."""
+        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, with all closed, on failure."""
         try:
             pid = os.fork()
             if pid == 0:
@@ -271,7 +275,7 @@ class Zygote:
                 os.close(descriptor)
 
     def collect(self) -> None:
-        """Collect what ended, and remove the control groups of boxes."""
+        """Collect ended children, and remove the control groups of containers."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -296,7 +300,7 @@ class Zygote:
                 self.read_report()
 
     def work(self) -> None:
-        """Start what is to be done in the background, and tell who waits for it."""
+        """Start background work, and notify those who wait for it."""
         if not self.remover and (self.waiting or time.monotonic() >= self.due):
             used = {path for path, _ in self.bringing.values()}
             if removable := [path for path in self.to_remove if path not in used]:
@@ -308,7 +312,7 @@ class Zygote:
             self.waiting.clear()
 
     def look_at_disk(self) -> None:
-        """Count what boxes wrote, if the disk lost enough since the last count that a limit may be reached.
+        """Count the writes of containers, if the disk lost enough since the last count that a limit may be reached.
 
         And once in a while, for what one process frees hides what another one writes.
         """
@@ -329,7 +333,7 @@ class Zygote:
             self.accountant = _aside(accountant.hold_to_limits, dict(self.watched), free, *known, self.report)
 
     def read_report(self) -> None:
-        """Take over what the accountant found out; nothing if it was killed."""
+        """Take over the accountant's report; nothing if it was killed."""
         with open(self.report, "rb", closefd=False) as file:
             file.seek(0)
             try:
@@ -340,7 +344,7 @@ class Zygote:
         self.bases |= {pid: base for pid, base in bases.items() if pid in self.watched}
 
     def end(self) -> None:
-        """Kill every box and collect it, with whatever brought it its memory."""
+        """End every container and collect it, with the process that restores its memory."""
         for pid, groups in self.boxes.items():
             os.kill(pid, signal.SIGKILL)
             for path in groups:  # the owner may have ended while it copied the files of stopped processes
@@ -353,13 +357,13 @@ class Zygote:
 
 
 def _free(path: str) -> tuple[int, int]:
-    """Bytes and files that there is room for; a file system that does not count files has room for many."""
+    """Free bytes and free files; a file system that does not count files has room for many."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else 1 << 62
 
 
 def _aside(work: Any, *arguments: Any) -> int:
-    """The id of a process that does ``work``."""
+    """Fork a process that does ``work``; its id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -373,14 +377,14 @@ def _aside(work: Any, *arguments: Any) -> int:
 
 
 def _thaw(path: str) -> None:
-    """Let a frozen group of version 1 go on, where not even a kill takes effect."""
+    """Thaw a frozen group of version 1, in which not even a kill takes effect."""
     state = os.path.join(path, "freezer.state")
     if os.path.exists(state):
         kernel.write_text(state, "THAWED")
 
 
 def _remove_group(path: str) -> None:
-    """Remove the control group of a box that ended; the last of its processes may take a moment."""
+    """Remove the control group of a container that ended; the exit of its last process may take a moment."""
     for _ in range(50):
         try:
             os.rmdir(path)
