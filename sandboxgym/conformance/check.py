@@ -1,9 +1,9 @@
-"""What a check is: a documented function with a stable id that passes, fails, skips or cannot tell.
+"""Checks: documented functions with a stable id that pass, fail, skip or stay inconclusive.
 
 1. A check returns a dict of measurements (PASS) or raises `Failed`, `Skipped` or `Inconclusive`. Any other exception
    of the environment under test is a FAIL with the traceback.
 2. `REGISTRY` holds all checks in the order of their definition; ids never change their meaning.
-3. Each check states its hazard and what it cannot see; reports print both.
+3. Each check states its hazard and its blind spots; reports print both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(enum.StrEnum):
-    """What became of a check."""
+    """Verdict of a check."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -33,7 +33,7 @@ class Verdict(enum.StrEnum):
 
 
 class Level(enum.IntEnum):
-    """What a check is about."""
+    """Level of a check: the part of the contract that it tests."""
 
     API = 0
     """The methods exist, refuse what they must, and declare what they cover."""
@@ -70,7 +70,7 @@ def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
 
 
 class Failed(Exception):
-    """The hazard was seen.
+    """The check saw its hazard.
 
     Attributes:
         evidence: measurements, as JSON values.
@@ -88,7 +88,7 @@ class Skipped(Exception):
 
 
 class Inconclusive(Exception):
-    """The check ran and cannot tell; the message is the reason."""
+    """The check ran without a decision; the message is the reason."""
 
     def __init__(self, message: str, evidence: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -109,7 +109,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much a run may spend. Loops end at their count or at the time, whichever is first."""
+    """Limits on the effort of a run. Loops end at their count or at the time, whichever is first."""
 
     name: str
     traces: int
@@ -137,7 +137,7 @@ class Budget:
 
     @classmethod
     def named(cls, name: str) -> Budget:
-        """``quick`` or ``full``.
+        """The budget ``quick`` or ``full``.
 
         Raises:
             ValueError: another name.
@@ -148,7 +148,7 @@ class Budget:
             raise ValueError(f"expected a budget of {', '.join(BUDGETS)}, found {name!r}") from None
 
     def paced(self, seconds: float) -> Budget:
-        """The budget for an environment of which one call, or one snapshot, takes that long.
+        """The budget for an environment whose calls, or snapshots, take that long.
 
         Where a control run would take more than a quarter of the soft limit, it is halved until it does not; where
         even the shortest does, loops may also end after fewer rounds. Both are coarse, so that the same environment
@@ -168,7 +168,7 @@ class Budget:
         return replace(self, steps=steps, traces=traces, share=share, total=total, waits=waits)
 
     def sharing(self, spent: float, checks: int) -> Budget:
-        """The budget for the next check, ``spent`` seconds after the start, with so many checks to go.
+        """The budget for the next check, ``spent`` seconds after the start, with so many checks left.
 
         A check may take three times its share of what is left, a quarter of the soft limit at least, all at most.
         """
@@ -233,7 +233,7 @@ class Check:
 
     @property
     def summary(self) -> str:
-        """What it does: the function's docstring."""
+        """Description of the check: the function's docstring."""
         return (self.function.__doc__ or "").strip()
 
 
@@ -247,7 +247,7 @@ REGISTRY: dict[str, Check] = {}
 def check(
     id: str, *, level: int, hazard: str, blind: str, needs: tuple[str, ...] = (), after: tuple[str, ...] = ()
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a check under its id; the function's docstring says what it does."""
+    """Register a check under its id; the function's docstring describes it."""
     unknown = set(needs) - set(NEEDS)
     if unknown:
         raise ValueError(f"{id}: expected needs among {NEEDS}, found {sorted(unknown)}")

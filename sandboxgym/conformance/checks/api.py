@@ -1,4 +1,4 @@
-"""Level 0: the protocol is there, declares what it covers, and refuses what it must."""
+"""Level 0: the environment has the protocol, declares what it covers, and refuses wrong use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level 5: environments of one family work at the same time, and a fork that fails leaves nothing."""
+"""Level 5: environments of one family work at the same time, and a failed fork leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _plan(
 
 
 def _together(tasks: list[Callable[[], None]]) -> None:
-    """Run tasks in threads that start at once; the first exception is raised."""
+    """Run tasks in threads that start together; the first exception is raised."""
     barrier = threading.Barrier(len(tasks))
 
     def started(task: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Gen
 
 
 class _Injected(Exception):
-    """Raised within a fork on purpose."""
+    """Exception injected into a fork."""
 
 
 @check(

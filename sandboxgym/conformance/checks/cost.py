@@ -1,4 +1,4 @@
-"""Level 6: what snapshots cost in time and bytes, and what that grows with."""
+"""Level 6: cost of snapshots in time and bytes, and its growth."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: int) -> list[Op]:
-    """The calls of an episode as long as can be found, at most ``wanted`` steps."""
+    """Calls of an episode as long as can be found, at most ``wanted`` steps."""
     best: list[Op] = []
     watch = Stopwatch()
     for attempt in range(20):

@@ -1,4 +1,4 @@
-"""Level 5: snapshots outlive the process, fit only where they belong, and are safe to load."""
+"""Level 5: snapshots outlive the process, fit only their own environment, and are safe to load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.Unpick
 
 
 def savable(subject: Subject) -> str | None:
-    """Why its snapshots cannot be saved and loaded; None if they can."""
+    """Reason why an environment's snapshots cannot be saved and loaded; None if they can."""
     with opened(subject) as env:
         env.reset(seed=1, options=subject.options(0))
         snap = take(env)
@@ -253,7 +253,7 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], saved: list[Any], when: str) -> int:
-    """Restore what another process saved, and compare; unless it played something else than is played here."""
+    """Restore the snapshots of another process, and compare; unless that process saw other outcomes than this one."""
     compared = 0
     for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
         if first_difference(
@@ -279,7 +279,7 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], sa
 def _same_there(
     scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: other_process.Child, unlike: bool
 ) -> int:
-    """Compare what another process gave after a restore; ``unlike``: even without snapshots it gives something else."""
+    """Compare the outcomes of another process after a restore; ``unlike``: they differ even without snapshots."""
     returned, last = outcomes[0], walk.expected[point - 1]
     pairs = list(zip(walk.expected[point : walk.end], outcomes[1:], range(point, walk.end)))
     if scene.subject.normalize is None and last.raised is None:
@@ -308,7 +308,7 @@ def _same_there(
 
 
 def _relative(subject: Subject, job: other_process.Job, child: other_process.Child) -> bool:
-    """Whether the environment cannot even be made and played in another working directory."""
+    """True if the environment cannot be made and played in another working directory."""
     try:
         other_process.run(subject, [job], child)
     except (other_process.Broken, other_process.Unreachable):
@@ -338,7 +338,7 @@ class _Foreign(SnapshotEnv[Any, Any]):
 
 
 class _ForeignHandle:
-    """What another package may call a snapshot."""
+    """A snapshot handle of another package."""
 
     id, parent, kind, env_id, digest, nbytes = "0", None, "memory", "Foreign-v0", "0", 1
     state: dict[str, Any] = {}  # noqa: RUF012
@@ -396,7 +396,7 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
 
 
 def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one other argument, if it plays.
+    """The environment made with one argument changed, if it can be played.
 
     Args:
         subject: as it is made else.
@@ -546,7 +546,7 @@ def _mutants(good: bytes, rng: np.random.Generator, count: int) -> Iterator[tupl
 
 
 class _Payload:
-    """Unpickled, it makes a directory."""
+    """A pickle payload that makes a directory when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Level 2: forks start where their source is, and then live alone."""
+"""Level 2: forks start at their source's state, and are independent from then on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CROWD = 64
 
 
 def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
-    """Other calls from ``point`` on, chosen along the way in an environment of its own."""
+    """Other calls from ``point`` on, chosen step by step in an environment of its own."""
     with opened(subject) as env:
         seed_spaces(env, control.seed)
         raw = None
@@ -105,7 +105,7 @@ def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -
 
 
 def _wide(subject: Subject, budget: Budget) -> int:
-    """One fork with many children, which go on alike, call by call in turn; how many."""
+    """Fork many children at once, compared call by call in turn; their number."""
     k = WIDE if budget.steps > SHORTEST else budget.forks + 1
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -386,7 +386,7 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
 
 
 def _varies(scene: Scene, walk: Walk, ops: Sequence[Op], future: Any, rng: np.random.Generator) -> bool:
-    """Whether futures of this moment are random often enough for forks that all have one to be at fault."""
+    """True if futures of this moment are random often enough for equal forks to be a fault."""
     if scene.subject.noise.startswith(seeding.OTHER_DRAWS):
         return True
     mark, others = len(scene.lines), 0
@@ -657,7 +657,7 @@ def _copied(scene: Scene, env: AnyEnv, how: str) -> AnyEnv:
 
 
 def _shallow(scene: Scene, control: Control) -> None:
-    """``copy.copy`` raises, where it is promised or the environment has one of its own."""
+    """Check that ``copy.copy`` raises, where it is promised or the environment has one of its own."""
     env = scene.start(control)
     scene.play(env, control.ops[:1])
     if not _defines(env, "__copy__"):

@@ -222,7 +222,7 @@ def _distinct(scene: Scene, control: Control, rng: np.random.Generator, palette:
 
 
 def identity(snap: Any) -> dict[str, Any]:
-    """Digest and bytes of a handle, where it has them and gives the same twice."""
+    """Digest and bytes of a handle, where it has them and gives them equal twice."""
     found: dict[str, Any] = {}
     for name in ("digest", "nbytes", "to_bytes"):
         try:
@@ -237,7 +237,7 @@ def identity(snap: Any) -> dict[str, Any]:
 
 
 def scribble(value: Any, seen: set[int] | None = None) -> int:
-    """Overwrite, in place, all containers within ``value``; how many there were."""
+    """Overwrite, in place, all containers within ``value``; their number."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return 0

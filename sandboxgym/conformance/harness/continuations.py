@@ -1,14 +1,15 @@
-"""Random continuations of a state, and how to draw them with and without a restore.
+"""Random continuations of a state, sampled with and without a restore.
 
 The samples are drawn in one of three designs, which the evidence names:
 
 - *replayed*: the controls are replays from ``reset(seed)`` to the very state of the snapshot, where ``np_random`` is
-  replaced, and every other generator that the environment leads to gets other bits; against ``restore(snap, seed=…)``.
-  For environments that repeat from a seed.
-- *replayed, no seed*: the same, against snapshots of that state, each with other streams, restored and forked without a
-  seed: for environments whose streams are not declared captured, where the default call must vary as the future does.
-- *live*: whole runs, each from a new environment and another seed, that were never interrupted; against such runs in
-  which a snapshot was taken on the way, a detour walked and the snapshot restored. Any environment allows this: if
+  replaced, and every other generator that the environment leads to gets other bits; compared with ``restore(snap,
+  seed=…)``. For environments that repeat from a seed.
+- *replayed, no seed*: the same, compared with snapshots of that state, each with other streams, restored and forked
+  without a seed: for environments whose streams are not declared captured, where the default call must vary as the
+  future does.
+- *live*: whole runs, each from a new environment and another seed, that were never interrupted; compared with such runs
+  in which a snapshot was taken on the way, a detour walked and the snapshot restored. Any environment allows this: if
   snapshots are faithful, the past and the future together have one distribution.
 """
 
@@ -42,7 +43,7 @@ PLACES = {"quick": 1, "full": 2}
 
 
 class Future(NamedTuple):
-    """A random continuation: what the tests look at."""
+    """A random continuation, reduced to the values that the tests use."""
 
     past: int
     """Hash of all that came before."""
@@ -61,7 +62,7 @@ class Future(NamedTuple):
 
 @dataclass
 class Policy:
-    """The same function of what was returned in every future: the only randomness is the environment's."""
+    """Policy of all futures, a fixed function of the outputs: the only randomness is the environment's."""
 
     subject: Subject
     first: Any
@@ -106,7 +107,7 @@ def _step(env: AnyEnv, action: Any) -> tuple[Any, ...] | None:
 
 
 def _numbers(*values: Any, most: int = 16) -> Iterator[float]:
-    """The numbers in nested values, at most 16 each; text has none."""
+    """Numbers in nested values, at most 16 each; text has none."""
     for value in values:
         if isinstance(value, dict):
             yield from _numbers(*[value[key] for key in sorted(value, key=str)])
@@ -121,7 +122,7 @@ def _numbers(*values: Any, most: int = 16) -> Iterator[float]:
 
 @dataclass
 class Place:
-    """A state, how to draw its futures with and without a restore, and how it was reached."""
+    """A state, its samplers of futures with and without a restore, and the way to it."""
 
     name: str
     design: str
@@ -140,12 +141,12 @@ class Place:
 
 
 def seed_of(*key: int) -> int:
-    """A seed that depends on all of some numbers."""
+    """A seed that depends on all of the given numbers."""
     return int(np.random.SeedSequence(key).generate_state(1)[0]) % 2**31
 
 
 def renew(env: AnyEnv, seed: int) -> None:
-    """Fresh streams, of the spaces too."""
+    """Replace the random streams by fresh ones, those of the spaces too."""
     renew_streams(env, seed)
     seed_spaces(env, seed)
 
@@ -159,7 +160,7 @@ def reach(subject: Subject, env: AnyEnv, control: Control, point: int, seed: int
 
 
 def policy_at(subject: Subject, env: AnyEnv, control: Control, point: int, limit: int) -> Policy:
-    """The policy of all futures from one moment of a control run; it begins with that run's next action."""
+    """Policy of all futures from one moment of a control run; it begins with that run's next action."""
     following = control.ops[point] if point < len(control.ops) else control.ops[0]
     space = copy.deepcopy(env.action_space)
     seed = seed_of(subject.seed, point, 5)
@@ -169,7 +170,7 @@ def policy_at(subject: Subject, env: AnyEnv, control: Control, point: int, limit
 
 
 def _reusable(subject: Subject, control: Control) -> bool:
-    """Whether a used environment that is reset runs like a new one (not with running statistics in a wrapper)."""
+    """True if a used environment that is reset runs like a new one (not with running statistics in a wrapper)."""
     with opened(subject) as env:
         for trial in range(2):
             reach(subject, env, control, 1)
@@ -183,7 +184,7 @@ def _reusable(subject: Subject, control: Control) -> bool:
 
 
 def replayed(subject: Subject, control: Control, point: int, budget: Budget, stack: contextlib.ExitStack) -> Place:
-    """The first design; its environments are closed with ``stack``."""
+    """Place of the replayed design; its environments are closed with ``stack``."""
     source = stack.enter_context(opened(subject))
     reach(subject, source, control, point)
     snap = take(source)
@@ -210,7 +211,7 @@ def replayed(subject: Subject, control: Control, point: int, budget: Budget, sta
 
 
 def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.ExitStack) -> Place:
-    """The second design, at a place of the first; its environments are closed with ``stack``."""
+    """Place of the design without seeds, at a replayed one; its environments are closed with ``stack``."""
     control, point = place.control, place.point
     source = stack.enter_context(opened(subject))
     reach(subject, source, control, point)
@@ -238,7 +239,7 @@ def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.E
 
 
 def live(subject: Subject, control: Control, point: int, budget: Budget) -> Place:
-    """The third design."""
+    """Place of the live design."""
     with opened(subject) as env:
         policy = policy_at(subject, env, control, point, budget.steps)
 
@@ -271,7 +272,7 @@ def live(subject: Subject, control: Control, point: int, budget: Budget) -> Plac
 
 
 def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tuple[list[Place], str]:
-    """Where futures are random, most varied first transitions first; the reason where nowhere."""
+    """Places with random futures, most varied first transitions first; the reason if there are none."""
     found: list[tuple[int, Place]] = []
     tried = 0
     for index in range(2):
@@ -307,13 +308,13 @@ def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tup
 
 
 def _variety(draw: Callable[[int], Future], budget: Budget) -> tuple[int, int]:
-    """How many different futures a few draws give, and how many draws that were."""
+    """Number of different futures in a few draws, and the number of draws."""
     seen = [draw(10**6 + trial).whole for trial in budget.spending(PILOT, at_least=PILOT // 2)]
     return len(set(seen)), len(seen)
 
 
 def _replaceable(subject: Subject, control: Control) -> bool:
-    """Whether ``np_random`` can be replaced (a proxy's may be another environment's)."""
+    """True if ``np_random`` can be replaced (a proxy's may be another environment's)."""
     with opened(subject) as env:
         reach(subject, env, control, 1)
         try:

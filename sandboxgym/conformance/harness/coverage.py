@@ -1,10 +1,10 @@
 """Controls found by search: long episodes, every way of ending, rare actions and events.
 
-1. A search only proposes actions. What is compared with is recorded from a reset, without any snapshot, so that faulty
-   snapshots cost coverage and never a verdict.
-2. It goes back to promising moments with the environment's own snapshots, as a tree does; where these raise, what plain
-   episodes have reached is all there is.
-3. It is bounded in calls and in seconds of the processor, and made once for all checks of a run.
+1. A search only proposes actions. The control is recorded from a reset, without any snapshot, so that faulty snapshots
+   cost coverage and never a verdict.
+2. It returns to promising moments with the environment's own snapshots, as a tree does; where these raise, the coverage
+   is that of plain episodes.
+3. It is bounded in calls and in processor seconds, and made once for all checks of a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Feature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a search found."""
+    """Result of a search."""
 
     controls: tuple[Control, ...]
     """Recorded runs that together reach the most, endings first."""
@@ -56,7 +56,7 @@ class Coverage:
 
 @dataclass
 class _Moment:
-    """Where a search can go on."""
+    """A moment from which a search can continue."""
 
     path: tuple[Any, ...]
     """The actions since the reset."""
@@ -70,7 +70,7 @@ _found: weakref.WeakKeyDictionary[Subject, dict[tuple[Budget, int], Coverage]] =
 
 
 def coverage(subject: Subject, budget: Budget) -> Coverage:
-    """What the search of a run found, made when first asked for."""
+    """Coverage by the search of a run, made at the first request."""
     known = _found.setdefault(subject, {})
     key = (replace(budget, seconds=0.0, total=0.0), subject.seed)  # checks of one run may have other limits
     if key not in known:
@@ -125,7 +125,7 @@ def _longest(control: Control, budget: Budget) -> int:
 
 
 def ending(control: Control) -> str:
-    """How the first episode of a control run ended."""
+    """Ending of the first episode of a control run."""
     if control.ended is None:
         return "not reached"
     last = control.outcomes[control.ended - 1]
@@ -150,7 +150,7 @@ def _counted(values: Iterator[str]) -> Iterator[tuple[str, int]]:
 
 
 def kind(action: Any) -> Any:
-    """What sort of an action it is: the number, the verb of a command, else its type."""
+    """Kind of an action: the number, the verb of a command, else its type."""
     if isinstance(action, (bool, int, np.integer)):
         return int(action)
     if isinstance(action, str):
@@ -159,7 +159,7 @@ def kind(action: Any) -> Any:
 
 
 def _news(control: Control, seen: set[Feature]) -> Iterator[int]:
-    """How many calls were made when a recorded run first showed something; ``seen`` is what others showed."""
+    """Number of calls after which a recorded run first showed a new feature; ``seen`` holds those of the others."""
     for index in range(1, control.last):
         op, outcome = control.ops[index], control.outcomes[index]
         features: set[Feature] = {("action", kind(op.value)), ("raised", outcome.raised)}
@@ -172,7 +172,7 @@ def _news(control: Control, seen: set[Feature]) -> Iterator[int]:
 
 
 def _features(action: Any, raw: tuple[Any, ...], total: float) -> Iterator[Feature]:
-    """What a step showed."""
+    """Features of a step."""
     observation, reward, terminated, truncated, info = raw
     yield ("action", kind(action))
     if terminated or truncated:
@@ -208,7 +208,7 @@ class _Search:
     _length: int = 4
 
     def run(self) -> None:
-        """Plain episodes, then a long one that goes back from every end, then bursts from where something was new."""
+        """Run plain episodes, then a long one that returns from every end, then bursts from new features."""
         quick = CALLS.get(self.budget.name, CALLS["quick"])
         self.most = quick // self.starts if self.index else quick
         self.watch = Stopwatch()
@@ -230,7 +230,7 @@ class _Search:
             self.stopped = f"{type(error).__qualname__}: {error}"[:200]
 
     def late(self) -> bool:
-        """Whether the search has had its share."""
+        """True if the search has used its share."""
         limit = self.budget.seconds / 2
         waited = self.watch.elapsed > (2 if self.budget.waits else 6) * limit
         return self.calls >= self.most or waited or self.watch.busy > limit
@@ -251,7 +251,7 @@ class _Search:
     def _new(
         self, path: tuple[Any, ...], raw: tuple[Any, ...], total: float, seen: frozenset[Feature]
     ) -> tuple[bool, frozenset[Feature]]:
-        """Enter what the last step of a path showed; whether any of it was new, and all that the path has shown."""
+        """Record the features of a path's last step; True if any was new, and all features of the path."""
         news = False
         mine = set()
         for feature in _features(path[-1], raw, total):
@@ -284,7 +284,7 @@ class _Search:
                 return
 
     def _survive(self, env: AnyEnv) -> None:
-        """One long episode: from every end but a truncation back by ever more steps."""
+        """Play one long episode: from every end but a truncation, return by ever more steps."""
         raw = self._reset(env)
         if raw is None:
             return
@@ -349,7 +349,7 @@ def _number(reward: Any) -> float:
 
 
 def _chosen(searches: list[_Search], count: int) -> list[tuple[_Search, tuple[Any, ...]]]:
-    """The paths that together show the most: one of each ending, the longest, then by what they add."""
+    """The paths with the largest joint coverage: one of each ending, the longest, then by their additions."""
     candidates = [
         (search, *found) for search in searches for found in {id(it[0]): it for it in search.paths.values()}.values()
     ]
@@ -376,5 +376,5 @@ def _chosen(searches: list[_Search], count: int) -> list[tuple[_Search, tuple[An
 
 
 def _telling(features: frozenset[Feature]) -> set[Feature]:
-    """Features that a report's reader would call an event."""
+    """Features that a reader of the report would call an event."""
     return {feature for feature in features if feature[0] not in ("place", "return")}

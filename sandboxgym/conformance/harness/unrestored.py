@@ -1,7 +1,7 @@
-"""Attributes of a `SnapshotEnv` that change while it is played and that a restore does not bring back.
+"""Attributes of a `SnapshotEnv` that change during play and that a restore does not bring back.
 
 Such a difference alone is no fault: it may be a cache, or a record that nothing depends on. So it is no verdict; the
-report names it, because what is not in the captured state is beyond the trials of `strength`.
+report names it, because state outside the capture is beyond the trials of `strength`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ABSENT = object()
 
 
 def unrestored(subject: Subject, runs: Sequence[Control], over: Callable[[], bool] = lambda: False) -> dict[Path, str]:
-    """Paths of attributes that change in play, differ after a restore and are not in the captured state, and where.
+    """Paths of attributes that change in play, differ after a restore and are not captured, with the places found.
 
     Args:
         subject: what is certified.
@@ -126,7 +126,7 @@ def _look(value: Any, path: Path, found: dict[Path, Any], seen: set[int]) -> Non
 
 
 def _elements(value: Any) -> float:
-    """How many elements nested plain containers have; infinitely many where something else is in them."""
+    """Number of elements in nested plain containers; infinite where they hold another type."""
     if value is None or isinstance(value, _SCALARS):
         return 1
     if isinstance(value, np.ndarray):
@@ -142,7 +142,7 @@ def _elements(value: Any) -> float:
 
 
 def _names(state: Any, depth: int = 3) -> Iterator[str]:
-    """Names of what is in a captured state."""
+    """Names in a captured state."""
     if isinstance(state, dict):
         items = [(key, item) for key, item in state.items() if isinstance(key, str)]
     elif dataclasses.is_dataclass(state) and not isinstance(state, type):

@@ -19,7 +19,7 @@ RUNS = 2
 
 
 def affordable(subject: Subject, budget: Budget) -> int:
-    """The number of steps that an episode may have, by what a call of the first control run takes."""
+    """Number of steps that an episode may have, by the time of a call in the first control run."""
     control = subject.control(0, budget.steps)
     size = len(pickle.dumps(control.outcomes)) / len(control.outcomes)
     seconds = SECONDS.get(budget.name, SECONDS["quick"]) / max(control.seconds / len(control.ops), 1e-7)
@@ -27,7 +27,7 @@ def affordable(subject: Subject, budget: Budget) -> int:
 
 
 def whole_episodes(subject: Subject, budget: Budget) -> tuple[Control, ...]:
-    """Runs up to an end that the usual ones do not reach, recorded when first asked for; none where that takes long."""
+    """Runs up to an end that the usual ones do not reach, recorded at the first request; none where that takes long."""
     key = (budget.name, budget.steps)
     if key not in subject._whole:
         found: list[Control] = []

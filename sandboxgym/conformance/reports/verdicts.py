@@ -1,4 +1,4 @@
-"""What a report says in one line, and how much each PASS is worth."""
+"""One-line summary of a report, and the weight of each PASS."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNRESTORED = "changes in play, not restored"
 
 
 class Headline(NamedTuple):
-    """A verdict on the whole."""
+    """Verdict on the whole run."""
 
     text: str
     kind: str
@@ -47,7 +47,7 @@ class Headline(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """How much a PASS is worth."""
+    """Weight of a PASS."""
 
     trials: str
     """How often it was tried: ``400 restores``."""
@@ -58,7 +58,7 @@ class Weight(NamedTuple):
 
 
 def headline(report: Mapping[str, Any]) -> Headline:
-    """The verdict of a report in its JSON form: faithful or not, and what else fails; or why that was not found out."""
+    """Headline of a report in its JSON form: faithful or not, and other failures; or the reason for no verdict."""
     failed = [result["id"].partition(".")[0] for result in report["results"] if result["verdict"] == "FAIL"]
     aside = [theme for theme in failed if theme in ASIDE]
     total = sum(report["counts"].values())
@@ -84,7 +84,7 @@ def headline(report: Mapping[str, Any]) -> Headline:
 
 
 def _but(report: Mapping[str, Any]) -> str:
-    """What whoever reads only the headline must know."""
+    """Reservation for those who read only the headline."""
     ended = unended({result["id"]: result for result in report["results"]})
     lost = (report.get("strength") or {}).get("unrestored", ())
     text = f"; {ended}: what happens after the end was not tested" if ended else ""
@@ -92,7 +92,7 @@ def _but(report: Mapping[str, Any]) -> str:
 
 
 def weight(result: Mapping[str, Any]) -> Weight:
-    """What a result in its JSON form was worth, as far as its measurements tell."""
+    """Weight of a result in its JSON form, as far as its measurements tell."""
     evidence = result["evidence"]
     name, count = next(
         ((name, evidence[name]) for name in COUNTS if type(evidence.get(name)) is int and evidence[name]), ("", 0)
@@ -105,5 +105,5 @@ def weight(result: Mapping[str, Any]) -> Weight:
 
 
 def rarest(trials: int) -> int:
-    """One in how many a fault may be that so many independent trials show with a probability of `SURE`."""
+    """Rarest fault, one in so many, that so many independent trials show with a probability of `SURE`."""
     return max(1, int(1 / (1 - (1 - SURE) ** (1 / max(1, trials)))))

@@ -1,7 +1,7 @@
-"""The statistics of a run: futures drawn on both sides, all tests on them, and their common error rate.
+"""Statistics of a run: futures sampled on both sides, all tests on them, and their common error rate.
 
-All p-values of a run (of the three statistical checks) go into one procedure of Holm at `statistics.ALPHA`. In the
-live design runs are permuted among those with the same past only, as far as there are many.
+All p-values of a run (of the three statistical checks) go into one procedure of Holm at `tests.ALPHA`. In the live design
+runs are permuted among those with the same past only, if these are many.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CELLS = 6
 
 @dataclass
 class Study:
-    """All that the statistical checks of a run found out, for Holm's procedure must see all p-values."""
+    """All statistical results of a run, together because Holm's procedure must see all p-values."""
 
     reason: str = ""
     """Why there is nothing to test."""
@@ -70,7 +70,7 @@ TRANSITIONS, RETURNS, SIBLINGS = (
 
 
 def study(subject: Subject, budget: Budget) -> Study:
-    """The study of a subject, made when first asked for."""
+    """The study of a subject, made at the first request."""
     if importlib.util.find_spec("scipy") is None:
         raise Skipped("power and intervals need scipy: pip install 'sandboxgym[conformance]'")
     known = _studies.setdefault(subject, {})
@@ -112,7 +112,7 @@ def _study(subject: Subject, budget: Budget) -> Study:
 
 
 def _sample(place: Place, budget: Budget, shift: float, alpha: float, seconds: float) -> None:
-    """Draw from both sides in turn, so that what drifts does so on both, until there are enough for the power."""
+    """Draw from both sides in turn, so that drift affects both, until the samples suffice for the power."""
     enough = next(
         (n for n in range(50, budget.samples, 50) if st.power((n, n), CELLS, shift, alpha) >= st.POWER), budget.samples
     )
@@ -172,7 +172,7 @@ def _ends(pooled: list[Future], cells: int) -> Any:
 
 
 def _strata(pooled: list[Future]) -> Any:
-    """Groups with the same past; those with few members are one."""
+    """Groups with the same past; small groups are merged."""
     pasts = st.labelled([future.past for future in pooled])
     counts = np.bincount(pasts)
     frequent = int((counts >= max(50, len(pooled) // 8)).sum())
@@ -180,7 +180,7 @@ def _strata(pooled: list[Future]) -> Any:
 
 
 def _rows(pooled: list[Future], depth: int) -> Any:
-    """The numbers of a transition as rows, or None where there are none, or not always as many."""
+    """Numbers of a transition as rows, or None where there are none, or not always as many."""
     widths = {len(future.numbers[depth]) for future in pooled if depth < len(future.numbers)}
     if len(widths) != 1 or (width := widths.pop()) < 2:
         return None
@@ -189,7 +189,7 @@ def _rows(pooled: list[Future], depth: int) -> Any:
 
 
 def _script(place: Place) -> str:
-    """Lines that sample the next transition on both sides."""
+    """Lines of a script that samples the next transition on both sides."""
     seed, options = place.control.ops[0].value
     actions = [op.value for op in place.control.ops[1 : place.point]]
     following = place.control.ops[place.point]
@@ -236,7 +236,7 @@ for transition in uninterrupted | restored:
 
 
 def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[list[Future]]]:
-    """Families of seeded siblings at one state, by how they were made; every family has a seed of its own."""
+    """Families of seeded siblings at one state, by the way of making them; every family has a seed of its own."""
     k = max(2, budget.forks)
     made: dict[str, list[list[Future]]] = {"fork": [], "restore": []}
     with contextlib.ExitStack() as stack:
@@ -265,7 +265,7 @@ def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[
 def _relate(
     result: Study, families: dict[str, list[list[Future]]], same: list[Future], rng: np.random.Generator, draws: int
 ) -> None:
-    """Whether members of a family agree, of the next transition and of all near ones, and have one distribution."""
+    """Test members of families for agreement, in the next transition and in all near ones, and for one distribution."""
     tests = result.tests.setdefault(SIBLINGS, {})
 
     def alike(name: str, one: list[Future], other: list[Future]) -> None:

@@ -1,7 +1,7 @@
-"""Random streams by looking: every generator that an environment leads to, wherever it keeps it.
+"""Level 3: random streams compared bit by bit: every generator that an environment's attributes lead to.
 
-`generators` finds them. What differs is a fault only where the stream decides what happens: it is given other bits in
-an environment of its own, and the future must then be another. Streams without an effect are told in the evidence.
+`generators` finds them. A difference is a fault only where the stream affects the outcomes: the stream gets other bits
+in an environment of its own, and the future must then change. Streams without an effect are listed in the evidence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bits = dict[str, Any]
 
 
 class _Proof:
-    """Which streams decide what happens, found out when first asked for."""
+    """The streams that affect the outcomes, found at the first request."""
 
     def __init__(self, subject: Subject, budget: Budget) -> None:
         self.subject, self.budget = subject, budget
@@ -35,7 +35,7 @@ class _Proof:
         self.effectless: set[str] = set()
 
     def effect(self, path: str, *, episode: bool) -> str:
-        """What other bits of a stream change, in words: within the episode, or in the next one too; else empty."""
+        """Effect of other bits in a stream, in words: within the episode, or in the next one too; else empty."""
         key = (path, episode)
         if key not in self.known:
             self.known[key] = self._effect(path, episode)
@@ -73,7 +73,7 @@ class _Proof:
 
 
 def _effect_after_restore(subject: Subject, control: Control, path: str, trial: int) -> str:
-    """What other bits of a stream change in a restored future, where runs from a seed vary but restores do not."""
+    """Effect of other bits in a stream on a restored future, where runs from a seed vary but restores do not."""
     point = max(1, control.last // 3)
     futures = []
     with opened(subject) as env:
@@ -109,7 +109,7 @@ def _control(subject: Subject, budget: Budget, index: int = 0) -> Control:
 
 
 def _repeating(subject: Subject, budget: Budget) -> Control:
-    """A control run that repeats itself, or from which at least two restores of one snapshot go on alike."""
+    """A control run that repeats itself, or for which at least two restores of one snapshot give equal futures."""
     control = subject.control(0, budget.steps)
     if not control.repeatable:
         point, futures = max(1, control.last // 3), []

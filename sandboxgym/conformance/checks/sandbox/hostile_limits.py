@@ -1,7 +1,7 @@
-"""Level 4: the limits that a sandbox declares, held against commands that try to pass them.
+"""Level 4: declared limits of a sandbox, tested with commands that try to exceed them.
 
-What is tried is in ``attacks.py``. A limit that is not declared (`Subject.limits`), or is larger than a check can try
-in seconds, is skipped with the reason.
+The commands are defined in ``attacks.py``. A limit that is not declared (`Subject.limits`), or is larger than a check
+can try in seconds, is skipped with the reason.
 """
 
 from __future__ import annotations
