@@ -1,7 +1,7 @@
 """Statistics of a run: futures sampled on both sides, all tests on them, and their common error rate.
 
-All p-values of a run (of the three statistical checks) go into one procedure of Holm at `tests.ALPHA`. In the live design
-runs are permuted among those with the same past only, if these are many.
+All p-values of a run (of the three statistical checks) go into one procedure of Holm at `tests.ALPHA`. In the live
+design runs are permuted among those with the same past only, if these are many.
 """
 
 from __future__ import annotations
