@@ -20,11 +20,11 @@ INT, TUPLE, ARRAY, SCALAR, SET, FROZENSET = range(1, 7)
 """Extension types."""
 
 MAX_NESTING = 32
-"""Of extension types; each level takes about 40 KB of the C stack, which hostile bytes could exhaust."""
+"""Levels of extension types; each takes about 40 KB of the C stack, which hostile bytes could exhaust."""
 MAX_DEPTH = 512
-"""Of lists, maps and extension types together; msgpack encodes 511 lists, and decodes twice as many."""
+"""Levels of lists, maps and extension types together; msgpack encodes 511 lists, and decodes twice as many."""
 MAX_INT = 2**16
-"""Bytes of an integer."""
+"""Largest integer, in bytes."""
 
 _FLOOR, _PER_BYTE = 4 * 2**20, 28
 """Bytes of memory for containers: whatever the encoding's size, and for each byte of it.
@@ -41,8 +41,7 @@ _COPIED_FLOOR = 2**20
 FEW = 64
 """Keys whose collisions cost nothing."""
 _PROBES = 64
-"""Looks at taken places for each key, on average; ordinary keys take one or two, multiples of a large power of 2
-thirty."""
+"""Average probes of occupied slots per key; ordinary keys take one or two, multiples of a large power of 2 thirty."""
 _LINEAR = 9  # places that a set tries next to each other
 _SHIFT = 5
 _HASH = 2**64 - 1

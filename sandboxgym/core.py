@@ -65,7 +65,7 @@ ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
 
 Through = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
-"""From the (observation, info) of an environment to that of the wrappers around it."""
+"""Maps the (observation, info) of an environment to that of the wrappers around it."""
 
 Kind = Literal["memory", "filesystem", "full", "logical", "replay"]
 
@@ -85,21 +85,21 @@ class SnapshotSpec:
     """Declaration of the state that an environment's snapshots cover; the conformance suite measures each claim."""
 
     kind: Kind = "memory"
-    """Where the state is kept: memory, files, files and processes, another system's terms, or a replayed prefix."""
+    """Form of the kept state: memory, files, files and processes, another system's terms, or a replayed prefix."""
     cost: Literal["constant", "written", "steps"] = "constant"
-    """What the cost of one snapshot grows with: nothing, what was written so far, or the steps taken so far."""
+    """Growth of one snapshot's cost: none, with the writes so far, or with the steps so far."""
     rng: bool = True
     """Random streams are captured, so a restore repeats the same draws."""
     processes: bool = False
     """Running processes of the sandbox are captured."""
     clock: bool = False
-    """Time as seen inside goes on from the captured moment."""
+    """Time as seen inside continues from the captured moment."""
     cross_process: bool = True
     """A saved snapshot restores in another process."""
     cross_host: bool = True
     """A saved snapshot restores on another machine."""
     loses: tuple[str, ...] = ()
-    """What these do not hold, though snapshots of this ``kind`` usually do: the suite's probes (``file.xattr``)."""
+    """Losses although snapshots of this ``kind`` usually hold them, by names of the suite's probes (``file.xattr``)."""
 
 
 @runtime_checkable
@@ -357,10 +357,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     snapshot_spec: SnapshotSpec = SnapshotSpec()
     state_version: ClassVar[int] = 1
-    """Raise it when the meaning of the captured state changes; older snapshots are then refused."""
+    """Version of the captured state's meaning; raise it with a change, and older snapshots are refused."""
     immutable_state: ClassVar[bool] = False
     step_limit: int | None = None
-    """Steps after which a ``TimeLimit`` ends an episode, as far as `SnapshotWrapper` finds one (``gym.make``)."""
+    """Steps after which a ``TimeLimit`` ends an episode, if `SnapshotWrapper` finds one (``gym.make``)."""
 
     _last: Transition | None = None
     _was_reset: bool = False
@@ -712,7 +712,7 @@ def copied(value: Any) -> Any:
 
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types of values that a copy would not differ from."""
+"""Types of values that need no copy."""
 
 
 def _copied(value: Any) -> Any:

@@ -31,14 +31,14 @@ class DataFile:
     """One published file of a data set."""
 
     name: str
-    """Of the file in the data set's directory; for an archive, of the archive."""
+    """Name of the file in the data set's directory; for an archive, of the archive."""
     url: str
     sha256: str | None = None
     """Pinned only if the published file was hashed; else the first download is recorded and later ones compared."""
     holds: tuple[str, ...] = ()
-    """Not empty for an archive: patterns, of which one matches a file once it is unpacked."""
+    """For an archive: patterns, of which one matches a file once it is unpacked."""
     other_names: tuple[str, ...] = ()
-    """Under which the file, or the same content in another format, may be handed in with ``--from``."""
+    """Names under which the file, or the same content in another format, may be given with ``--from``."""
 
     @property
     def is_archive(self) -> bool:
@@ -60,7 +60,7 @@ class DataSet:
     about: str
     licence: str
     parts: dict[str, tuple[DataFile, ...]]
-    """What can be downloaded by itself; the first part is the default."""
+    """Parts that can be downloaded separately; the first is the default."""
     about_parts: dict[str, str] = field(default_factory=dict)
     variable: str | None = None
     """Environment variable that names its directory, checked first."""
@@ -164,7 +164,7 @@ CACHES = {
     "swebench": "prepared tasks",
     "sandbox": "root file systems: the host's tool chain, unpacked images",
 }
-"""Directories under `cache_dir` and what they hold; ``sandboxgym gc --all`` deletes these and no others."""
+"""Directories under `cache_dir` and their content; ``sandboxgym gc --all`` deletes these and no others."""
 
 
 def directory(name: str) -> Path:

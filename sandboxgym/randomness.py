@@ -20,7 +20,7 @@ _BIT_GENERATORS = {name: getattr(np.random, name) for name in ("PCG64", "PCG64DX
 _NAMES = {kind: name for name, kind in _BIT_GENERATORS.items()}
 
 _WORDS = 128
-"""Of a seed sequence's entropy, and of its spawn key."""
+"""Words of a seed sequence's entropy, and of its spawn key."""
 
 _LEAVES = frozenset(
     {gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Text, Unicode}

@@ -38,17 +38,17 @@ class Level(enum.IntEnum):
     API = 0
     """The methods exist, refuse what they must, and declare what they cover."""
     EXACT = 1
-    """A restored environment goes on exactly like one that was never interrupted."""
+    """A restored environment continues exactly like one that was never interrupted."""
     ISOLATION = 2
-    """Forks and everything else in the process see nothing of each other."""
+    """Forks and everything else in the process are isolated from each other."""
     DISTRIBUTION = 3
-    """Where futures are random, they are so with the right distribution."""
+    """Random futures have the right distribution."""
     PROBES = 4
-    """Hidden state of a sandbox: what is kept, lost, leaked."""
+    """Hidden state of a sandbox: kept, lost or leaked."""
     DURABLE = 5
     """Files, other processes, resources, crashes, threads."""
     COST = 6
-    """Time and size, and what they grow with."""
+    """Time and size, and their growth."""
 
 
 def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
@@ -125,15 +125,15 @@ class Budget:
     depth: int
     """Length of a chain in which each snapshot is taken from a restored one."""
     samples: int
-    """Draws a side of a test of distributions."""
+    """Draws on each side of a test of distributions."""
     seconds: float
     """Soft limit of one check in seconds."""
     share: float = 1.0
     """Share of the least counts of loops, which are reached whatever the time, that a slow environment must reach."""
     total: float = math.inf
-    """Seconds of processor that a run of all checks aims at."""
+    """Processor seconds that a run of all checks aims at."""
     waits: bool = False
-    """Half of the seconds on the wall count for that too: others do what the environment is asked for."""
+    """Half of the wall time counts towards the budget too: other processes do the environment's work."""
 
     @classmethod
     def named(cls, name: str) -> Budget:
@@ -201,9 +201,9 @@ class Budget:
 SHORTEST = 8
 """Steps of a control run below which the checks see too little."""
 SLOW = 0.01
-"""Seconds of a call from which on an environment is one of processes or containers, not of memory."""
+"""Seconds per call above which an environment counts as one of processes or containers, not of memory."""
 PATIENCE = 300.0
-"""What `Budget.total` is for these at most; half of the time on the wall counts, so that it is ten minutes."""
+"""`Budget.total` of these at most; half of the wall time counts, so that it is ten minutes."""
 LEAST = 0.25
 """The smallest share of the least counts."""
 
@@ -223,13 +223,13 @@ class Check:
     level: Level
     function: CheckFunction
     needs: tuple[str, ...]
-    """Capabilities without which it is skipped; see `NEEDS`."""
+    """Capabilities without which the check is skipped; see `NEEDS`."""
     after: tuple[str, ...]
     """Checks that must not have failed."""
     hazard: str
-    """What goes wrong in training when this fails."""
+    """The harm to training if the check fails."""
     blind: str
-    """What it cannot see."""
+    """Faults that the check cannot see."""
 
     @property
     def summary(self) -> str:

@@ -91,7 +91,7 @@ class Report:
     capabilities: dict[str, Any]
     results: tuple[Result, ...]
     budget: str
-    """Its name, and where the environment is slow what became of it."""
+    """Name of the budget, and its reduction where the environment is slow."""
     levels: tuple[int, ...]
     seed: int
     started: str
@@ -99,13 +99,13 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
     strength: Strength | None = None
-    """What it would have seen; None where that was not asked for."""
+    """Strength of the certificate; None where it was not measured."""
     machine: dict[str, float | None] = field(default_factory=dict)
-    """Runnable processes before and after (mean of a minute), cores, and how long the environment takes for a call."""
+    """Runnable processes before and after (mean of a minute), cores, and seconds per call of the environment."""
     reset_options: str = ""
-    """Which reset options were not given, in words."""
+    """Reset options that were not given, in words."""
     beside: tuple[Report, ...] = ()
-    """Of the same checks, on the environment made in other ways."""
+    """Reports of the same checks on the environment made in other ways."""
 
     def __getitem__(self, id: str) -> Result:
         for result in self.results:

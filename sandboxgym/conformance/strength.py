@@ -49,17 +49,17 @@ CHECKS = (
     "freshness.render",
     "restore.whole_episode",
 )
-"""The checks that a fault meets, in this order."""
+"""Checks that a fault meets, in this order."""
 FIRST = {"shared": ("snapshot.immutable",), "stream": ("restore.random_streams",)}
-"""The checks that are most likely to see a kind of fault; of others `VALUES`."""
+"""Checks most likely to detect a kind of fault; for other kinds `VALUES`."""
 VALUES = ("restore.trace_equality", "freshness.last_info", "restore.after_done", "freshness.observation")
 LIKELY = 4
-"""How many checks a fault meets before all faults have met so many."""
+"""Checks that a fault meets in the first round over all faults."""
 SHARE = 0.25
-"""Of the time that the checks took: what this may take in addition."""
+"""Additional time, as a share of the time that the checks took."""
 LEAST_SECONDS = 2.0
 DEPTH, WIDTH, FIELDS = 4, 32, 64
-"""How deep fields are looked for, how many a value may have to be looked into, how many there may be."""
+"""Limits of the search for fields: depth, fields per value, fields in total."""
 
 _FIELDS = ("left out", "not captured")
 _STREAMS = {"np_random", "_np_random", "_np_random_seed"}
@@ -73,7 +73,7 @@ class Trial:
     """A fault and the result of its trial."""
 
     field: str
-    """Of the state; or the name of a stream or a wrapper; ``the whole`` of what is one step old."""
+    """Field of the state; or the name of a stream or a wrapper; ``the whole`` for a snapshot one step old."""
     fault: str
     """``left out``, ``coarser``, ``shared``, ``stale``, ``stream``, ``wrapper``; or ``not captured``, of an attribute
     that changes in play and that a restore does not bring back: nothing was put in there."""
@@ -81,7 +81,7 @@ class Trial:
     """``caught``, ``unseen``, ``never varied``, ``explained`` (no check saw it, and the environment's metadata
     say why: ``unobservable``), ``without effect`` or ``not tried``."""
     note: str
-    """The check that saw it, or why none did."""
+    """The check that detected it, or the reason why none did."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Strength:
 
     trials: tuple[Trial, ...] = ()
     reason: str = ""
-    """Why there are no trials."""
+    """Reason why there are no trials."""
     seconds: float = 0.0
     layered: bool = False
     """The fields are attributes, not those of the value of ``_capture``."""
@@ -363,7 +363,7 @@ class _Seen:
     count: int
     runs: list[Control]
     rich: dict[Path, list[int]]
-    """The control runs, by number, from that in which a field has most values to that in which it has fewest."""
+    """Numbers of control runs, from that in which a field has the most values to that in which it has the fewest."""
     steps: int
     layered: bool
     """The fields are attributes: there is no ``_capture`` to ask."""
@@ -477,9 +477,9 @@ class _Fault:
     kind: str
     path: Path | None = None
     subclass: Callable[[type[Any], _Fault], dict[str, Any]] | None = None
-    """From the class of a `SnapshotEnv` to the members of a faulty one."""
+    """Maps the class of a `SnapshotEnv` to the members of a faulty subclass."""
     around: Callable[[AnyEnv, _Fault], Callable[[], None]] | None = None
-    """Called before a restore; what it returns is called after it."""
+    """Called before a restore; its result is called after it."""
     effects: int = 0
     tried: int = 0
 

@@ -92,7 +92,7 @@ class Outcome(NamedTuple):
     info: Canonical = None
     raised: str | None = None
     state: Canonical = None
-    """What `Subject.observe_state` saw afterwards."""
+    """Output of `Subject.observe_state` afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ class Control:
     ops: tuple[Op, ...]
     outcomes: tuple[Outcome, ...]
     ended: int | None
-    """How many ops the first episode took, its reset included; None if the end was not reached."""
+    """Number of ops in the first episode, its reset included; None if the end was not reached."""
     repeatable: bool
-    """Whether a replay in a new environment gave the same."""
+    """True if a replay in a new environment gave equal outcomes."""
     differs: str
-    """Where the replay differed."""
+    """First difference of the replay."""
     seconds: float
-    """One run of it."""
+    """Seconds of one run."""
 
     @property
     def last(self) -> int:

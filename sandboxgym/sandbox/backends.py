@@ -18,7 +18,7 @@ from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxUnavailable, clean_environment
 
 GROUP = "sandboxgym.sandbox_backends"
-"""Of the entry points: ``NAME = "package.module:FACTORY"``, where the factory is a `Factory`."""
+"""Group of the entry points: ``NAME = "package.module:FACTORY"``, where the factory is a `Factory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Made(NamedTuple):
     env: Mapping[str, str]
     """The whole environment of a process; see `clean_environment`."""
     workdir: str
-    """Where the shell starts."""
+    """Starting directory of the shell."""
 
 
 Factory = Callable[[Request], Made]
-"""Makes a backend, not started. Raises `SandboxUnavailable` where it cannot run or does not have what is asked for."""
+"""Makes a backend, not started. Raises `SandboxUnavailable` where it cannot run or lacks what the request needs."""
 
 _registered: dict[str, Factory] = {}
 
@@ -140,7 +140,7 @@ _OWN: dict[str, Factory] = {
     "copy": _copy,
 }
 NAMES = tuple(_OWN)
-"""Our own, in the order in which ``"auto"`` tries them."""
+"""Built-in backends, in the order in which ``"auto"`` tries them."""
 
 
 def _image_settings(name: str) -> RootFS:

@@ -26,13 +26,13 @@ from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.system import run_directories
 
 CONTROL = "/run/.sandboxgym"
-"""Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
+"""Path of the control directory inside (`Backend.control`), except for backends without isolation."""
 READ_LIMIT = 16 * 2**20
-"""Bytes that are read of a file inside, unless more is asked for."""
+"""Bytes read of a file inside at most, by default."""
 MOST_SECONDS = 1_000_000
-"""Of a time limit: the system's calls that wait take no more than some 25 days."""
+"""Largest time limit in seconds: system calls that wait accept no more than some 25 days."""
 LONGEST_COMMAND = 2 * 2**20
-"""Characters of a command, or typed at one time, from which on it is refused."""
+"""Characters of a command, or of text typed at one time, above which it is refused."""
 
 
 class SandboxError(Exception):
@@ -80,7 +80,7 @@ class Limits:
     """
 
     seconds: float = 60.0
-    """Wall time of one command, after which all that it started is killed, wherever it went."""
+    """Wall time of one command, after which it is killed with all that it started."""
     memory: int | None = 4 * 2**30
     """Bytes of memory of all processes together; with rlimits only, of each."""
     processes: int | None = 512
@@ -125,7 +125,7 @@ class Capabilities:
     owners: bool
     """Files may belong to several users, and their owners are kept."""
     snapshot_cost: Literal["constant", "written"]
-    """What the cost of a snapshot grows with."""
+    """Growth of a snapshot's cost."""
     limits: frozenset[str]
     """Which of `Limits` hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``files``,
     ``seconds``."""
@@ -149,13 +149,13 @@ class Result:
     """Result of a command: output, exit code, and the reason of an early end."""
 
     output: str
-    """stdout and stderr in one stream, decoded as UTF-8 with backslash escapes for what is not; bounded."""
+    """stdout and stderr in one stream, decoded as UTF-8 with backslash escapes for other bytes; bounded."""
     exit_code: int
-    """As the shell gives it: 128 + signal for a killed process; 124 after a timeout."""
+    """Exit code as in a shell: 128 + signal for a killed process; 124 after a timeout."""
     seconds: float
     """Wall time."""
     timed_out: bool = False
-    """The limit of wall time passed; ``output`` is what was printed until then."""
+    """The limit of wall time passed; ``output`` holds the text printed until then."""
     elided: int = 0
     """Bytes of output that were dropped from the middle."""
     syntax_error: bool = False
@@ -174,25 +174,25 @@ class ProcessInfo:
     """A live process of a sandbox."""
 
     pid: int
-    """As the host (or the container daemon) numbers it."""
+    """Process id on the host (or for the container daemon)."""
     parent: int
     command: str
-    """Its command line, as far as a kilobyte goes; bytes that are no text as backslash escapes."""
+    """Command line, up to a kilobyte; bytes that are not text as backslash escapes."""
     descriptors: tuple[str, ...] = ()
-    """What its file descriptors above 2 point to, as ``"7 -> /tmp/log"``; only the first, if there are many."""
+    """Targets of its file descriptors above 2, as ``"7 -> /tmp/log"``; only the first, if there are many."""
 
 
 class Process(Protocol):
     """A process that was started in a sandbox; its exit collects its whole session."""
 
     pid: int | None
-    """As the host numbers it; None where it cannot be known."""
+    """Process id on the host; None where it cannot be known."""
     terminal: int | None
     """The master side of its terminal, if it was started with one."""
     output: int | None
     """The reading side of its stdout and stderr in one pipe, if it was started without a terminal."""
     relayed: bool
-    """Somebody else copies its output into the pipe: the last of it may arrive after the process ended."""
+    """Another process copies its output into the pipe: the last of it may arrive after the process ended."""
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
@@ -210,7 +210,7 @@ class Tree(Protocol):
 
     id: str
     base: str
-    """Identifies the root file system below all that was written."""
+    """Identity of the root file system below all writes."""
 
     @property
     def nbytes(self) -> int:
@@ -231,7 +231,7 @@ class Backend(Protocol):
 
     capabilities: Capabilities
     control_inside: str
-    """Where the sandbox sees `control`: `CONTROL`, but for backends without isolation."""
+    """Path of `control` inside: `CONTROL`, except for backends without isolation."""
 
     @property
     def control(self) -> Path:
@@ -360,13 +360,13 @@ class RootFS:
     """A read-only root file system under sandboxes."""
 
     id: str
-    """Identifies the content: an image's id, or a digest of what a directory holds as far as it is known."""
+    """Identity of the content: an image's id, or a digest of a directory as far as it is known."""
     lowers: tuple[Path, ...]
     """Directories, topmost first, as overlayfs takes them; one for an unpacked directory."""
     binds: tuple[tuple[Path, str], ...] = ()
     """Directories and files of the host shown read-only at a path inside: (host path, inside path)."""
     env: Mapping[str, str] | None = None
-    """Environment that goes with it (an image's ENV, or PATH of the host's tool chain)."""
+    """Environment of its processes (an image's ENV, or PATH of the host's tool chain)."""
     workdir: str = "/"
 
 

@@ -36,10 +36,10 @@ class Row:
     pid: int
     parent: int
     session: int
-    """Its process group where sessions cannot be known."""
+    """Session; its process group where sessions cannot be known."""
     state: str
     started: str
-    """As the kernel gives it: compared, never computed with."""
+    """Start time as the kernel gives it: compared, never computed with."""
     command: str
 
     @property

@@ -59,10 +59,10 @@ log = logging.getLogger("sandboxgym")
 SnapshotMode = Literal["filesystem", "auto", "full"]
 
 LAZY_PAGES = 64 * 2**20
-"""Bytes of captured memory from which on copies get it bit by bit, unless it is told otherwise."""
+"""Bytes of captured memory from which on copies restore it lazily, by default."""
 
 VERSION = 1
-"""Of the packed form of snapshots."""
+"""Version of the packed form of snapshots."""
 
 
 class SandboxSnapshot:
@@ -203,7 +203,7 @@ class Sandbox:
         self._waiting = True  # for its next use, to start on `_parts.tree` (None: the root file system)
         self._state: ShellState | None = None  # of the shell, while there is none
         self.lost: tuple[str, ...] = ()
-        """What the snapshot that it was last restored or forked from did not hold."""
+        """Losses of the snapshot that it was last restored or forked from."""
         self._end = weakref.finalize(self, self._parts.give_back)
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 KEPT = 32
-"""Directories on the way down to where a walk is that are kept open; the others are opened again on the way up."""
+"""Directories on the path of a walk that are kept open; the others are opened again on the way up."""
 
 _FOLDER = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"))
 _BY_DESCRIPTOR = os.scandir in os.supports_fd and {os.open, os.unlink, os.rmdir} <= os.supports_dir_fd
@@ -50,10 +50,10 @@ class _Level:
         status = os.fstat(descriptor)
         self.name = name
         self.descriptor = descriptor
-        """Or -1 while it is closed."""
+        """Open descriptor, or -1 while it is closed."""
         self.identity = status.st_dev, status.st_ino
         self.folders: list[str] = []
-        """What is still to be entered from here."""
+        """Names of subdirectories still to be entered."""
 
 
 class _Trail:

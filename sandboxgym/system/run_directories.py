@@ -57,9 +57,9 @@ _reapers: dict[str, Reaper | str] = {  # of this package: a process that has not
 }
 _claimed: dict[Path, int] = {}
 _reaped_by: set[int] = set()
-"""Process ids that have made their first claim: this one's, and in a fork of it its parent's too."""
+"""Process ids that have made their first claim: this one's, and in a fork its parent's too."""
 _CLAIM = ".claim-"
-"""Begins the name of a run directory that is not complete yet; who makes it follows, for nothing else says so yet."""
+"""Prefix of an incomplete run directory's name; its maker's identity follows, not yet recorded elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Leftover:
     nbytes: int
     removed: bool
     note: str = ""
-    """Why it was kept, if it was kept against the intention."""
+    """Reason why it was kept, if its removal failed."""
 
 
 def runtime_dir(*, create: bool = True) -> Path:

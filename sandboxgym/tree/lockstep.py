@@ -30,7 +30,7 @@ T = TypeVar("T")
 Begun = tuple[Any, dict[str, Any]]
 """Observation and info, of a reset or a restore."""
 Outcome = tuple[Any, float, float] | Exception
-"""What came of a job: its result, seconds of capturing and of stepping; or what the environment raised."""
+"""Result of a job, seconds of capturing and of stepping; or the exception that the environment raised."""
 
 
 class Diverged(Exception):
@@ -47,7 +47,7 @@ class _Point:
     """Siblings that have yet to start from it."""
     snap: Any = None
     users: int = 0
-    """What the snapshot is kept for."""
+    """Number of reasons to keep the snapshot."""
 
     def free(self) -> None:
         """Give up one use; the last one releases the snapshot."""
@@ -68,7 +68,7 @@ class _Live:
     anchors: list[_Point]
     """With ``retries``: the state that the path started from, and the last that was captured on it, if any."""
     points: list[_Point] = field(default_factory=list)
-    """Captured on it, where forks may be asked for once it has ended."""
+    """States captured on it, where forks may be requested once it has ended."""
     lost: int = 0
     """Environments that failed on it."""
     dropped: bool = False
@@ -104,7 +104,7 @@ class _Part:
     """Paths whose last forks have started, but not acted yet."""
     acting: list[_Acting] = field(default_factory=list)
     outcomes: Callable[[], list[Outcome]] | None = None
-    """Waits for the steps of ``acting``; None while nothing is under way."""
+    """Waits for the steps of ``acting``; None while none is being executed."""
 
 
 class Lockstep:

@@ -56,7 +56,7 @@ class Clock:
     steps: float = 0.0
     """Steps and resets of environments; those that work at the same time as others, or as the policy, count once."""
     snapshots: float = 0.0
-    """Snapshots and restores, likewise."""
+    """Snapshots and restores, counted like ``steps``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Failure:
     depth: int
     """Steps since the root."""
     error: str
-    """What it raised, or why there is no room."""
+    """The exception as text, or why there is no room."""
     dropped: int = 0
-    """Paths that this cost, those forked off it included; 0: the path went on."""
+    """Paths lost by the failure, those forked off it included; 0: the path continued."""
     too_long: bool = False
-    """Whether the policy could not act at all (`Policy` returned None for the first step)."""
+    """True if the policy could not act at all (`Policy` returned None for the first step)."""
 
 
 def rollout(

@@ -66,7 +66,7 @@ class Description:
     spec: EnvSpec | None
     render_mode: str | None
     snapshot_spec: SnapshotSpec | None
-    """None where the environment does not support snapshots."""
+    """Spec of the snapshots; None where the environment does not support them."""
 
 
 class Call(NamedTuple):
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
 
 
 SnapKey = tuple[str, int]
-"""(id, number of wrappers' states) of a snapshot: what a worker finds a kept one by."""
+"""Key of a snapshot kept by a worker: (id, number of wrappers' states)."""
 
 
 class Shipped(NamedTuple):

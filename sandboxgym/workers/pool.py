@@ -48,10 +48,10 @@ from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker,
 
 T = TypeVar("T")
 Run = Callable[[gym.Env[Any, Any], Any, dict[str, Any]], T]
-"""A job: is given an environment and the observation and info that it was restored or reset to."""
+"""A job: a function of an environment and the observation and info of its restore or reset."""
 
 _OLDEST_FIRST = 32
-"""Every so many jobs a worker takes the oldest one, so that none waits for ever behind siblings that keep coming."""
+"""Interval in jobs at which a worker takes the oldest one, so that none waits for ever behind new siblings."""
 
 _NOTHING = object()
 _FAREWELL = 10.0
@@ -75,14 +75,14 @@ class PoolStats:
     """Jobs that began at a snapshot."""
     resets: int = 0
     local: int = 0
-    """Of the restores, those on a worker that had the snapshot already."""
+    """Restores on a worker that had the snapshot already."""
     snapshots_shipped: int = 0
     bytes_shipped: int = 0
-    """Of those snapshots."""
+    """Bytes of snapshots shipped to workers."""
     busy_seconds: float = 0.0
-    """Summed over the workers."""
+    """Busy seconds, summed over the workers."""
     seconds: float = 0.0
-    """Since the pool was made."""
+    """Seconds since the pool was made."""
 
     @property
     def busy_share(self) -> float:

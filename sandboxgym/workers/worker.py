@@ -66,7 +66,7 @@ class Worker(ABC):
     """
 
     ships = False
-    """Whether snapshots cross as bytes."""
+    """True if snapshots cross as bytes."""
 
     def __init__(self, *, keep: int = 64) -> None:
         self.generation = 0

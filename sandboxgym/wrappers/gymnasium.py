@@ -32,7 +32,7 @@ Output = tuple[Any, dict[str, Any]]
 _NUMBER = (int, float, np.number, np.ndarray)
 _INTEGER = (int, np.integer)
 _MOST = 2**30
-"""Steps, far from where a wrapper's 32 bits end."""
+"""Largest step count, far below the overflow of a wrapper's 32 bits."""
 _SETTINGS = ("_saved_kwargs",)  # the constructor's arguments, which every wrapper of Gymnasium records
 
 

@@ -171,7 +171,7 @@ def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
 
 
 _WATCHING = (gym.wrappers.PassiveEnvChecker, gym.wrappers.OrderEnforcing)
-"""Wrappers that hand on every result as it is."""
+"""Wrappers that return every result unchanged."""
 
 
 def successors(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:

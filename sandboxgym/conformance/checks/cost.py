@@ -15,9 +15,9 @@ from sandboxgym.conformance.subject import AnyEnv, Op, Subject, branch, put, tak
 from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
 _GROWTH = 5.0
-"""How much dearer an operation may be in a ten times longer episode; replay is ten times as dear."""
+"""Allowed growth of an operation's cost in a ten times longer episode; replay grows tenfold."""
 _NOISE = 100e-6
-"""Seconds below which a difference is not worth anybody's time."""
+"""Seconds below which a difference is ignored."""
 
 
 def _median(action: Callable[[], Any], times: int = 7) -> float:

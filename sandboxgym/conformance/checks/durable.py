@@ -36,7 +36,7 @@ from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
 _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
-"""What a loader may raise on bytes that are no snapshot; other types mean that it ran into them blindly."""
+"""Exceptions that a loader may raise on bytes that are no snapshot; other types show a missing check."""
 
 
 def savable(subject: Subject) -> str | None:

@@ -35,7 +35,7 @@ from sandboxgym.core import SnapshotEnv
 HELD = 2**30
 """Bytes that a crowd's states and snapshots may take together."""
 WIDE = 20
-"""Children of the widest fork that goes on alike."""
+"""Children of the widest fork whose members continue alike."""
 CROWD = 64
 """Children that are alive at once and all act."""
 

@@ -41,10 +41,10 @@ SHRINKING = 5.0
 """Seconds that hypothesis may take to make a failing program smaller; and as many for leaving out calls one by one."""
 
 LEAST_PROGRAMS = 10
-"""Programs without which the search says nothing, times `Budget.share`; two where calls are slow."""
+"""Fewest programs of a meaningful search, times `Budget.share`; two where calls are slow."""
 
 Instruction = dict[str, Any]
-"""One call as JSON values. Numbers of environments and snapshots count modulo how many there are."""
+"""One call as JSON values. Numbers of environments and snapshots are taken modulo their count."""
 
 
 # Actions as JSON.
@@ -93,7 +93,7 @@ class Run:
     history: tuple[Op, ...] = ()
     expected: Outcome = field(default_factory=Outcome)
     raw: tuple[Any, Any] = (None, {})
-    """What was last returned: observation and info."""
+    """Last output: observation and info."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Program:
     def __init__(self, subject: Subject, *, noisy: bool) -> None:
         self.subject = subject
         self.noisy = noisy
-        """Whether draws matter: seeds change futures."""
+        """True if draws matter: seeds change futures."""
         self.scene = Scene(subject)
         self.runs: list[Run] = []
         self.taken: list[Taken] = []

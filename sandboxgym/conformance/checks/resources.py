@@ -27,10 +27,10 @@ from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
 _OTHERS = "files of child processes in /tmp, /dev/shm and the working directory"
 _MACHINE = frozenset({"mounts", "containers", _OTHERS})
-"""What other programs change too."""
+"""Resources that other programs change too."""
 _MEMORY = "bytes of Python objects"
 _SECONDS = 3.0
-"""For what ends by itself, and the longest pause in which only other programs are at work."""
+"""Seconds for resources that vanish by themselves, and the longest pause in which only other programs work."""
 _DEEP = 8192
 """Bytes by which a snapshot at the end of a chain may be larger, beside twice its size."""
 _PATIENCE = 8.0

@@ -594,7 +594,7 @@ def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 
 
 Grow = Callable[[Scene, Control, int, list[Walk], np.random.Generator], int]
-"""How `diverging` gets from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
+"""Step of `diverging` from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
 
 
 def diverging(

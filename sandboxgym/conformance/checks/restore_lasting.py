@@ -24,7 +24,7 @@ HELD = {"quick": 3000, "full": 10_000}
 ROOM = 2**28
 """Bytes by which the process may grow before no more are taken."""
 OLDEST, DRAWN = 4, 24
-"""How many of them are restored: the oldest, and others."""
+"""Numbers of restored snapshots: the oldest, and others."""
 FOLLOWED = 4
 """Calls compared after each of these restores."""
 

@@ -37,7 +37,7 @@ from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject
 NEAR = 3
 """Transitions of each future that are compared whole; of the rest, the return, the length and the end."""
 PILOT = 12
-"""Futures drawn at a place to see whether anything is random there."""
+"""Futures drawn at a place to find out whether it is random."""
 PLACES = {"quick": 1, "full": 2}
 """Places at which a budget draws futures."""
 
@@ -46,13 +46,13 @@ class Future(NamedTuple):
     """A random continuation, reduced to the values that the tests use."""
 
     past: int
-    """Hash of all that came before."""
+    """Hash of the past."""
     whole: tuple[int, ...]
     """Hashes of the first `NEAR` transitions; shorter where the episode ended."""
     fields: tuple[tuple[int, ...], ...]
-    """Of each of them: hashes of observation, reward, flags, info and hidden state."""
+    """Hashes of observation, reward, flags, info and hidden state of each of these transitions."""
     numbers: tuple[tuple[float, ...], ...]
-    """Of each of them: reward and numeric observation."""
+    """Reward and numeric observation of each of these transitions."""
     total: float
     """Return to the end."""
     length: int
@@ -133,9 +133,9 @@ class Place:
     drawn: Callable[[int], Future]
     """A future after a restore."""
     again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """In the live design: an uninterrupted future of a run from always the same seed."""
+    """In the live design: an uninterrupted future of a run from one fixed seed."""
     drawn_again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """And a restored one, each restore with another seed."""
+    """In the live design: a restored future of that run, each restore with another seed."""
     uninterrupted: list[Future] = field(default_factory=list)
     restored: list[Future] = field(default_factory=list)
 

@@ -26,13 +26,13 @@ from sandboxgym.conformance.supervision.clock import Stopwatch
 CALLS = {"quick": 4000, "full": 40000}
 """Calls that a search may make, over all starts."""
 BEYOND = 12
-"""Steps that a control goes on after what it was chosen for."""
+"""Steps of a control beyond the event for which it was chosen."""
 VALUES = 8
 """Values of one kind (rewards, texts in info) that count as different events."""
 DEATHS = 60
 """Ends in a row without a longer episode, after which the search for one gives up."""
 PLACES = 48
-"""Observations that count as different places to go on from."""
+"""Observations that count as different places to continue from."""
 
 Feature = tuple[Any, ...]
 
@@ -42,16 +42,16 @@ class Coverage:
     """Result of a search."""
 
     controls: tuple[Control, ...]
-    """Recorded runs that together reach the most, endings first."""
+    """Recorded runs that together cover the most, endings first."""
 
     events: tuple[tuple[int, ...], ...]
-    """Of each of them, how many calls were made when something happened for the first time."""
+    """Numbers of calls before each new event, per control."""
 
     palette: tuple[Any, ...]
     """One action of each kind that was taken."""
 
     reached: dict[str, Any]
-    """For reports: what the recorded runs reached."""
+    """Coverage of the recorded runs, for reports."""
 
 
 @dataclass
@@ -202,7 +202,7 @@ class _Search:
     calls: int = 0
     stopped: str = ""
     paths: dict[Feature, tuple[tuple[Any, ...], frozenset[Feature]]] = field(default_factory=dict)
-    """By what was seen first: the actions, and all that they showed."""
+    """Paths by the feature that they showed first: the actions, and all their features."""
     archive: list[_Moment] = field(default_factory=list)
     _values: dict[Any, set[Feature]] = field(default_factory=dict)
     _length: int = 4

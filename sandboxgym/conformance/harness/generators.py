@@ -26,9 +26,9 @@ import numpy as np
 from sandboxgym.conformance.harness.canonical import Canonical, canonical
 
 MOST = 20_000
-"""Objects that a walk looks at."""
+"""Objects that a walk visits at most."""
 WIDEST = 4_096
-"""Items of one container that it looks at."""
+"""Items of one container that it visits at most."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
 _LEGACY = np.random.RandomState
@@ -41,7 +41,7 @@ class Stream:
     path: str
     kind: str
     source: Any
-    """What holds the bits: two paths lead to one stream where this is one object."""
+    """Holder of the bits: two paths lead to one stream if this is one object."""
 
     def bits(self) -> Canonical:
         """State of the generator."""

@@ -46,7 +46,7 @@ class Job:
     restored: Any = None
     """A snapshot as made by `carried`."""
     points: tuple[int, ...] = ()
-    """For `save`: after how many calls a snapshot is saved."""
+    """For `save`: numbers of calls after which a snapshot is saved."""
 
 
 @dataclass(frozen=True)

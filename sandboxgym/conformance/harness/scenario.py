@@ -294,13 +294,13 @@ class Walk:
     env: AnyEnv
     control: Control
     snaps: dict[int, Any]
-    """By the number of calls made before each was taken."""
+    """Snapshots by the number of calls before each."""
     outcomes: list[Outcome]
     expected: Sequence[Outcome]
     """The control's outcomes where it is repeatable, else this run's own."""
 
     end: int
-    """How many calls can be compared: without captured streams only those before the next episode starts."""
+    """Number of comparable calls: without captured streams only those before the next episode starts."""
 
     @property
     def points(self) -> list[int]:

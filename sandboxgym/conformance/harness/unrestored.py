@@ -23,14 +23,13 @@ from sandboxgym.core import SnapshotEnv
 Path = tuple[str, ...]
 
 DEPTH, WIDTH, ELEMENTS = 4, 64, 20_000
-"""How deep attributes are looked into, how many keys or attributes a value may have for that, how many elements a
-container may have to be compared."""
+"""Limits of the search: depth of attributes, keys or attributes of a value, elements of a compared container."""
 SAMPLES = 12
-"""Moments of a run at which attributes are looked at."""
+"""Moments of a run at which attributes are read."""
 
 _INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", "np_random", "_np_random", "_np_random_seed"}
 _OWN = {"_last", "_was_reset", "_lineage", "_fits", "_arguments"}
-"""What `SnapshotEnv` itself keeps."""
+"""Attributes of `SnapshotEnv` itself."""
 _FOREIGN = ("logging", "threading", "subprocess", "concurrent", "multiprocessing", "asyncio", "numpy.random", "random")
 """Modules of whose objects the attributes are no state."""
 _SCALARS = (bool, int, float, complex, str, bytes, bytearray, np.generic, enum.Enum)

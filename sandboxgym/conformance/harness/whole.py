@@ -11,11 +11,11 @@ from sandboxgym.conformance.subject import Control, Subject
 LONGEST = {"quick": 5000, "full": 20_000}
 """Steps of an episode, by budget."""
 SECONDS = {"quick": 0.5, "full": 5.0}
-"""How long playing it once may take."""
+"""Seconds that playing the episode once may take."""
 ROOM = 2**26
-"""Bytes that what its calls return may have."""
+"""Bytes that the outputs of its calls may have."""
 RUNS = 2
-"""How many are recorded: one of actions as they are chosen, one with other actions among them."""
+"""Recorded runs: one with the chosen actions, one mixed with others."""
 
 
 def affordable(subject: Subject, budget: Budget) -> int:

@@ -15,18 +15,18 @@ _FIELD = re.compile(r"\b(observation|reward|terminated|truncated|info|state|last
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _STREAM = "random stream"
 _FUTURE = "the future"
-"""Where a failure shows that names no field."""
+"""Place of a failure that names no field."""
 CLEAR = 30
-"""Lines of a script that a person reads at once."""
+"""Lines of a script that a person reads at a glance."""
 
 
 class Cause(NamedTuple):
     """Failures with one probable cause."""
 
     checks: tuple[str, ...]
-    """Their ids, that which tells most first."""
+    """Ids of the failed checks, the most informative first."""
     what: str
-    """Where all of them show; empty where nothing says so."""
+    """Common place of the failures; empty where there is none."""
 
     @property
     def root(self) -> str:

@@ -12,7 +12,7 @@ from sandboxgym.conformance.harness.scenario import opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers
 
 MANY = 1000
-"""Snapshots held at once from which on nothing is said of their number."""
+"""Snapshots held at once from which on their number is no caveat."""
 _PASSING = ("gymnasium.core", "gymnasium.wrappers", "sandboxgym.core", "sandboxgym.wrappers")
 """Modules whose ``reset`` only hands options on."""
 

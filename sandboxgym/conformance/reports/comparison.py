@@ -13,7 +13,7 @@ class Row:
 
     name: str
     cells: tuple[str, ...]
-    """One a report; empty where it has none."""
+    """One cell per report; empty where it has none."""
 
     @property
     def differs(self) -> bool:

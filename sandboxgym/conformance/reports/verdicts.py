@@ -13,7 +13,7 @@ ASIDE = {
     "cost": "cost check",
     "hostile": "check of hostile commands",
 }
-"""Themes whose failures do not say that a restored state is wrong."""
+"""Themes whose failures do not show that a restored state is wrong."""
 COUNTS = (
     "restores of one",
     "restores",
@@ -30,12 +30,12 @@ COUNTS = (
     "forks with one seed",
     "last transitions",
 )
-"""Measurements that count independent trials, the most telling first."""
+"""Measurements that count independent trials, the most informative first."""
 SURE = 0.999
 NOT_RUN = "not run: "
-"""Begins the message of a check that was left out because the run had to be ended."""
+"""Prefix of the message of a check that was left out because the run had to be ended."""
 UNRESTORED = "changes in play, not restored"
-"""Of attributes that no snapshot holds; see `strength`."""
+"""Note on attributes that no snapshot holds; see `strength`."""
 
 
 class Headline(NamedTuple):
@@ -50,11 +50,11 @@ class Weight(NamedTuple):
     """Weight of a PASS."""
 
     trials: str
-    """How often it was tried: ``400 restores``."""
+    """Number of trials: ``400 restores``."""
     rate: str
     """The rarest fault that would have shown with a probability of `SURE`: ``1 in 58``."""
     power: str
-    """Of a statistical test: the smallest difference that it would have seen, and with what probability."""
+    """For a statistical test: the smallest detectable difference, and the probability of detecting it."""
 
 
 def headline(report: Mapping[str, Any]) -> Headline:

@@ -91,7 +91,7 @@ while [ $i -lt @FILES@ ] && [ $ok ]; do
   [ $((i % 500)) -eq 0 ] && { d=d$i; mkdir $d 2>/dev/null || ok=; rest; }
   { : ; } > $d/$i 2>/dev/null || ok=; i=$((i+1))
 done; told $i"""
-"""Empty files; tells their number."""
+"""Command that makes empty files and prints their number."""
 ELSEWHERE = """while IFS= read -r d; do
   n=0; while [ $n -lt @MOST@ ] && mib 2>/dev/null >> "$d/@NAME@-bytes$((n / @PART@))"; do n=$((n+1)); rest; done
   sleep @SETTLE@ 2>/dev/null; rm -f "$d/@NAME@-bytes"*; echo "@@$n $d@@"

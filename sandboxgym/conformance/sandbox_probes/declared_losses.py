@@ -30,7 +30,7 @@ from sandboxgym.conformance.supervision import scratch
 KEPT, DECLARED, REFUSED = "kept", "declared", "refused"
 SILENT, HARMED, CRASHED, SKIPPED = "silent", "harmed", "crashed", "skipped"
 WRONG = (SILENT, HARMED, CRASHED)
-"""Lost without a word; the sandbox did not go on; an error that is none of its own."""
+"""Failures: an undeclared loss; a harmed sandbox; an error that is none of the sandbox's own."""
 
 _PROGRAM = Path(uncapturable.__file__).read_text(encoding="utf-8")
 
@@ -62,7 +62,7 @@ SNAGS = (
     Snag("other_user"),
     Snag("detached", leaves=True),
 )
-"""First what most sandboxes do not allow."""
+"""All snags, first those that most sandboxes forbid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from sandboxgym.conformance.sandbox_probes.shell import MARK
 from sandboxgym.conformance.supervision import scratch
 
 KINDS = {"b": "before", "a": "after", "f": "fork", "t": "task", "r": "reset"}
-"""When a mark was made, by its letter in what `found` reads."""
+"""Time of a mark, by its letter in the output that `found` reads."""
 MOST = 400
 """Places at most."""
 _TRIED = 2500
@@ -31,7 +31,7 @@ _TRIED = 2500
 _PAGE = 6000
 """Bytes that one command prints: sandboxes cut off the middle of long outputs."""
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "cgroup", "mqueue", "devpts", "debugfs", "tracefs", "huge")
-"""Beginnings of names of file systems that are no disk."""
+"""Beginnings of names of file systems in memory."""
 
 _SCRATCH = '"$PWD" "$HOME" "${TMPDIR:-/tmp}" /tmp /var/tmp /dev/shm'
 _KNOWN = (
@@ -96,7 +96,7 @@ class Place:
 
 
 Ask = Callable[[str], str]
-"""Runs a command in a sandbox; what it printed."""
+"""Function that runs a command in a sandbox and returns its output."""
 
 
 class Unreadable(Exception):

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 SECONDS = 600
 MEMORY = 16 * 2**20
-"""Bytes whose hash is told."""
+"""Bytes of memory whose hash is reported."""
 _IN_CREATE = 0x100
 
 value = sys.argv[1].encode() if __name__ == "__main__" else b""
 asks: dict[str, Callable[[], object]] = {}
-"""What to ask, by the name of the probe after the dot."""
+"""Questions, by the name of the probe after the dot."""
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ MARK = "sandboxgym-probe"
 """The directory of the probes, and the beginning of all other names."""
 
 Need = Literal["state", "processes", "clock", "rng"]
-"""What must be declared for a probe to be judged: nothing (any snapshot has it), or a flag of `SnapshotSpec`."""
+"""Declaration under which a probe is judged: none (any snapshot has it), or a flag of `SnapshotSpec`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SECONDS = 600
 NOBODY = 65534
 HELLO, ASK, ANSWER = 16, b"?", b"!"
-"""What is said over a connection with the outside: length of its greeting, and then question and answer."""
+"""Protocol of a connection with the outside: length of the greeting, question, answer."""
 _IO_URING_SETUP, _TRACE_ME, _SET_DEATH_SIGNAL = 425, 0, 1
 _NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000}
 
@@ -189,7 +189,7 @@ MAKERS: dict[str, Callable[..., Alive]] = {
     "outer_unix": _outer_unix,
     "outer_fifo": _outer_fifo,
 }
-"""By kind; what they are called with comes from the command line."""
+"""Makers by kind; their arguments come from the command line."""
 
 
 def _write(name: str, text: str) -> None:

@@ -23,9 +23,9 @@ from sandboxgym.conformance.stats import tests as st
 from sandboxgym.conformance.subject import Subject, branch, put, take
 
 SHIFTS = {"quick": 0.2, "full": 0.1}
-"""The total variation distance that a budget must be able to see with `statistics.POWER`, else INCONCLUSIVE."""
+"""Total variation distance that a budget must be able to detect with `tests.POWER`, else INCONCLUSIVE."""
 REPEATS = {"quick": 0.3, "full": 0.15}
-"""The share of sibling pairs that repeat each other that it must be able to see."""
+"""Share of repeated sibling pairs that it must be able to detect."""
 CELLS = 6
 """Cells for which enough futures are drawn."""
 
@@ -35,10 +35,10 @@ class Study:
     """All statistical results of a run, together because Holm's procedure must see all p-values."""
 
     reason: str = ""
-    """Why there is nothing to test."""
+    """Reason why there is nothing to test."""
     designs: list[str] = field(default_factory=list)
     tests: dict[str, dict[str, st.Comparison]] = field(default_factory=dict)
-    """By check, then by name."""
+    """Comparisons by check, then by name."""
     drift: dict[str, float] = field(default_factory=dict)
     """p-values of the uninterrupted futures' first half against their second half."""
     shift: float = 0.0
@@ -47,7 +47,7 @@ class Study:
     calibration: dict[str, Any] = field(default_factory=dict)
     scripts: dict[str, str] = field(default_factory=dict)
     chance: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of the tests of dependence: agreement by chance and the number of pairs."""
+    """For tests of dependence: agreement by chance and the number of pairs."""
 
     @property
     def adjusted(self) -> dict[str, float]:

@@ -47,7 +47,7 @@ class Comparison:
     effect: tuple[float, float, float] | None = None
     """Estimate, lower and upper limit (95 %) of the distance."""
     distance: str = ""
-    """What the effect is measured in."""
+    """Unit of the effect."""
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON values, for the evidence."""

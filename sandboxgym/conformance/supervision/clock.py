@@ -16,9 +16,9 @@ from time import perf_counter, process_time, thread_time
 from typing import Any
 
 LEAST_SHARE = 0.05
-"""The smallest share of its time that a thread is taken to have got, so that waiting alone ends too."""
+"""The smallest share of its time that a thread is taken to have got, so that pure waiting ends too."""
 _SETTLED = 0.02
-"""Seconds that a thread must have asked for before its share says anything."""
+"""Runnable seconds of a thread before its share is meaningful."""
 
 
 def delayed() -> float:

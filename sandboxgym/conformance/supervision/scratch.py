@@ -22,7 +22,7 @@ log = logging.getLogger("sandboxgym")
 KIND = "conformance"
 PREFIX = "sandboxgym-conformance-"
 _IN = "in-"
-"""Begins the name of a record of a directory that may hold folders of the run."""
+"""Prefix of the record of a directory that may hold folders of the run."""
 
 _run: Path | None = None
 _recorded: set[str] = set()

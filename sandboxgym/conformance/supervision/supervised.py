@@ -76,7 +76,7 @@ class _Way:
     report: Report | None = None
     deaths: int = 0
     extras: bool = True
-    """Whether to shorten scripts and measure the strength: not again where that ended the interpreter."""
+    """True to shorten scripts and measure the strength: not again where that ended the interpreter."""
 
 
 # In the child.

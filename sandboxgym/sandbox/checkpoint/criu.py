@@ -32,7 +32,7 @@ VARIABLE = "SANDBOXGYM_CRIU"
 DUMP, RESTORE, NOTIFY = 1, 2, 6
 """Types of requests."""
 SECONDS = 120.0
-"""In which CRIU must answer."""
+"""Seconds in which CRIU must answer."""
 
 HOW_TO_GET = (
     "CRIU 4 or newer: Debian 13 and Ubuntu 26.04, apt-get install criu; Debian 12, Ubuntu 22.04 and 24.04, the "
@@ -45,9 +45,9 @@ NO_PAGES = "the kernel has no userfaultfd that CRIU could use for that (criu che
 _MESSAGE = 1 << 16
 _GONE = (BrokenPipeError, ConnectionResetError)
 _AFTER_WHICH_ALL_RUNS = ("pre-resume", "post-resume")
-"""Notifications, of which it waits for the answer."""
+"""Notifications after which CRIU waits for an answer."""
 _NOISE = "rlimit: Can't setup RLIMIT_NOFILE"
-"""What CRIU says first of all where it may not raise its own limit of open files, which harms nothing."""
+"""Harmless first message of a CRIU that may not raise its own limit of open files."""
 
 
 class CriuError(SandboxError):
@@ -234,9 +234,9 @@ class Answer:
     """Answer of CRIU to a request."""
 
     pid: int
-    """Of the restored root process, as CRIU numbers it; 0 after a dump."""
+    """Process id of the restored root process, as CRIU numbers it; 0 after a dump."""
     descriptors: tuple[int, ...]
-    """That came with its notifications: the master side of the restored terminal."""
+    """Descriptors that came with its notifications: the master side of the restored terminal."""
 
 
 class Criu:

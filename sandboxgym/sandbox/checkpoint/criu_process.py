@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 DONE = b"+"
-"""Says that all pages have been brought."""
+"""Message that all pages are restored."""
 _TRIES = 64
 _NEEDED = ["/bin", "/lib", "/lib64", "/usr/lib", "/usr/bin", "/etc", "/dev/null", "/dev/pts", "/proc", "/tmp"]
 _ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))  # of a table of mounts

@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, Value] = {
     "orphan_pts_master": True,
     "timeout": TIMEOUT,
 }
-"""What is asked of CRIU in any case."""
+"""Options of every CRIU request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Content:
     """Process id of the shell, inside."""
     last_pid: int
     mounts: Mapping[str, str]
-    """What is not CRIU's to capture: mount point inside, and what is shown there, a place of `mounts.for_criu`."""
+    """Mounts that CRIU does not capture: mount point inside, and the mounted place of `mounts.for_criu`."""
     resident: int
-    """Bytes of memory in it."""
+    """Bytes of memory in the image."""
     seconds: float
-    """That capturing took, from the request to the processes stopped and written down."""
+    """Seconds from the request to the processes stopped and written."""
 
 
 class Image:

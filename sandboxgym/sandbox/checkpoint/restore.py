@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 LARGEST = 2**31 - 1
-"""Bytes of memory up to which that can be done: CRIU 4.2 counts the bytes of a range in 32 bits."""
+"""Bytes of memory up to which pages can be restored lazily: CRIU 4.2 counts the bytes of a range in 32 bits."""
 
 _WORK = "criu"
 _LOG, _PAGES_LOG = "restore.log", "pages.log"

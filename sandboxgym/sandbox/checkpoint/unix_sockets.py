@@ -33,11 +33,11 @@ class UnixSocket:
 
     number: int
     peer: int
-    """0: there is none, or it has no number, for it is gone or was not accepted yet."""
+    """Number of the peer; 0 if there is none, or it has no number, for it is gone or was not accepted yet."""
     waiting: tuple[int, ...]
-    """Of a listening socket: those that connected to it and were not accepted yet."""
+    """For a listening socket: the numbers of those that connected to it and were not accepted yet."""
     connected: bool
-    """To one that has not hung up; datagrams have no such thing."""
+    """Connected to a peer that has not hung up; never true of datagram sockets."""
 
 
 def unix_sockets(pid: int) -> dict[int, UnixSocket]:

@@ -99,7 +99,7 @@ class CopyTree:
         self.id = held.path.name
         self.base = held.base
         self.root = held.root
-        """The private root in which it was taken: what absolute paths in it begin with."""
+        """The private root in which it was taken: the beginning of absolute paths in it."""
         self._finalizer = weakref.finalize(self, held.release)
         held.retain()
 

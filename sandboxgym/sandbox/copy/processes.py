@@ -24,7 +24,7 @@ SESSIONS = "sessions.json"
 """File in a run directory: the leaders of its sessions and when they started."""
 
 _ENVIRONMENT = 8 * 2**20
-"""Bytes of a process's environment that the mark is looked for in; the kernel allows 6 MiB."""
+"""Bytes of a process's environment searched for the mark; the kernel allows 6 MiB."""
 _PATIENCE = 10.0
 """Seconds to wait for processes to stop; one in an uninterruptible call writes nothing either."""
 

@@ -49,7 +49,7 @@ from sandboxgym.sandbox.layers.written import Written, look
 from sandboxgym.system import run_directories
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
-"""Of Docker's default set: what package managers and servers need."""
+"""Capabilities kept of Docker's default set: those that package managers and servers need."""
 
 _MAX_LAYERS = 100
 """Layers of an image after which its tree is squashed; the daemon refuses 128."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 _QUICK = 10.0
-"""Seconds for an answer to a question that costs the daemon nothing."""
+"""Seconds for an answer to a request that costs the daemon nothing."""
 
 
 def daemon_address() -> str:

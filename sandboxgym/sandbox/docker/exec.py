@@ -33,7 +33,7 @@ shift 2
 exec env -i "$@"
 """
 _READY = b"\x1e"
-"""Printed once the terminal is set: what is typed earlier would be echoed."""
+"""Printed once the terminal is set: text typed earlier would be echoed."""
 _FRAME = struct.Struct(">BxxxL")
 _CHUNK = 1 << 16
 _SAID = 1 << 20  # bytes that a program of ours may print
@@ -211,7 +211,7 @@ def _below(known: Mapping[str, Any]) -> list[Path]:
 
 IDLE = "sleep 2147483647"
 INIT = ("sh", "-c", f"while :; do {IDLE} & wait $!; done")
-"""What a container runs: it collects orphans, as an init does, and only a signal from outside ends it."""
+"""Program of a container: it collects orphans, as an init does, and only a signal from outside ends it."""
 
 
 class ContainerProcess:

@@ -30,9 +30,9 @@ from sandboxgym.system import run_directories
 KIND = "docker"
 LABEL = "sandboxgym.run"
 NAMES = "sandboxgym.names"
-"""Label of images: what the files that names are resolved by hold, where that is not the usual (`recorded_names`)."""
+"""Label of images: content of the files of name resolution that differ from the defaults (`recorded_names`)."""
 REPOSITORY = "sandboxgym-tree"
-"""Images are tagged, since ``docker image prune`` removes those that are not."""
+"""Repository of image tags, since ``docker image prune`` removes untagged images."""
 
 run_directories.register_reaper(KIND, "sandboxgym.sandbox.docker.images:reap")
 _current: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakValueDictionary()

@@ -37,7 +37,7 @@ _SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
 _CHUNK = 1 << 20
 _LONGEST_IDENTITY = 200
 _DEEPEST = 500
-"""Layers of an archive; more than the kernel stacks."""
+"""Layers of an archive at most; more than the kernel stacks."""
 
 
 def pack(tree: OverlayTree) -> bytes:

@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Self
 
 _LONGEST = 512
-"""Bytes of a path below what names it from which on a descriptor of it is taken."""
+"""Bytes of a path below its base from which on a descriptor of it is opened."""
 _OPEN = 16
-"""Descriptors at a time; more than the trees that one call names."""
+"""Open descriptors at most; more than the trees that one call names."""
 
 
 PATH_MAX = 4096
-"""Bytes of a path with its end, of Linux."""
+"""Linux' limit of a path in bytes, with its null byte."""
 _ROOM = 16
 """Bytes by which another's path to the same tree may be longer than ours."""
 

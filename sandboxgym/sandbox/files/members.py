@@ -59,12 +59,12 @@ class Member:
     size: int
     """Bytes of its content in the archive."""
     mtime: str
-    """In seconds."""
+    """Modification time in seconds."""
     linkname: str
     begin: int
-    """Where its headers begin in the archive."""
+    """Offset of its headers in the archive."""
     start: int
-    """Where its content begins."""
+    """Offset of its content."""
     headers: dict[str, str] = field(default_factory=dict)
     """Extended headers, bytes that are not UTF-8 as surrogates."""
 

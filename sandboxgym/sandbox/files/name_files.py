@@ -25,13 +25,13 @@ from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.layers.squash import is_whiteout
 
 HOST = "sandbox"
-"""The name of every box."""
+"""Host name of every container."""
 OWN_ADDRESS = "127.0.1.1"
-"""That it has, a loopback address of its own: what looks that up again finds the name."""
+"""Address of the host name, a loopback address of its own: a reverse look-up finds the name."""
 FILES = ("hosts", "hostname", "resolv.conf")
 """Their names in ``/etc``."""
 LONGEST = 1 << 16
-"""Bytes of one that are read or recorded."""
+"""Bytes of one file that are read or recorded."""
 _LINKS = 40  # that are followed, as the kernel does
 
 

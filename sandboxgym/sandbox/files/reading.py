@@ -19,9 +19,9 @@ import time
 from sandboxgym.sandbox.base import FileTooLarge
 
 SECONDS = 30.0
-"""In which a file must have been read: some of /proc are made bit by bit while they are."""
+"""Seconds for reading a file: some of /proc are generated while they are read."""
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""To open what may turn out to be anything: no pipe is waited for, no terminal becomes ours, no lease is sat out."""
+"""Flags for opening a file of unknown type: no wait for a pipe, no controlling terminal, no wait for a lease."""
 
 _CHUNK = 1 << 20
 _RECORD = 1 << 12

@@ -39,7 +39,7 @@ _PYTHON = "/opt/python"
 _PATH = f"{_PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _PREFIX_PARTS = ("bin", "include", "lib", "lib64", "libexec", "share", "ssl")
-"""Of an interpreter's prefix: a conda prefix also holds other environments and a cache of packages."""
+"""Parts of an interpreter's prefix: a conda prefix also holds other environments and a cache of packages."""
 _FOLDERS = {"root": 0o700, "home": 0o755, "tmp": 0o1777, "var/tmp": 0o1777, "run": 0o755, "dev": 0o755, "proc": 0o555}
 _FOLDERS |= {"sys": 0o555, "mnt": 0o755, "opt": 0o755, "etc": 0o755, "var/lib": 0o755, "var/log": 0o755}
 _ETC = {

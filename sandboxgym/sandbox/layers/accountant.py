@@ -38,7 +38,7 @@ NONE = 1 << 62
 """In place of a limit, where there is none."""
 
 _SECONDS = 5.0
-"""For a look at the processes of one box; what was not seen then counts as out of sight."""
+"""Seconds for inspecting the processes of one container; descriptors not seen then count as hidden."""
 _MOST = 253
 """Descriptors that one message can hold."""
 
@@ -50,7 +50,7 @@ class Watch:
 
     def __init__(self, directory: str, *, nbytes: int, files: int, pidfd: int, groups: list[str]) -> None:
         self.directory = directory
-        """What it writes to."""
+        """Directory of its writes."""
         self.nbytes = nbytes
         self.files = files
         self.pidfd = pidfd
@@ -66,9 +66,9 @@ class Taken:
         self.nbytes = 0
         self.files = 0
         self.nameless = 0
-        """Of the bytes, those in files without a name."""
+        """Bytes in files without a name."""
         self.unseen = 0
-        """Descriptors that are under way where they cannot be looked at, and processes that could not be."""
+        """Descriptors in transit that cannot be inspected, and processes that could not be."""
 
 
 def hold_to_limits(

@@ -33,7 +33,7 @@ _OPAQUE, _REDIRECT, _ORIGIN = "opaque", "redirect", "origin"
 _ENTERED = stat.S_IRUSR | stat.S_IXUSR
 
 Transfer = Callable[["_Merging", str, str, Place, str], None]
-"""Given the paths of a file in a layer and of its copy, and where they are in both."""
+"""Called with the paths of a file in a layer and of its copy, and with its place in both."""
 
 
 def prefix(*, rootless: bool) -> str:
@@ -169,11 +169,11 @@ class _Merging:
         self.transfer = transfer
         self.rootless = rootless
         self.made: list[tuple[Place, os.stat_result]] = []
-        """Directories, and what each is a copy of, each before those in it."""
+        """Directories with the originals that they copy, each before those in it."""
         self.unlocked: list[tuple[str, Place, int]] = []
         """Directories that this user may not read, and the modes they had."""
         self.pending: list[tuple[Place, Sequence[str], bool]] = []
-        """Directories, the layers that show something of them, and whether they hide what lies below these."""
+        """Directories, the layers that they show, and True if these hide all layers below."""
 
     def run(self, sources: Sequence[str]) -> None:
         """Merge everything; modes and times of directories are set last."""

@@ -24,11 +24,11 @@ from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxFull
 from sandboxgym.sandbox.layers.disk import usage
 
 FILES, WORK = "files", "work"
-"""Parts of a layer's directory: what was written, and the scratch directory that overlayfs wants beside it."""
+"""Parts of a layer's directory: the written files, and overlayfs's scratch directory."""
 FLOOR = 512 * 2**20
 """Free bytes that a store's file system must have for a new box."""
 FLOOR_FILES = 10_000
-"""Files that there must be room for, on file systems that count them."""
+"""Free files that a store's file system must have, if it counts them."""
 
 
 class Layer:
@@ -46,7 +46,7 @@ class Layer:
         self.borrowed = borrowed
         self.holds = 1
         self.redirects: bool | None = None
-        """Whether a directory in it was renamed, once that is known."""
+        """True if a directory in it was renamed; None until that is known."""
         self._nbytes: int | None = None
         self._dress: tuple[int, ...] = ()
 

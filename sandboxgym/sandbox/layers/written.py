@@ -28,7 +28,7 @@ except (OSError, AttributeError):
     TICK = 20_000_000
 """Nanoseconds within which the kernel may give two changes one time, with as much to spare."""
 MOST = 20_000
-"""Entries of a layer that are looked at; of more, reading what counts is not dearer."""
+"""Entries of a layer that are inspected at most; with more, reading the relevant files is no slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Written:
     """Status of the layer that a container writes to, at one time."""
 
     key: str
-    """What the box stands on, and a digest of names, kinds, sizes and times of all that was written since."""
+    """Identity of the tree below, and a digest of names, kinds, sizes and times of all later writes."""
     changed: int
-    """When the last of it was changed, in nanoseconds since 1970; 0 if nothing was written."""
+    """Time of the last change, in nanoseconds since 1970; 0 if nothing was written."""
 
     @property
     def settled(self) -> bool:

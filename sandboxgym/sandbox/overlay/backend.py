@@ -87,18 +87,17 @@ class OverlayBackend:
         self.control_inside = CONTROL
         shared_ids = "it is root of no more than its user" if self.rootless else self.runtime.why_not_private(rootfs)
         self.private = not shared_ids
-        """Whether the box has user ids of its own."""
+        """True if the container has user ids of its own."""
         self.capabilities = _capabilities(self.rootless, self.runtime.groups, shared_ids)
         self._extra_env = env
         self.box: Box | None = None
-        """The live box, or one that was killed; for those who measure."""
+        """The live container, or one that was killed; read by benchmarks."""
         self.adopts = False
-        """What processes on a terminal leave behind becomes theirs again, so that they can be captured as a whole."""
+        """True to make orphans of a process on a terminal its children, so that CRIU can capture them as one tree."""
         self.lazy_pages: int | None = None
-        """Bytes of memory from which on restored processes get it bit by bit, see ``checkpoint/restore.py``; None:
-        never."""
+        """Bytes of memory from which on it is restored lazily, see ``checkpoint/restore.py``; None: never."""
         self.below: OverlayTree | None = None
-        """What the live box stands on."""
+        """Tree below the live container."""
         self._closed = False
         self._held = _Held(self.runtime)
         weakref.finalize(self, self._held.give_back).atexit = False

@@ -29,7 +29,7 @@ _COUNTED_BY_USER = (
     else []
 )
 RECORD = "groups"
-"""File in a run directory that lists the groups in which its boxes have theirs, one a line."""
+"""File in a run directory that lists the parent groups of its containers, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Group:
     """Control group of one container: a directory per hierarchy of version 1, or one of version 2."""
 
     folders: dict[str, Path]
-    """By controller; with version 2 the same for all."""
+    """Directory by controller; with version 2 the same for all."""
     unified: frozenset[str] = frozenset()
-    """Controllers that speak version 2."""
+    """Controllers of version 2."""
 
     @property
     def paths(self) -> list[str]:
@@ -105,7 +105,7 @@ class Groups:
     """Parent of the control groups of an owner's containers."""
 
     parents: dict[str, Path]
-    """By controller."""
+    """Parent directory by controller."""
     unified: frozenset[str]
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 

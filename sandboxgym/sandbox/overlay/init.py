@@ -98,7 +98,7 @@ class Init:
         self.spec = spec
         self.ids = None if namespace < 0 else mounts.Ids(namespace, spec["base"])
         self.statuses: dict[int, int] = {}
-        """Where the exit status of a started process goes, by its id."""
+        """Descriptor for the exit status of a started process, by its id."""
         self.pts = -1
         self.program = _opened(spec["init"])
         self.requests = {

@@ -21,7 +21,7 @@ from sandboxgym.data import cache_dir
 log = logging.getLogger("sandboxgym")
 
 VARIABLE = "SANDBOXGYM_INIT"
-"""Environment variable; ``python`` goes without the program."""
+"""Environment variable; ``python`` disables the program."""
 
 _MODE = 0o755  # a box with ids of its own executes it as nobody
 _OPTIONS = ("-std=gnu11", "-O2", "-static", "-s")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HEADER = 4
 _ROOM = _socket.CMSG_SPACE(16 * 4) if hasattr(_socket, "CMSG_SPACE") else 0
-"""For 16 descriptors."""
+"""Ancillary buffer for 16 descriptors."""
 
 
 def send(channel: _socket.socket, payload: bytes, descriptors: Sequence[int] = ()) -> None:

@@ -27,7 +27,7 @@ NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 """Namespaces, as `clone` and `unshare` take them."""
 
 TMPFS = 0x01021994
-"""What `file_system` gives for a tmpfs."""
+"""Result of `file_system` for a tmpfs."""
 
 RDONLY, NOSUID, NODEV, NOEXEC = 0x1, 0x2, 0x4, 0x8
 """Attributes of a mount, for `new_mount`, `copy_mount` and `set_attributes`."""
@@ -81,7 +81,7 @@ CAPABILITIES = {
     "SYS_CHROOT": 18,
     "SETFCAP": 31,
 }
-"""What a box's root may do: Docker's default set without MKNOD, NET_RAW and AUDIT_WRITE."""
+"""Capabilities of a container's root: Docker's default set without MKNOD, NET_RAW and AUDIT_WRITE."""
 
 # PyDLL keeps the interpreter's lock: after `clone` the child has one thread, and it must find the lock held by it.
 _libc = ctypes.PyDLL(None, use_errno=True)

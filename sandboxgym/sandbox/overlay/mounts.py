@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 """Devices in ``/dev``, with their numbers."""
 OVERLAY, BIND, EMPTY = "overlay", "bind", "empty"
-"""How a directory or file of the host is shown."""
+"""Ways of showing a directory or file of the host."""
 SHELL, WRITABLE = "shell.0", ("state.0", "state.1", "syntax", "limits")
-"""Of the control directory: the shell's directory, and the files there that it writes to."""
+"""Parts of the control directory: the shell's directory, and the files there that the shell writes to."""
 CONTROL_BYTES = 56 * 2**20
 """Room in the control directory: three times a shell's largest state and some."""
 DEV_PLACE, NOTHING_PLACE, EMPTY_PLACE, BIND_PLACE = "dev", "nothing", "empty", "bind-{}"
-"""Where `for_criu` puts what processes are restored upon: ``/dev``, a file and a directory with nothing in it, and what
-is bound, by its number."""
+"""Places made by `for_criu`: ``/dev``, an empty file, an empty directory, and the bind mounts by number."""
 
 _FOLDERS = ("shm", "pts")
 _LINKS = {
@@ -142,7 +141,7 @@ class Prepared:
         self._used = 0
         _open_stage(stage)
         self.control = self._make_control(0 if ids is None else ids.base)
-        """Of the control directory, for the owner."""
+        """Mount of the control directory, for the owner."""
         if ids is not None:
             kernel.act_on_files_as(ids.base)
         try:

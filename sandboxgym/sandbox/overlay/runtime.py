@@ -31,19 +31,19 @@ from sandboxgym.sandbox.overlay.reaper import record_zygote
 from sandboxgym.system import run_directories
 
 AHEAD = 2
-"""Embryos that are kept ready for each kind of box."""
+"""Warm containers kept ready for each kind."""
 KIND = "sandbox"
-"""Of the run directory."""
+"""Kind of the run directory."""
 run_directories.register_reaper(KIND, "sandboxgym.sandbox.overlay.reaper:clear")
 
 _SKELETON = ("proc", "sys", "dev/shm", "tmp", "run", "root", CONTROL.strip("/"))
 _STOP_SECONDS = 10.0
 
 Flavour = tuple[bool, bool, bool]
-"""Rootless, network, private ids."""
+"""Kind of a container: rootless, network, private ids."""
 
 VARIABLE = "SANDBOXGYM_PRIVATE_IDS"
-"""Environment variable; ``0`` goes without private ids, for root file systems with ids above 65,535."""
+"""Environment variable; ``0`` disables private ids, for root file systems with ids above 65,535."""
 
 
 class Box:
@@ -58,15 +58,15 @@ class Box:
         self.group = group
         self.layer = layer
         self.base = base
-        """What the ids of files inside begin at outside; 0 where they are the same."""
+        """First id outside of the files inside; 0 where ids are equal."""
         self.root = -1
         """Descriptor of the root directory."""
         self.control = -1
         """Descriptor of the control directory."""
         self.frozen = False
-        """Whether its control group was frozen."""
+        """True if its control group was frozen."""
         self.pages = -1
-        """Tells when all memory of restored processes is there: by `join.DONE`, or by its end if it never will be."""
+        """Descriptor that reports all restored memory in place: by `criu_process.DONE`, or by its end on failure."""
         self._waiting = False
 
     def ask(self, what: str, request: dict[str, Any], descriptors: Sequence[int] = ()) -> list[int]:

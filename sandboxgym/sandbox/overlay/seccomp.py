@@ -81,11 +81,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
 }
 NEWEST = 469
-"""The highest number of a call that was there when this list was made (Linux 6.18); the same on both machines."""
+"""The highest call number known to this list (Linux 6.18); equal on both architectures."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SOCKET = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""socket, socketpair"""
+"""Numbers of socket and socketpair."""
 _IO_SETUP = {"x86_64": 206, "aarch64": 0}
 _FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _PUNCH_HOLE = 0x02 | 0x01

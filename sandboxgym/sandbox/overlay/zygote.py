@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 ROOMS = ((), ("sandbox",), ("sandbox", "overlay"), ("sandbox", "layers"), ("sandbox", "checkpoint"))
-"""Packages that this program and its forks import from, whose own ``__init__`` modules are left out."""
+"""Packages that this program and its forks import from, with their own ``__init__`` modules left out."""
 LATER = 0.02
-"""Seconds after which an embryo is made that nobody waits for."""
+"""Seconds until a warm container is made that no request waits for."""
 TICK = 0.25
 """Seconds between two looks at the disk while a box is watched."""
 PAUSE = 0.1
-"""Seconds that what is to be deleted waits for more, for one program to delete it all; not if somebody waits for it."""
+"""Seconds that a deletion waits for others, to share one process; none if a request waits for it."""
 RECOUNT = 10.0
-"""Seconds between two counts of what boxes wrote, at least."""
+"""Fewest seconds between two counts of the containers' writes."""
 PATIENCE = 300.0
-"""Seconds after which a count that has not ended is given up and another one made."""
+"""Seconds after which an unfinished count is abandoned and another one started."""
 
 
 def command(python: str) -> list[str]:
@@ -103,37 +103,38 @@ class Zygote:
     def __init__(self, owner: _socket.socket, settings: dict[str, Any]) -> None:
         self.owner = owner
         self.settings = settings
-        """For `box.Embryo`; and ``pid`` of the owner, ``store``, its directory."""
+        """Settings for `init.Init`; and ``pid`` of the owner, ``store``, its directory."""
         self.embryos: list[dict[str, Any]] = []
-        """That are to be made, and from when on:"""
+        """Specs of the warm containers to be made."""
         self.quiet = 0.0
+        """Time (monotonic) before which none of them is made, unless one is waited for."""
         self.boxes: dict[int, list[str]] = {}
         """Control groups by the id of the init."""
         self.ranges: dict[int, _socket.socket] = {}
-        """What holds the private ids of a box, by the id of the init."""
+        """Claims of containers' private ids, by the id of the init."""
         self.next_range = int.from_bytes(os.urandom(2), "big")
         self.watched: dict[int, Watch] = {}
-        """By the id of the init."""
+        """Watched containers, by the id of the init."""
         self.to_remove: list[str] = []
         self.due = 0.0
-        """When they are."""
+        """Time (monotonic) from which `to_remove` is deleted."""
         self.waiting: list[int] = []
         self.remover = 0
         self.accountant = 0
         self.report = os.memfd_create("report", os.MFD_CLOEXEC)
-        """Where the accountant writes what the next one must know:"""
+        """Memory file in which the accountant leaves `sizes`, `bases` and `suspects` for its successor."""
         self.sizes: dict[str, int] = {}
-        """Bytes by directory, and"""
+        """Bytes by directory."""
         self.bases: dict[int, int] = {}
-        """what nothing explained while nothing was out of sight, by the id of the init;"""
+        """Unexplained bytes of the disk while no descriptor was hidden, by the id of the init."""
         self.suspects: list[int] = []
-        """boxes that may explain how the disk has filled. See `accountant`."""
+        """Ids of the inits of containers that may explain the growth of the disk; see ``layers/accountant.py``."""
         self.free = 0
         self.free_files = 0
         self.features = -1
-        """Of `criu_process.keep_features`."""
+        """Mount namespace of `criu_process.keep_features`."""
         self.bringing: dict[int, tuple[str, int]] = {}
-        """Where memory is being brought from, and the init of the box, by the id of the process that sees to it."""
+        """Source of lazily restored memory and the container's init, by the id of the restoring process."""
         self.counted = 0.0
         self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write)

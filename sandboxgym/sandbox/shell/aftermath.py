@@ -24,7 +24,7 @@ from sandboxgym.sandbox.process_table import state
 log = logging.getLogger("sandboxgym")
 
 PATIENCE = 10.0
-"""Seconds in which all must have ended."""
+"""Seconds in which all killed processes must have ended."""
 
 _GLANCE = 0.002  # seconds between two looks at what is about to end
 _ROUNDS = 20  # in which something was found; more are a backend that cannot stop what runs

@@ -40,7 +40,7 @@ ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 READY = "ready"
 """The nonce of the reports of a bash that has just started."""
 MAX_STATE = 4 * 2**20
-"""Bytes of a shell's whole state from which on it is not read: as a script, it may take twenty times as much."""
+"""Bytes of a shell's whole state above which it is not read: as a script, it may take twenty times as much."""
 
 # One group, sourced in POSIX mode: all of it is parsed before any of the command is. See shell.bash.
 _GO = b"""{
@@ -82,7 +82,7 @@ class Connection:
     """Facts about a captured bash needed to continue with a copy of it."""
 
     name: str
-    """Of its directory below the control directory."""
+    """Name of its directory below the control directory."""
     received: bytes
     limits: Mapping[str, bytes] | None
     modes: list[Any] | None
@@ -179,7 +179,7 @@ class BashProcess:
         self._prompt: bytes | None = None  # the system call in which it waits for a line, once that was seen
         self._goal: int | None = None  # bytes that it has read in all once it has read what was typed
         self.gone = False
-        """It has ended, and all that it said was heard."""
+        """True if the bash has ended, and all its output was read."""
 
     def command(self, text: str, nonce: str) -> None:
         """Make an idle bash run a command."""

@@ -58,7 +58,7 @@ PATIENCE = 3.0
 STARTING = 30.0
 """Seconds in which a new shell must answer."""
 SETTLING = 10.0
-"""Seconds in which a shell must have handed out its state after a command, before it is replaced."""
+"""Seconds in which a shell must have dumped its state after a command, before it is replaced."""
 
 _PATTERN_WINDOW = 1 << 16  # bytes of output that a pattern is looked for in
 _ECHOED = re.compile(rb'^\(\(1\)\) >"\$__sg_.*\n', re.MULTILINE)  # with set -v, bash shows the line that ends a command
@@ -76,7 +76,7 @@ class Interaction(Result):
     """Output of a command since the last interaction."""
 
     running: bool = False
-    """It goes on, and can be answered; ``exit_code`` means nothing yet."""
+    """True if the command still runs, and can be answered; ``exit_code`` means nothing yet."""
 
 
 @dataclass(slots=True)
@@ -88,16 +88,16 @@ class _Command:
     nonce: str
     capture: Capture
     began: float
-    """By `time.monotonic`."""
+    """Start, by `time.monotonic`."""
     since: Moment
-    """By the clock that start times of processes are given in."""
+    """Start, by the clock of process start times."""
     older: Mapping[int, str]
-    """Children of the shell that it found, and when they started."""
+    """Children of the shell before the command, with their start times."""
     exit_code: int | None = None
     syntax_error: bool = False
     replaced: bool = False
     prompt: bytes = b""
-    """What a lost bash printed when it was asked: it did so before it was asked, too."""
+    """Prompt printed by a lost bash when it was asked: it printed one before, too."""
 
 
 @dataclass(slots=True)
@@ -105,11 +105,11 @@ class _Watch:
     """Observation of a bash that is being waited for."""
 
     at: float = field(default_factory=lambda: time.monotonic() + _FIRST_LOOK)
-    """When to look next."""
+    """Time of the next look."""
     pause: float = _FIRST_LOOK
     asked: bool = False
     idle: int = 0
-    """How often it was at its prompt since it was asked."""
+    """Number of looks at which it was at its prompt since it was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Seat:
     connection: Connection
     number: int
     command: _Command | None
-    """Its ``older`` are numbered as inside, without their births."""
+    """Running command; its ``older`` are numbered as inside, without their start times."""
     state: ShellState | None
     dump: bytes
     slot: int | None

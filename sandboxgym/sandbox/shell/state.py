@@ -29,12 +29,12 @@ SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
     *("traps", "flags", "status", "last", "positional", "history", "directories", "disabled", "hidden", "omitted"),
 )
-"""What shell.bash prints, in this order."""
+"""Sections that shell.bash prints, in this order."""
 
 OWN = b"__sg_"
 """Prefix of the names that shell.bash defines."""
 HOOK = (rb"\\__sg_unfinished;\"\${__sg_then[@]}\";", rb'\\__sg_unfinished;"${__sg_then[@]}";')
-"""What shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
+"""Code that shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
 
 # Set by bash itself, so that assigning them fails, or means something else; and by backends, for each process.
 _INTERNAL = frozenset(
@@ -45,7 +45,7 @@ _INTERNAL = frozenset(
 )
 _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
 _INHERITED += b"SHELL SHLVL TERM USER"
-"""Variables that a new bash has without being told; unset where the captured one had none."""
+"""Variables that every new bash has; unset where the captured one had none."""
 _EVALUATED = frozenset(b"BASH_ENV ENV PROMPT_COMMAND PS0 PS1 PS2 PS4 TMOUT".split())
 """Variables whose values bash acts on at a prompt."""
 
@@ -63,9 +63,9 @@ _OWN_FUNCTION = re.compile(rb"^__sg_\w++ \(\) *+\n\{", re.MULTILINE)
 _FUNCTION_END = re.compile(rb"^\}[^\n]*+\n(?:declare -f\w++ \S++\n)?", re.MULTILINE)
 _ATTRIBUTES_AFTER = re.compile(rb"^(\}[^\n]*+\n)declare -f\w++ \S++\n", re.MULTILINE)
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
-"""What ``history`` prints before each line of it, with the time format of shell.bash."""
+"""Prefix of each line of ``history``, with the time format of shell.bash."""
 MOST_VARIABLES = 10_000
-"""Variables of a state: a bash that starts takes more than linear time to set them."""
+"""Most variables of a state: a bash that starts takes more than linear time to set them."""
 _MANY = 1000
 """Lines of the history and directories of the stack that are kept; a new bash keeps 500 of the former."""
 _ONE_LINE = re.compile(rb"[^\n]*")
@@ -95,7 +95,7 @@ class ShellState:
     cwd: bytes
     variables: Mapping[bytes, Variable]
     functions: bytes
-    """Their definitions."""
+    """Definitions of functions."""
     function_attributes: bytes
     aliases: bytes
     shopts: bytes
@@ -113,15 +113,15 @@ class ShellState:
     positional: bytes
     """``"$@"``, quoted."""
     history: bytes = b""
-    """As ``history`` prints it, see `_BEFORE_ENTRY`."""
+    """History as ``history`` prints it, see `_BEFORE_ENTRY`."""
     directories: bytes = b""
-    """The stack of ``pushd``, one a line; the first is the working directory."""
+    """The stack of ``pushd``, one per line; the first is the working directory."""
     disabled: bytes = b""
-    """Builtins that ``enable -n`` disabled, one a line."""
+    """Builtins that ``enable -n`` disabled, one per line."""
     hidden: bytes = b""
     """The definitions of functions called ``builtin`` or ``enable``, which are in place during commands only."""
     omitted: bytes = b""
-    """Names of variables that were left out because they are too large, one a line."""
+    """Names of variables that were left out because they are too large, one per line."""
 
     @classmethod
     def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:

@@ -28,7 +28,7 @@ class Capture:
         self._raw = raw
         self._begin, self._end = begin, end
         self.begun = not begin
-        """Whether ``begin`` was seen."""
+        """True if ``begin`` was seen."""
         self._carry = b""
         self._head, self._tail = bytearray(), bytearray()
         self.beginning = bytearray()
@@ -36,7 +36,7 @@ class Capture:
         self.elided = 0
         """Bytes dropped from the middle so far."""
         self.complete = False
-        """Whether ``end`` was seen."""
+        """True if ``end`` was seen."""
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes."""

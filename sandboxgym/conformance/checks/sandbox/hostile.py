@@ -33,9 +33,9 @@ from sandboxgym.system import run_directories
 _AFTER = ("api.protocol",)
 _SHOWN = 40
 _DEEPEST, _ENTRIES = 9, 50_000
-"""Levels and entries among which leftovers are looked for."""
+"""Levels and entries searched for leftovers."""
 _PATIENCE = 10.0
-"""Seconds in which they may be cleared by another process."""
+"""Seconds in which another process may clear them."""
 
 
 # Places.

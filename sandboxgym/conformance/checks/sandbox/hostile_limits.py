@@ -22,9 +22,9 @@ from sandboxgym.conformance.sandbox_probes.yard import Untyped, yard_of
 from sandboxgym.conformance.subject import AnyEnv, Subject
 
 _SETTLE = 2.0
-"""Seconds for a sandbox to see what was written."""
+"""Seconds for a sandbox to notice the writes."""
 _ROUNDS = 3
-"""A chain of forks may be met by chance."""
+"""Repetitions, since a chain of forks may be caught by chance."""
 
 
 @check(

@@ -32,7 +32,7 @@ class Row:
     probe: Probe
     declared: bool
     places: dict[str, str] = field(default_factory=dict)
-    """Kept or lost, by where it was looked for: restored, in a fork, in another environment."""
+    """Kept or lost, by place of reading: restored, in a fork, in another environment."""
     leaks: list[str] = field(default_factory=list)
     detail: str = ""
 
