@@ -277,7 +277,7 @@ def memory(rootfs: RootFS, number: int) -> list[str]:
     first.start()
     shell(first, "mkdir -p /root/d; for i in {1..50}; do echo $i > /root/d/$i; done")
     tree = first.freeze()
-    boxes = [first, *(first.twin() for _ in range(number - 1))]
+    boxes = [first, *(first.sibling() for _ in range(number - 1))]
     times = Times()
     try:
         before = memory_of(())

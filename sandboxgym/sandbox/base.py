@@ -348,7 +348,7 @@ class Backend(Protocol):
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the sandbox's user, making missing parent directories."""
 
-    def twin(self) -> Backend:
+    def sibling(self) -> Backend:
         """Another backend of the same kind, root file system, limits and store, not started."""
 
     def close(self) -> None:

@@ -433,7 +433,7 @@ class Sandbox:
         if lost or self.mode == "full" or self.backend.capabilities.snapshot_cost != "constant":
             return SandboxSnapshot(self.backend.freeze(keep_processes=True), state, lost)
         tree = self.backend.freeze()
-        self._park(tree.retain(), state)
+        self._start_from(tree.retain(), state)
         return SandboxSnapshot(tree, state)
 
     def _readable_state(self) -> tuple[ShellState | None, tuple[str, ...]]:
@@ -482,7 +482,7 @@ class Sandbox:
             shell.close()
             shell = None
         try:
-            self._park(tree.retain(), snap.shell, snap.whole)
+            self._start_from(tree.retain(), snap.shell, snap.whole)
             self.lost = snap.lossy
             self.start()
         finally:
@@ -507,9 +507,9 @@ class Sandbox:
         children: list[Sandbox] = []
         try:
             for _ in range(k):
-                twin = self.backend.twin()
+                sibling = self.backend.sibling()
                 child = Sandbox(
-                    twin,
+                    sibling,
                     env=self._env,
                     workdir=self._workdir,
                     limits=self.limits,
@@ -517,7 +517,7 @@ class Sandbox:
                     lazy_pages=self._lazy_pages,
                 )
                 children.append(child)
-                child._park(snap.tree.retain(), snap.shell, snap.whole)
+                child._start_from(snap.tree.retain(), snap.shell, snap.whole)
                 child.lost = snap.lossy
                 if start:
                     child.start()
@@ -581,7 +581,7 @@ class Sandbox:
         finally:
             tree.release()
 
-    def _park(self, tree: Tree, state: ShellState | None, whole: Whole | None = None) -> None:
+    def _start_from(self, tree: Tree, state: ShellState | None, whole: Whole | None = None) -> None:
         """Let the next use start on ``tree``, with copies of the processes of ``whole``."""
         whole = None if whole is None else whole.retain()
         parts = self._parts

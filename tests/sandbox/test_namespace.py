@@ -350,7 +350,7 @@ def test_processes_go_on_while_they_are_copied(box: OverlayBackend, stopped_by: 
     count = sh(box, "wc -l < /n")
     _until(lambda: sh(box, "wc -l < /n") != count)
     assert process.wait(0) is None
-    other = box.twin()
+    other = box.sibling()
     other.start(tree)
     assert sh(other, LIST) == before
     lines = sh(other, "cat /n").split("\n")
@@ -460,7 +460,7 @@ def test_a_layer_is_written_only_once(box: OverlayBackend) -> None:
     sh(box, "echo 2 >> /f; rm /f; echo 3 > /f")
     assert (tree.layers[0].files / "f").stat() == content
     assert (tree.layers[0].files / "f").read_text() == "1\n"
-    untouched = box.twin()
+    untouched = box.sibling()
     untouched.start(tree)
     assert untouched.freeze().layers == tree.layers  # nothing was written: no new layer
 
@@ -623,7 +623,7 @@ backend = OverlayBackend(make_rootfs(Path(os.environ["HOME"], "lower")), limits=
 backend.start()
 print(backend.capabilities.name, sh(backend, "id -u; echo 1 > /f; rm -r /old; echo 2 > /tmp/t; echo 3 > /dev/shm/s"))
 tree = backend.freeze()
-twin = backend.twin()
+twin = backend.sibling()
 twin.start(tree)
 backend.start(backend.unpack(tree.pack()))
 for one in (backend, twin):

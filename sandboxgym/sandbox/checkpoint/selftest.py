@@ -25,14 +25,14 @@ def round_trip(program: str) -> None:
     env = clean_environment(rootfs)
     backend: Any = OverlayBackend(rootfs, rootless=False)
     backend.keep_processes()
-    twin = backend.twin()
+    sibling = backend.sibling()
     try:
         backend.start()
         shell = Shell(backend, env=env)
         shell.execute("probe=kept; sleep 1000 & exec 7</etc/passwd; read -r line <&7", timeout=60.0)
         asked = 'read -r line <&7; echo "$probe $(jobs -p) $line"'
         tree, whole = full.snapshot(backend, shell, program)
-        copy = Shell.restored(twin, revive.fork(twin, tree, whole.image, program), whole.seat, env=env)
+        copy = Shell.restored(sibling, revive.fork(sibling, tree, whole.image, program), whole.seat, env=env)
         answers = [one.execute(asked, timeout=60.0).output for one in (shell, copy)]
         if answers[0] != answers[1] or not answers[0].startswith("kept "):
             raise CriuError(f"expected the same of a sandbox and its copy, found {answers!r}")
@@ -43,5 +43,5 @@ def round_trip(program: str) -> None:
     except OSError as error:
         raise SandboxError(str(error)) from error
     finally:
-        for one_backend in (backend, twin):
+        for one_backend in (backend, sibling):
             one_backend.close()

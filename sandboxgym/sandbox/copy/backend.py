@@ -485,7 +485,7 @@ class CopyBackend:
         """Make a new directory for a shell, and remove earlier ones. See `base.Backend.shell_directory`."""
         return new_shell_directory(self.control)
 
-    def twin(self) -> Self:
+    def sibling(self) -> Self:
         """Another backend with the same settings and a root of its own."""
         return type(self)(self._rootfs, limits=self._limits, allow_unsafe=True, env=self._env)
 

@@ -365,7 +365,7 @@ class DockerBackend:
         folder.chmod(0o777)  # the user inside may be another one; the run directory lets nobody else in
         return folder
 
-    def twin(self) -> DockerBackend:
+    def sibling(self) -> DockerBackend:
         """Another backend of the same image and settings, not started."""
         return DockerBackend(self._base.id, limits=self._limits, network=self._network, env=self._env)
 

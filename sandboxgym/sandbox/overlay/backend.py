@@ -411,14 +411,14 @@ class OverlayBackend:
             file.write(data)
             os.fchmod(file.fileno(), mode)
 
-    def twin(self) -> OverlayBackend:
+    def sibling(self) -> OverlayBackend:
         """Another backend of the same kind, not started."""
-        twin = OverlayBackend(
+        sibling = OverlayBackend(
             self.rootfs, limits=self.limits, network=self.network, rootless=self.rootless, env=self._extra_env
         )
-        twin.adopts, twin.lazy_pages = self.adopts, self.lazy_pages
-        twin.private, twin.capabilities = self.private, self.capabilities
-        return twin
+        sibling.adopts, sibling.lazy_pages = self.adopts, self.lazy_pages
+        sibling.private, sibling.capabilities = self.private, self.capabilities
+        return sibling
 
     def part(self) -> _Held:
         """Detach from the container, if there is one; returns the resources to give back."""
