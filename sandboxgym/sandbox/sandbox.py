@@ -52,7 +52,7 @@ from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell.state import ShellState
 
 if TYPE_CHECKING:
-    from sandboxgym.sandbox.checkpoint.image import Whole
+    from sandboxgym.sandbox.checkpoint.image import Checkpoint
 
 log = logging.getLogger("sandboxgym")
 
@@ -71,18 +71,18 @@ class SandboxSnapshot:
     Attributes:
         shell: the shell's state; None if no shell had been started.
         lossy: what a restored copy does not have, one description each.
-        whole: the running processes, if they were captured too.
+        checkpoint: the running processes, if they were captured too.
     """
 
-    __slots__ = ("_tree", "lossy", "shell", "whole")
+    __slots__ = ("_tree", "checkpoint", "lossy", "shell")
 
     def __init__(
-        self, tree: Tree, shell: ShellState | None, lossy: tuple[str, ...] = (), *, whole: Whole | None = None
+        self, tree: Tree, shell: ShellState | None, lossy: tuple[str, ...] = (), *, checkpoint: Checkpoint | None = None
     ) -> None:
         self._tree: Tree | None = tree
         self.shell = shell
         self.lossy = lossy
-        self.whole = whole
+        self.checkpoint = checkpoint
 
     def __repr__(self) -> str:
         what = "released" if self._tree is None else f"{self._tree.id}, {self._tree.nbytes} bytes"
@@ -102,12 +102,12 @@ class SandboxSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes on disk of the written files, and of the processes' memory."""
-        return self.tree.nbytes + (self.whole.image.nbytes if self.whole else 0)
+        return self.tree.nbytes + (self.checkpoint.image.nbytes if self.checkpoint else 0)
 
     def retain(self) -> SandboxSnapshot:
         """Another hold on the same snapshot, released independently."""
-        whole = None if self.whole is None else self.whole.retain()
-        return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy, whole=whole)
+        checkpoint = None if self.checkpoint is None else self.checkpoint.retain()
+        return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy, checkpoint=checkpoint)
 
     def files(self) -> SandboxSnapshot:
         """Another hold on the same files and shell, without the processes."""
@@ -118,8 +118,8 @@ class SandboxSnapshot:
         if self._tree is not None:
             self._tree.release()
             self._tree = None
-            if self.whole is not None:
-                self.whole.release()
+            if self.checkpoint is not None:
+                self.checkpoint.release()
 
     def pack(self) -> bytes:
         """Encode as bytes for `Sandbox.unpack`, also on another machine with the same root file system.
@@ -127,7 +127,7 @@ class SandboxSnapshot:
         Raises:
             SnapshotNotSupported: it holds running processes, which belong to this machine.
         """
-        if self.whole is not None:
+        if self.checkpoint is not None:
             raise SnapshotNotSupported(
                 "a snapshot with running processes cannot leave this process: end them, or take the snapshot with "
                 'snapshot(mode="filesystem")'
@@ -149,7 +149,7 @@ class _Parts:
     backend: Backend
     shell: Shell | None = None
     tree: Tree | None = None
-    whole: Whole | None = None
+    checkpoint: Checkpoint | None = None
 
     def give_back(self) -> None:
         for part in (self.shell, self.backend):
@@ -158,10 +158,10 @@ class _Parts:
                     part.close()
             except Exception as error:  # the others must still be given back
                 log.warning("could not close %r: %s", part, error)
-        for held in (self.tree, self.whole):
+        for held in (self.tree, self.checkpoint):
             if held is not None:
                 held.release()
-        self.shell = self.tree = self.whole = None
+        self.shell = self.tree = self.checkpoint = None
 
 
 class Sandbox:
@@ -405,12 +405,14 @@ class Sandbox:
                 f"expected mode 'filesystem' for a sandbox made with snapshot={self.mode!r}, found {mode!r}"
             )
         if self._check_open() or self._waiting:
-            tree, whole = self._parts.tree, self._parts.whole
+            tree, checkpoint = self._parts.tree, self._parts.checkpoint
             return SandboxSnapshot(
                 self.backend.base() if tree is None else tree.retain(),
                 self._state,
-                () if whole is None or mode != "filesystem" else ("the processes of the snapshot it is restored from",),
-                whole=None if whole is None or mode == "filesystem" else whole.retain(),
+                ()
+                if checkpoint is None or mode != "filesystem"
+                else ("the processes of the snapshot it is restored from",),
+                checkpoint=None if checkpoint is None or mode == "filesystem" else checkpoint.retain(),
             )
         self._live()
         state, lost = self._readable_state()
@@ -456,8 +458,8 @@ class Sandbox:
 
         shell = self._parts.shell
         assert shell is not None and isinstance(self.backend, OverlayBackend)
-        tree, whole = full.snapshot(self.backend, shell, program, obstacles=self._obstacles)
-        return SandboxSnapshot(tree, state, whole=whole)
+        tree, checkpoint = full.snapshot(self.backend, shell, program, obstacles=self._obstacles)
+        return SandboxSnapshot(tree, state, checkpoint=checkpoint)
 
     def restore(self, snap: SandboxSnapshot) -> None:
         """Return to a captured state; all running processes are ended.
@@ -472,17 +474,17 @@ class Sandbox:
         tree = snap.tree
         if tree.base != self._base():
             raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {tree.base}")
-        if snap.whole is not None and self._program is None:
+        if snap.checkpoint is not None and self._program is None:
             raise SnapshotMismatch(
                 f"expected a snapshot of files for a sandbox made with snapshot={self.mode!r}, found one with running "
                 "processes; its files() can be restored"
             )
         shell, self._parts.shell = self._parts.shell, None
-        if shell is not None and snap.whole is not None:  # the copy's may have the same directory
+        if shell is not None and snap.checkpoint is not None:  # the copy's may have the same directory
             shell.close()
             shell = None
         try:
-            self._start_from(tree.retain(), snap.shell, snap.whole)
+            self._start_from(tree.retain(), snap.shell, snap.checkpoint)
             self.lost = snap.lossy
             self.start()
         finally:
@@ -517,7 +519,7 @@ class Sandbox:
                     lazy_pages=self._lazy_pages,
                 )
                 children.append(child)
-                child._start_from(snap.tree.retain(), snap.shell, snap.whole)
+                child._start_from(snap.tree.retain(), snap.shell, snap.checkpoint)
                 child.lost = snap.lossy
                 if start:
                     child.start()
@@ -581,31 +583,31 @@ class Sandbox:
         finally:
             tree.release()
 
-    def _start_from(self, tree: Tree, state: ShellState | None, whole: Whole | None = None) -> None:
-        """Let the next use start on ``tree``, with copies of the processes of ``whole``."""
-        whole = None if whole is None else whole.retain()
+    def _start_from(self, tree: Tree, state: ShellState | None, checkpoint: Checkpoint | None = None) -> None:
+        """Let the next use start on ``tree``, with copies of the processes of ``checkpoint``."""
+        checkpoint = None if checkpoint is None else checkpoint.retain()
         parts = self._parts
         if parts.shell is not None:
             parts.shell.close()
             parts.shell = None
-        for held in (parts.tree, parts.whole):
+        for held in (parts.tree, parts.checkpoint):
             if held is not None:
                 held.release()
-        parts.tree, parts.whole, self._state, self._waiting = tree, whole, state, True
+        parts.tree, parts.checkpoint, self._state, self._waiting = tree, checkpoint, state, True
 
     def _live(self) -> None:
         self._check_open()
         if self._waiting:
-            if self._parts.whole is None:
+            if self._parts.checkpoint is None:
                 self.backend.start(self._parts.tree)
             else:
-                self._revive(self._parts.whole)
+                self._revive(self._parts.checkpoint)
             self._waiting = False
         elif not self.backend.live:
             self.backend.processes()  # raises what the backend knows of its end
             raise SandboxClosed("the processes of the sandbox were ended from outside")
 
-    def _revive(self, whole: Whole) -> None:
+    def _revive(self, checkpoint: Checkpoint) -> None:
         from sandboxgym.sandbox.checkpoint import restore as revive
 
         backend, parts = self.backend, self._parts
@@ -613,12 +615,12 @@ class Sandbox:
         if self._program is None:
             raise SandboxUnavailable(f"a sandbox made with snapshot={self.mode!r} cannot restore running processes")
         backend.part().give_back()
-        process = revive.fork(backend, parts.tree, whole.image, self._program)
+        process = revive.fork(backend, parts.tree, checkpoint.image, self._program)
         parts.shell = Shell.restored(
-            backend, process, whole.seat, env=self._env, cwd=self._workdir, output=self.limits.output
+            backend, process, checkpoint.session, env=self._env, cwd=self._workdir, output=self.limits.output
         )
-        parts.whole = None
-        whole.release()
+        parts.checkpoint = None
+        checkpoint.release()
 
     def _shell(self) -> Shell:
         self._live()

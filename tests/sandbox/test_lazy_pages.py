@@ -152,8 +152,8 @@ def test_what_it_is_brought_from_stays_until_it_is_there(make: Maker) -> None:
     box = make()
     digest = typed(box, DIGEST)
     snap = box.snapshot(strict=True)
-    assert snap.whole is not None
-    place = snap.whole.image.path
+    assert snap.checkpoint is not None
+    place = snap.checkpoint.image.path
     box.restore(snap)
     snap.release()
     pages = box_of(box).pages

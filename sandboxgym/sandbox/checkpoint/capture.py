@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self
 
 from sandboxgym.sandbox.base import CONTROL, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint.criu import DUMP, Criu, CriuError, Value
-from sandboxgym.sandbox.checkpoint.image import OPTIONS, Content, Image, Whole, control_of, copy_control, images_of
-from sandboxgym.sandbox.checkpoint.restore import Successor, await_pages, revive
+from sandboxgym.sandbox.checkpoint.image import OPTIONS, Checkpoint, Content, Image, control_of, copy_control, images_of
+from sandboxgym.sandbox.checkpoint.restore import RestoreTarget, await_pages, revive
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
 from sandboxgym.sandbox.overlay.processes import descendants, offspring, send, state
@@ -83,7 +83,7 @@ class Capturer:
 
 def snapshot(
     backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
-) -> tuple[OverlayTree, Whole]:
+) -> tuple[OverlayTree, Checkpoint]:
     """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
 
     Args:
@@ -105,11 +105,11 @@ def snapshot(
     await_pages(box)
     _freeze(box)
     try:
-        with Capturer(backend, program) as capturer, Successor(backend, program) as successor:
+        with Capturer(backend, program) as capturer, RestoreTarget(backend, program) as target:
             if found := obstacles():
                 raise Refused(found)
             backend.runtime.store.check_room((box.group.memory() if box.group else None) or 0)
-            return _captured(backend, shell, leader, capturer, successor)
+            return _captured(backend, shell, leader, capturer, target)
     except SandboxUnavailable as error:
         raise CriuError(str(error)) from error
     finally:
@@ -137,8 +137,8 @@ def _waits_in(pid: int) -> str:
 
 
 def _captured(
-    backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, successor: Successor
-) -> tuple[OverlayTree, Whole]:
+    backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, target: RestoreTarget
+) -> tuple[OverlayTree, Checkpoint]:
     box, below = backend.box, backend.below
     assert box is not None and below is not None
     jobs = stopped_jobs(leader)
@@ -146,9 +146,9 @@ def _captured(
     tree = OverlayTree(backend.runtime.store, backend.rootfs, (box.layer, *below.layers), rootless=backend.rootless)
     left = backend.part()
     try:
-        seat = shell.seat()
+        session = shell.session()
         # As a whole, and not bit by bit as a fork may be: the stopped processes are ended when this is done.
-        process = revive(backend, tree, image, successor)
+        process = revive(backend, tree, image, target)
     except BaseException as error:
         backend.settle(box, below)
         resume(backend, but=jobs)
@@ -157,9 +157,9 @@ def _captured(
         if isinstance(error, SandboxError):
             raise CriuError(str(error)) from error
         raise
-    shell.move(process, seat)
+    shell.move(process, session)
     left.give_back()
-    return tree, Whole(image, seat)
+    return tree, Checkpoint(image, session)
 
 
 def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:

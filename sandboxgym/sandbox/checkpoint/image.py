@@ -14,7 +14,7 @@ from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.checkpoint.criu import Value
 from sandboxgym.sandbox.layers.store import Layer, LayerStore
 from sandboxgym.sandbox.overlay.mounts import SHELL
-from sandboxgym.sandbox.shell.session import Seat
+from sandboxgym.sandbox.shell.session import ShellSession
 
 TIMEOUT = 60
 """Seconds that CRIU may take to stop processes."""
@@ -100,15 +100,15 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Checkpoint:
     """The processes of a snapshot, beside its files: their image, the shells, and the terminals they need."""
 
     image: Image
-    seat: Seat
+    session: ShellSession
 
-    def retain(self) -> Whole:
+    def retain(self) -> Checkpoint:
         """Another hold on the same checkpoint, released independently."""
-        return Whole(self.image.retain(), self.seat)
+        return Checkpoint(self.image.retain(), self.session)
 
     def release(self) -> None:
         """Give up this hold. Idempotent."""

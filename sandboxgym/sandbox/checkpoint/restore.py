@@ -37,7 +37,7 @@ _WORK = "criu"
 _LOG, _PAGES_LOG = "restore.log", "pages.log"
 
 
-class Successor:
+class RestoreTarget:
     """A container like those of ``backend`` in which CRIU waits for an image to restore; discarded if that fails.
 
     Args:
@@ -85,8 +85,8 @@ def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str)
     Raises:
         SandboxUnavailable, SandboxFull: it could not be done, and the backend is still not live.
     """
-    with Successor(backend, program) as successor:
-        return revive(backend, tree, image, successor, lazy=_is_lazy(backend, image, program))
+    with RestoreTarget(backend, program) as target:
+        return revive(backend, tree, image, target, lazy=_is_lazy(backend, image, program))
 
 
 def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
@@ -96,7 +96,7 @@ def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
 
 
 def revive(
-    backend: OverlayBackend, tree: OverlayTree, image: Image, successor: Successor, *, lazy: bool = False
+    backend: OverlayBackend, tree: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool = False
 ) -> Process:
     """Restore as `fork` does, with a CRIU that was started before.
 
@@ -104,7 +104,7 @@ def revive(
         backend: not live.
         tree: captured with ``image``.
         image: of a box of the same kind.
-        successor: of ``backend``; discarded by whoever made it if this fails.
+        target: of ``backend``; discarded by whoever made it if this fails.
         lazy: have memory brought bit by bit.
 
     Raises:
@@ -115,23 +115,23 @@ def revive(
     squash(tree)
     below = tree.retain()
     try:
-        process = _restored(backend, below, image, successor, lazy=lazy)
+        process = _restored(backend, below, image, target, lazy=lazy)
     except BaseException as error:
         below.release()
         if isinstance(error, CriuError | EOFError | OSError):
             raise SandboxUnavailable(f"the captured processes could not be restored: {error}") from error
         raise
-    backend.settle(successor.box, below)
-    shared.watch(successor.box, backend.limits)
+    backend.settle(target.box, below)
+    shared.watch(target.box, backend.limits)
     shared.prepare(backend.flavour)
     return cast("Process", process)
 
 
 def _restored(
-    backend: OverlayBackend, below: OverlayTree, image: Image, successor: Successor, *, lazy: bool
+    backend: OverlayBackend, below: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool
 ) -> NamespaceProcess:
-    box, work, stage = successor.box, successor.work, backend.runtime.directory / "stage"
-    ready = _begin_to_bring(backend, image, successor) if lazy else -1
+    box, work, stage = target.box, target.work, backend.runtime.directory / "stage"
+    ready = _begin_to_bring(backend, image, target) if lazy else -1
     try:
         _mount(backend, below, box)
         copy_control(image.control, Path(f"/proc/self/fd/{box.control}"))
@@ -153,10 +153,10 @@ def _restored(
     terminal: tuple[int, ...] = ()
     kept: list[int] = []
     try:
-        terminal = successor.criu.ask(RESTORE, options).descriptors
+        terminal = target.criu.ask(RESTORE, options).descriptors
         if len(terminal) != 1:
             raise CriuError(f"expected the terminal of one shell from CRIU, found {len(terminal)}")
-        successor.criu.wait()
+        target.criu.wait()
         kept = box.ask("adopt", {"pid": image.content.leader}, [report])
         grouped = frozenset(box.group.folders) if box.group else frozenset()
         request = {"last_pid": image.content.last_pid, "rlimits": rlimits(backend.limits, grouped=grouped)}
@@ -173,9 +173,9 @@ def _restored(
     return NamespaceProcess(kept[0], status, terminal[0], None)
 
 
-def _begin_to_bring(backend: OverlayBackend, image: Image, successor: Successor) -> int:
+def _begin_to_bring(backend: OverlayBackend, image: Image, target: RestoreTarget) -> int:
     return backend.runtime.bring_pages(
-        successor.program, successor.box, layer=image.path, images=image.files, work=successor.work
+        target.program, target.box, layer=image.path, images=image.files, work=target.work
     )
 
 

@@ -31,13 +31,15 @@ def round_trip(program: str) -> None:
         shell = Shell(backend, env=env)
         shell.execute("probe=kept; sleep 1000 & exec 7</etc/passwd; read -r line <&7", timeout=60.0)
         asked = 'read -r line <&7; echo "$probe $(jobs -p) $line"'
-        tree, whole = full.snapshot(backend, shell, program)
-        copy = Shell.restored(sibling, revive.fork(sibling, tree, whole.image, program), whole.seat, env=env)
+        tree, checkpoint = full.snapshot(backend, shell, program)
+        copy = Shell.restored(
+            sibling, revive.fork(sibling, tree, checkpoint.image, program), checkpoint.session, env=env
+        )
         answers = [one.execute(asked, timeout=60.0).output for one in (shell, copy)]
         if answers[0] != answers[1] or not answers[0].startswith("kept "):
             raise CriuError(f"expected the same of a sandbox and its copy, found {answers!r}")
         tree.release()
-        whole.release()
+        checkpoint.release()
         for one in (shell, copy):
             one.close()
     except OSError as error:

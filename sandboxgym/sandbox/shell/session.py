@@ -113,7 +113,7 @@ class _Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ShellSession:
     """State of a captured shell beside the bash itself: its running command, and the output received so far."""
 
     connection: Connection
@@ -163,7 +163,7 @@ class Shell:
         cls,
         backend: Backend,
         process: Process,
-        seat: Seat,
+        session: ShellSession,
         *,
         env: Mapping[str, str],
         cwd: str = "/",
@@ -174,19 +174,19 @@ class Shell:
         Args:
             backend: where it runs.
             process: the bash.
-            seat: of the captured shell.
+            session: of the captured shell.
             env: as for any shell, and so the others.
             cwd: see there.
             output: see there.
         """
-        self = cls(backend, env=env, cwd=cwd, output=output, state=seat.state)
-        self._bash = BashProcess.restored(backend, process, seat.connection)
-        self._number, self._dump = seat.number, seat.dump
-        self._slot, self._settled = seat.slot, seat.settled
-        self._command = self._copied(seat.command)
+        self = cls(backend, env=env, cwd=cwd, output=output, state=session.state)
+        self._bash = BashProcess.restored(backend, process, session.connection)
+        self._number, self._dump = session.number, session.dump
+        self._slot, self._settled = session.slot, session.settled
+        self._command = self._copied(session.command)
         return self
 
-    def seat(self) -> Seat:
+    def session(self) -> ShellSession:
         """State of a stopped bash for `restored`; all of its output is read first."""
         bash = self._bash
         assert bash is not None
@@ -198,13 +198,13 @@ class Shell:
         if command is not None:
             older = {number: "" for pid in command.older if (number := number_inside(pid))}
             command = replace(command, capture=copy.deepcopy(command.capture), older=older)
-        return Seat(bash.connection, self._number, command, self._state, self._dump, self._slot, self._settled)
+        return ShellSession(bash.connection, self._number, command, self._state, self._dump, self._slot, self._settled)
 
-    def move(self, process: Process, seat: Seat) -> None:
-        """Continue with a copy of the bash, which has taken its place since ``seat`` was taken."""
+    def move(self, process: Process, session: ShellSession) -> None:
+        """Continue with a copy of the bash, which has taken its place since ``session`` was taken."""
         assert self._bash is not None
         self._bash.move(process)
-        self._command = self._copied(seat.command)
+        self._command = self._copied(session.command)
 
     def _copied(self, command: _Command | None) -> _Command | None:
         if command is None:
