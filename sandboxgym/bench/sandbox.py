@@ -256,7 +256,7 @@ def memory_of(boxes: Sequence[OverlayBackend]) -> tuple[int, int, int]:
     """Bytes: proportional shares of all processes of these boxes, what their groups are charged, what is available."""
     shares = charged = 0
     for backend in boxes:
-        box = backend.box
+        box = backend.container
         if box is not None:
             pids = [box.pid, *(info.pid for info in backend.processes())]
             shares += sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)

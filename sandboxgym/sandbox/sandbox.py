@@ -350,8 +350,8 @@ class Sandbox:
         shell, backend = self._parts.shell, self.backend
         if shell is None or shell.pid is None:
             return ("no shell was started",)
-        assert isinstance(backend, OverlayBackend) and backend.box is not None
-        return obstacles(backend.box.pid, shell.pid, network=backend.network)
+        assert isinstance(backend, OverlayBackend) and backend.container is not None
+        return obstacles(backend.container.pid, shell.pid, network=backend.network)
 
     def _beside_files(self) -> tuple[str, ...]:
         """State that a snapshot of files and shell would not hold."""

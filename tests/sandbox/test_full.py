@@ -485,7 +485,7 @@ def test_a_socket_that_outside_connects_to_is_refused(box: Sandbox) -> None:
     typed(box, "import os; os.unlink('/tmp/socket'); l.close(); l = socket.socket(socket.AF_UNIX);"
           " l.bind('/tmp/socket'); l.listen()\n")  # fmt: skip
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(f"/proc/{backend.box.pid}/root/tmp/socket")
+        client.connect(f"/proc/{backend.container.pid}/root/tmp/socket")
         typed(box, "s, _ = l.accept()\n")
         with pytest.raises(SnapshotLossy, match="a unix socket is connected with one outside"):
             box.snapshot(strict=True)

@@ -119,7 +119,7 @@ def test_the_small_one_takes_little_memory(make: Maker, compiled: Path) -> None:
     box = make()
     box.start()
     assert sh(box, "echo up") == "up"  # an answer, so the program runs
-    lines = Path(f"/proc/{box.box.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
+    lines = Path(f"/proc/{box.container.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
     private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
     assert 0 < private < 300  # kB
 

@@ -85,7 +85,7 @@ def typed(sandbox: Sandbox, text: str) -> str:
 
 def box_of(sandbox: Sandbox) -> Any:
     backend: Any = sandbox.backend
-    return backend.box
+    return backend.container
 
 
 def bringers() -> set[int]:
@@ -221,7 +221,7 @@ box.interact("python3 -q -i", timeout=300, until=">>> $")
 box.interact("x = bytes([7]) * (200 << 20)\\n", timeout=300, until=">>> $")
 (child,) = box.fork(1, strict=True, start=True)
 pids = [info.pid for one in (box, child) for info in one.backend.processes()]
-assert child.backend.box.pages >= 0
+assert child.backend.container.pages >= 0
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 os.kill(os.getpid(), 9)
 """

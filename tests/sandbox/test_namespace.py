@@ -341,7 +341,7 @@ def test_a_tree_keeps_everything_that_was_written(box: OverlayBackend) -> None:
 @pytest.mark.parametrize("stopped_by", ["group", "signals"])
 def test_processes_go_on_while_they_are_copied(box: OverlayBackend, stopped_by: str) -> None:
     if stopped_by == "signals":
-        box.box.group = None  # type: ignore[union-attr]
+        box.container.group = None  # type: ignore[union-attr]
     run(box, FILES)
     before = sh(box, LIST)
     process = box.spawn(["bash", "-c", "for ((i = 0; ; i++)); do echo $i >> /n; sleep 0.001; done"], env=box.env)
@@ -536,7 +536,7 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_another(box: OverlayB
 def test_closing_ends_everything_and_can_be_repeated(make: Maker, rootless: bool) -> None:
     backend = make()
     backend.start()
-    layer, groups = backend.box.layer.path, backend.box.group  # type: ignore[union-attr]
+    layer, groups = backend.container.layer.path, backend.container.group  # type: ignore[union-attr]
     control = backend.control
     process = backend.spawn(["sleep", "100"], env=backend.env)
     pid = process.pid
@@ -559,7 +559,7 @@ def test_what_is_forgotten_is_cleared_away(make: Maker, tmp_path: Path, rootless
     sh(backend, "echo > /f")
     tree = backend.freeze()
     backend.start(tree)
-    below, top, pid = tree.layers[0].path, backend.box.layer.path, backend.box.pid  # type: ignore[union-attr]
+    below, top, pid = tree.layers[0].path, backend.container.layer.path, backend.container.pid  # type: ignore[union-attr]
     del backend, tree
     gc.collect()
     runtime().settle()
@@ -568,7 +568,7 @@ def test_what_is_forgotten_is_cleared_away(make: Maker, tmp_path: Path, rootless
 
 def test_a_box_that_was_killed_from_outside_says_so(box: OverlayBackend) -> None:
     tree = box.base()
-    os.kill(box.box.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(box.container.pid, signal.SIGKILL)  # type: ignore[union-attr]
     _until(lambda: not box.live)
     with pytest.raises(SandboxClosed, match="killed from outside"):
         box.spawn(["true"], env=box.env)

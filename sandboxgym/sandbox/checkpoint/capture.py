@@ -29,7 +29,7 @@ from sandboxgym.sandbox.shell.session import Shell, number_inside
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
-    from sandboxgym.sandbox.overlay.runtime import Box
+    from sandboxgym.sandbox.overlay.runtime import Container
 
 _STOPPED_IN = ("do_signal_stop", "ptrace_stop")
 GHOST_LIMIT = 64 * 2**20
@@ -52,7 +52,7 @@ class Capturer:
     """A CRIU beside a live container, and a layer to whose directory it writes.
 
     Args:
-        backend: with a live box.
+        backend: with a live container.
         program: CRIU.
 
     Raises:
@@ -60,13 +60,13 @@ class Capturer:
     """
 
     def __init__(self, backend: OverlayBackend, program: str) -> None:
-        assert backend.box is not None
+        assert backend.container is not None
         self._store = backend.runtime.store
         self.layer = self._store.new()
         self.images = images_of(self.layer.path)
         try:
             self.images.mkdir()
-            self.criu = Criu(backend.runtime.capturer(program, backend.box), self.images)
+            self.criu = Criu(backend.runtime.capturer(program, backend.container), self.images)
         except BaseException:
             self._store.drop([self.layer])
             raise
@@ -87,7 +87,7 @@ def snapshot(
     """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
 
     Args:
-        backend: with a live box.
+        backend: with a live container.
         shell: in it; all that runs descends from its bash.
         program: CRIU.
         obstacles: looks for what is in the way, while CRIU starts.
@@ -96,36 +96,36 @@ def snapshot(
         Refused: there are obstacles.
         CriuError: it cannot be done; everything goes on, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
-        SandboxClosed: the box was ended, for its memory could not be brought.
+        SandboxClosed: the container was ended, for its memory could not be brought.
     """
-    leader, box = shell.pid, backend.box
+    leader, container = shell.pid, backend.container
     if leader is None:
         raise CriuError("no shell was started")
-    assert box is not None
-    await_pages(box)
-    _freeze(box)
+    assert container is not None
+    await_pages(container)
+    _freeze(container)
     try:
         with Capturer(backend, program) as capturer, RestoreTarget(backend, program) as target:
             if found := obstacles():
                 raise Refused(found)
-            backend.runtime.store.check_room((box.group.memory() if box.group else None) or 0)
+            backend.runtime.store.check_room((container.group.memory() if container.group else None) or 0)
             return _captured(backend, shell, leader, capturer, target)
     except SandboxUnavailable as error:
         raise CriuError(str(error)) from error
     finally:
-        box.thaw()
+        container.thaw()
 
 
-def _freeze(box: Box) -> None:
+def _freeze(container: Container) -> None:
     """Freeze the container before a CRIU is among its processes, which they could see and kill.
 
     Not where something is stopped, for CRIU cannot seize what is stopped and frozen.
     """
-    members = descendants(box.pid)
-    if any(state(pid) in "Tt" for pid in members) or not box.freeze():
+    members = descendants(container.pid)
+    if any(state(pid) in "Tt" for pid in members) or not container.freeze():
         return
-    if any(_waits_in(pid) in _STOPPED_IN for pid in descendants(box.pid)):  # since the look
-        box.thaw()
+    if any(_waits_in(pid) in _STOPPED_IN for pid in descendants(container.pid)):  # since the look
+        container.thaw()
 
 
 def _waits_in(pid: int) -> str:
@@ -139,18 +139,20 @@ def _waits_in(pid: int) -> str:
 def _captured(
     backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, target: RestoreTarget
 ) -> tuple[OverlayTree, Checkpoint]:
-    box, below = backend.box, backend.below
-    assert box is not None and below is not None
+    container, below = backend.container, backend.below
+    assert container is not None and below is not None
     jobs = stopped_jobs(leader)
     image = capture(backend, capturer, leader)
-    tree = OverlayTree(backend.runtime.store, backend.rootfs, (box.layer, *below.layers), rootless=backend.rootless)
+    tree = OverlayTree(
+        backend.runtime.store, backend.rootfs, (container.layer, *below.layers), rootless=backend.rootless
+    )
     left = backend.part()
     try:
         session = shell.session()
         # As a whole, and not bit by bit as a fork may be: the stopped processes are ended when this is done.
         process = revive(backend, tree, image, target)
     except BaseException as error:
-        backend.settle(box, below)
+        backend.settle(container, below)
         resume(backend, but=jobs)
         image.release()
         tree.release()
@@ -166,7 +168,7 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
     """Stop the processes of a live container and write them to images. They stay stopped.
 
     Args:
-        backend: with a live box.
+        backend: with a live container.
         capturer: in it.
         leader: the shell, as the host numbers it.
 
@@ -187,9 +189,9 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
         "irmap_scan_paths": ["/tmp", "/root", "/testbed", "/run"],
         "external": [f"mnt[{point}]:{point}" for point in mounts],
     }
-    box = backend.box
-    if box is not None and box.group is not None and box.frozen:
-        options["freeze_cgroup"] = os.fspath(box.group.folders["freezer"])
+    container = backend.container
+    if container is not None and container.group is not None and container.frozen:
+        options["freeze_cgroup"] = os.fspath(container.group.folders["freezer"])
     try:
         began = time.monotonic()
         capturer.criu.ask(DUMP, options)
@@ -217,8 +219,8 @@ def stopped_jobs(leader: int) -> frozenset[int]:
 
 def resume(backend: OverlayBackend, *, but: frozenset[int] = frozenset()) -> None:
     """Let captured processes continue; the shell last, for it is notified of its children."""
-    assert backend.box is not None
-    for info in reversed(offspring(backend.box.pid)):
+    assert backend.container is not None
+    for info in reversed(offspring(backend.container.pid)):
         if info.pid not in but:
             send(info.pid, signal.SIGCONT)
 

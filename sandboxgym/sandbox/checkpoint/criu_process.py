@@ -121,7 +121,7 @@ def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
     Args:
         channel: the end of the socket that CRIU is talked to through.
         namespace: of `keep_features`.
-        spec: ``program``; ``init``, the id of the box's.
+        spec: ``program``; ``init``, the id of the container's.
     """
     try:
         kernel.die_with_parent()
@@ -143,15 +143,15 @@ def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
 def bring_pages(ready: int, done: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
     """Become the parent of a CRIU that lazily restores memory, until all is there or the container has ended.
 
-    Ends with an error where not all is there: what nobody brings any more would be read as zeros, so that the box must
-    be killed then, which is the zygote's to do, for this process may be killed too.
+    Ends with an error if pages are missing: they would be read as zeros, so the container must be killed then. The
+    zygote does that, for this process may be killed too.
 
     Args:
         ready: a byte is written to it when the processes may be restored.
         done: `DONE` is written to it at the end, if all went well.
         namespace: of `keep_features`.
-        spec: ``program``; ``init``, the id of the box's; ``images``, the directory with the pages; ``work``, the one
-            that the restoring CRIU works in.
+        spec: ``program``; ``init``, the process id of the container's init; ``images``, the directory of the pages;
+            ``work``, the working directory of the restoring CRIU.
     """
     complete = False
     try:

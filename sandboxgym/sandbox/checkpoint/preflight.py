@@ -28,9 +28,9 @@ def obstacles(init: int, leader: int, *, network: bool) -> tuple[str, ...]:
     """Reasons why the processes of a container cannot be captured; empty if none is known.
 
     Args:
-        init: of the box, as the host numbers it, and so below.
+        init: of the container, as the host numbers it, and so below.
         leader: the shell; it is captured with all that descends from it.
-        network: the box shares the host's network.
+        network: the container shares the host's network.
     """
     found = _look(init, leader, network=network)
     # Processes come and go meanwhile: what is not seen twice was half a look at one of them.

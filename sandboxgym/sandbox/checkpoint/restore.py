@@ -25,7 +25,7 @@ from sandboxgym.sandbox.layers.squash import squash
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.cgroups import rlimits
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, readable
-from sandboxgym.sandbox.overlay.runtime import Box
+from sandboxgym.sandbox.overlay.runtime import Container
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
@@ -51,13 +51,13 @@ class RestoreTarget:
     def __init__(self, backend: OverlayBackend, program: str) -> None:
         self.program = program
         self._shared = backend.runtime
-        self.box = self._shared.box(backend.flavour)
-        self.work = self.box.layer.path / _WORK
+        self.container = self._shared.container(backend.flavour)
+        self.work = self.container.layer.path / _WORK
         try:
             self.work.mkdir()
-            self.criu = Criu(self._shared.restorer(program, self.box, self.work), self.work)
+            self.criu = Criu(self._shared.restorer(program, self.container, self.work), self.work)
         except BaseException as error:
-            self._shared.discard(self.box)
+            self._shared.discard(self.container)
             if isinstance(error, EOFError | OSError):
                 raise SandboxUnavailable(f"no sandbox can be made for captured processes: {error}") from error
             raise
@@ -70,7 +70,7 @@ class RestoreTarget:
     ) -> None:
         self.criu.close()
         if error is not None:
-            self._shared.discard(self.box)
+            self._shared.discard(self.container)
 
 
 def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str) -> Process:
@@ -79,7 +79,7 @@ def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str)
     Args:
         backend: not live.
         tree: captured with ``image``.
-        image: of a box of the same kind.
+        image: of a container of the same kind.
         program: CRIU.
 
     Raises:
@@ -103,7 +103,7 @@ def revive(
     Args:
         backend: not live.
         tree: captured with ``image``.
-        image: of a box of the same kind.
+        image: of a container of the same kind.
         target: of ``backend``; discarded by whoever made it if this fails.
         lazy: have memory brought bit by bit.
 
@@ -121,8 +121,8 @@ def revive(
         if isinstance(error, CriuError | EOFError | OSError):
             raise SandboxUnavailable(f"the captured processes could not be restored: {error}") from error
         raise
-    backend.settle(target.box, below)
-    shared.watch(target.box, backend.limits)
+    backend.settle(target.container, below)
+    shared.watch(target.container, backend.limits)
     shared.prepare(backend.flavour)
     return cast("Process", process)
 
@@ -130,11 +130,11 @@ def revive(
 def _restored(
     backend: OverlayBackend, below: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool
 ) -> NamespaceProcess:
-    box, work, stage = target.box, target.work, backend.runtime.directory / "stage"
+    container, work, stage = target.container, target.work, backend.runtime.directory / "stage"
     ready = _begin_to_bring(backend, image, target) if lazy else -1
     try:
-        _mount(backend, below, box)
-        copy_control(image.control, Path(f"/proc/self/fd/{box.control}"))
+        _mount(backend, below, container)
+        copy_control(image.control, Path(f"/proc/self/fd/{container.control}"))
         if lazy and not (readable(ready, SECONDS) and os.read(ready, 1)):
             raise CriuError(f"the memory cannot be brought{criu.errors(work / _PAGES_LOG)}")
     finally:
@@ -157,10 +157,10 @@ def _restored(
         if len(terminal) != 1:
             raise CriuError(f"expected the terminal of one shell from CRIU, found {len(terminal)}")
         target.criu.wait()
-        kept = box.ask("adopt", {"pid": image.content.leader}, [report])
-        grouped = frozenset(box.group.folders) if box.group else frozenset()
+        kept = container.ask("adopt", {"pid": image.content.leader}, [report])
+        grouped = frozenset(container.group.folders) if container.group else frozenset()
         request = {"last_pid": image.content.last_pid, "rlimits": rlimits(backend.limits, grouped=grouped)}
-        (box.root,) = box.ask("enter", request, kept)
+        (container.root,) = container.ask("enter", request, kept)
     except BaseException:
         for descriptor in (status, *terminal, *kept):
             os.close(descriptor)
@@ -175,35 +175,35 @@ def _restored(
 
 def _begin_to_bring(backend: OverlayBackend, image: Image, target: RestoreTarget) -> int:
     return backend.runtime.bring_pages(
-        target.program, target.box, layer=image.path, images=image.files, work=target.work
+        target.program, target.container, layer=image.path, images=image.files, work=target.work
     )
 
 
-def _mount(backend: OverlayBackend, below: OverlayTree, box: Box) -> None:
+def _mount(backend: OverlayBackend, below: OverlayTree, container: Container) -> None:
     """Mount, where CRIU sees it, everything that the processes are restored upon."""
-    if box.group:
-        box.group.limit(backend.limits)
-    request = backend.mounts(box, below)
-    box.layer.dress(Path(request["lowers"][0]))
-    box.answer()
-    (box.control,) = box.ask("mount", request)
+    if container.group:
+        container.group.limit(backend.limits)
+    request = backend.mounts(container, below)
+    container.layer.dress(Path(request["lowers"][0]))
+    container.answer()
+    (container.control,) = container.ask("mount", request)
 
 
-def await_pages(box: Box) -> None:
+def await_pages(container: Container) -> None:
     """Wait until all memory of the processes in a container is restored.
 
     Raises:
         CriuError: that takes too long.
-        SandboxClosed: it could not be brought, and the box was ended.
+        SandboxClosed: it could not be brought, and the container was ended.
     """
-    if box.pages < 0:
+    if container.pages < 0:
         return
-    if not readable(box.pages, SECONDS):
+    if not readable(container.pages, SECONDS):
         raise CriuError(f"the memory of the processes was not all there after {SECONDS:.0f} s")
-    complete = os.read(box.pages, 1) == DONE
-    os.close(box.pages)
-    box.pages = -1
+    complete = os.read(container.pages, 1) == DONE
+    os.close(container.pages)
+    container.pages = -1
     if not complete:
-        log = criu.errors(box.layer.path / _WORK / _PAGES_LOG)
-        box.kill()
+        log = criu.errors(container.layer.path / _WORK / _PAGES_LOG)
+        container.kill()
         raise SandboxClosed(f"the memory of restored processes could not be brought, and they were ended{log}")

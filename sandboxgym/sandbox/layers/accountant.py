@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FULL = "full"
-"""File beside a killed box's upper directory, which says why."""
+"""File beside a killed container's upper directory, which says why."""
 FLOOR = 256 * 2**20
 """Free bytes of the store's file system below which it counts as nearly full."""
 NOTICED = 64 * 2**20
-"""Bytes of unexplained growth from which on a box is ended for it where the disk is nearly full."""
+"""Bytes of unexplained growth from which on a container is ended for it where the disk is nearly full."""
 NONE = 1 << 62
 """In place of a limit, where there is none."""
 
@@ -82,11 +82,11 @@ def hold_to_limits(
     """End the containers that exceed their limits.
 
     Args:
-        watched: the boxes, by the id of the init.
+        watched: the containers, by the id of the init.
         free: bytes of the store's file system.
-        counted: bytes by directory, of all boxes at the last look, also of those that ended and were kept.
-        bases: what `unexplained` said when a box last had nothing out of sight, by the id of the init.
-        suspects: boxes for which growth was unexplained at the last look.
+        counted: bytes by directory, of all containers at the last look, also of those that ended and were kept.
+        bases: what `unexplained` said when a container last had nothing out of sight, by the id of the init.
+        suspects: containers for which growth was unexplained at the last look.
         report: a file for ``counted``, ``bases`` and ``suspects`` as they are now.
     """
     taken = {pid: nameless(pid, watch.groups) for pid, watch in watched.items()}
@@ -165,7 +165,7 @@ def _end(watch: Watch, reason: str) -> None:
     note = os.path.join(os.path.dirname(watch.directory), FULL)
     with open(f"{note}.new", "w") as file:
         file.write(reason)
-    os.rename(f"{note}.new", note)  # complete, or as the last look wrote it, while the box is on its way out
+    os.rename(f"{note}.new", note)  # complete, or as the last look wrote it, while the container is on its way out
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(watch.pidfd, signal.SIGKILL)
 
@@ -215,7 +215,7 @@ def nameless(init: int, groups: list[str]) -> Taken:
     """Count files that the processes of a container hold without a name.
 
     Args:
-        init: of the box.
+        init: of the container.
         groups: its control groups.
     """
     taken, until = Taken(), time.monotonic() + _SECONDS
@@ -270,7 +270,7 @@ class _Looks:
         self.seen: set[tuple[int, int]] = set()
         memory = os.memfd_create("", os.MFD_CLOEXEC)
         self.elsewhere = {os.fstat(memory).st_dev}
-        """Devices that are not the store: files in memory, and all mounts of a box but its layers."""
+        """Devices that are not the store: files in memory, and all mounts of a container but its layers."""
         os.close(memory)
 
     def learn_mounts(self, pid: int) -> bool:

@@ -21,7 +21,7 @@ from sandboxgym.sandbox.files.deep_paths import DeepPaths, Place
 from sandboxgym.sandbox.layers.store import Layer, OverlayTree
 
 DEEPEST = 48
-"""Layers that a box may start on without merging."""
+"""Layers that a container may start on without merging."""
 KEPT = 8
 """Newest layers that are left alone, as siblings are likely to share the rest."""
 LIMIT = 400

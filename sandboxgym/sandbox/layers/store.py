@@ -26,7 +26,7 @@ from sandboxgym.sandbox.layers.disk import usage
 FILES, WORK = "files", "work"
 """Parts of a layer's directory: the written files, and overlayfs's scratch directory."""
 FLOOR = 512 * 2**20
-"""Free bytes that a store's file system must have for a new box."""
+"""Free bytes that a store's file system must have for a new container."""
 FLOOR_FILES = 10_000
 """Free files that a store's file system must have, if it counts them."""
 

@@ -51,7 +51,7 @@ from sandboxgym.sandbox.layers.written import Written, look
 from sandboxgym.sandbox.overlay import kernel, mounts
 from sandboxgym.sandbox.overlay.cgroups import Groups, rlimits
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, offspring, readable, send, state
-from sandboxgym.sandbox.overlay.runtime import Box, Flavour, Runtime, advice, runtime
+from sandboxgym.sandbox.overlay.runtime import Container, Flavour, Runtime, advice, runtime
 
 _DEFAULT_LIMITS = Limits()
 _STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
@@ -63,7 +63,7 @@ class OverlayBackend:
 
     Args:
         rootfs: what lies below all that is written.
-        limits: of the box.
+        limits: of the container.
         network: share the host's network; else there is only a loopback device.
         rootless: make a user namespace, as an ordinary user can; default: unless this process is root.
         env: added to the environment that `spawn` is given by nobody else; kept for those who start shells.
@@ -90,7 +90,7 @@ class OverlayBackend:
         """True if the container has user ids of its own."""
         self.capabilities = _capabilities(self.rootless, self.runtime.groups, shared_ids)
         self._extra_env = env
-        self.box: Box | None = None
+        self.container: Container | None = None
         """The live container, or one that was killed; read by benchmarks."""
         self.adopts = False
         """True to make orphans of a process on a terminal its children, so that CRIU can capture them as one tree."""
@@ -112,7 +112,7 @@ class OverlayBackend:
     @property
     def live(self) -> bool:
         """True if there is a container and its init runs."""
-        return self.box is not None and not self.box.ended
+        return self.container is not None and not self.container.ended
 
     @property
     def flavour(self) -> Flavour:
@@ -124,9 +124,9 @@ class OverlayBackend:
         """The live container's control directory; see `base.Backend.control`.
 
         Raises:
-            SandboxClosed: there is no live box.
+            SandboxClosed: there is no live container.
         """
-        return Path(f"/proc/self/fd/{self._live_box().control}")
+        return Path(f"/proc/self/fd/{self._live_container().control}")
 
     def shell_directory(self) -> Path:
         """Empty and return the one directory for a shell; see `base.Backend.shell_directory`."""
@@ -162,8 +162,8 @@ class OverlayBackend:
                 f"{tree.base} ({'rootless' if tree.rootless else 'as root'})"
             )
         left = self.part()
-        if left.box is not None:
-            left.box.kill()  # it dies while the next one is made
+        if left.container is not None:
+            left.container.kill()  # it dies while the next one is made
         try:
             self._revive()
             self._start_on(tree)
@@ -176,38 +176,38 @@ class OverlayBackend:
         squash(tree)
         below = tree.retain()
         try:
-            box = shared.box(self.flavour)
+            container = shared.container(self.flavour)
             try:
-                self._become(box, below)
+                self._specialise(container, below)
             except BaseException:
-                shared.discard(box)
+                shared.discard(container)
                 raise
         except BaseException:
             below.release()
             raise
-        self.settle(box, below)
-        shared.watch(box, self.limits)
+        self.settle(container, below)
+        shared.watch(container, self.limits)
         shared.prepare(self.flavour)
 
-    def settle(self, box: Box, below: OverlayTree) -> None:
+    def settle(self, container: Container, below: OverlayTree) -> None:
         """Become live in a container on ``below``, and take over the holds on both."""
-        self.box = self._held.box = box
+        self.container = self._held.container = container
         self.below = self._held.below = below
 
-    def _become(self, box: Box, below: OverlayTree) -> None:
-        if box.group:
-            box.group.limit(self.limits)
-        grouped = frozenset(box.group.folders) if box.group else frozenset()
-        request = {**self.mounts(box, below), "rlimits": rlimits(self.limits, grouped=grouped)}
+    def _specialise(self, container: Container, below: OverlayTree) -> None:
+        if container.group:
+            container.group.limit(self.limits)
+        grouped = frozenset(container.group.folders) if container.group else frozenset()
+        request = {**self.mounts(container, below), "rlimits": rlimits(self.limits, grouped=grouped)}
         try:
-            box.layer.dress(Path(request["lowers"][0]))
-            box.root, box.control = box.ask("become", request)
+            container.layer.dress(Path(request["lowers"][0]))
+            container.root, container.control = container.ask("become", request)
         except OSError as error:
             raise SandboxUnavailable(advice(error, rootless=self.rootless)) from error
         except EOFError as error:
             raise SandboxUnavailable(f"the init of a sandbox ended while it was made: {error}") from error
 
-    def mounts(self, box: Box, below: OverlayTree) -> dict[str, Any]:
+    def mounts(self, container: Container, below: OverlayTree) -> dict[str, Any]:
         """Mounts of a container, as `mounts.Prepared` takes them."""
         rootfs = self.rootfs
         lowers = [*(layer.files for layer in below.layers), self.runtime.names(rootfs, network=self.network)]
@@ -215,8 +215,8 @@ class OverlayBackend:
         return {
             "store": os.fspath(self.runtime.directory),
             "lowers": [os.fspath(path) for path in lowers],
-            "upper": os.fspath(box.layer.files),
-            "work": os.fspath(box.layer.work),
+            "upper": os.fspath(container.layer.files),
+            "work": os.fspath(container.layer.work),
             "shown": self.runtime.shown(self.rootfs),
             "control_inside": CONTROL,
         }
@@ -225,18 +225,18 @@ class OverlayBackend:
         """Start a new zygote where the old one was killed; trees stay in the directory of the first."""
         self.runtime = self._held.runtime = runtime()
 
-    def _live_box(self) -> Box:
+    def _live_container(self) -> Container:
         if os.getpid() != self.runtime.pid:
             raise SandboxClosed("the sandbox belongs to the process that this one was forked from")
-        if self.box is None:
+        if self.container is None:
             raise SandboxClosed("the sandbox is not live: it was not started, or frozen, or closed")
-        if self.box.ended:
-            self._check_full(self.box)
+        if self.container.ended:
+            self._check_full(self.container)
             raise SandboxClosed("the processes of the sandbox were killed from outside")
-        return self.box
+        return self.container
 
-    def _check_full(self, box: Box) -> None:
-        note = box.layer.path / accountant.FULL
+    def _check_full(self, container: Container) -> None:
+        note = container.layer.path / accountant.FULL
         if note.exists():
             raise SandboxFull(f"the sandbox was ended by its limit of {note.read_text()}")
 
@@ -244,25 +244,25 @@ class OverlayBackend:
         """Writes of the live container above the tree that it started on; see `written.look`.
 
         Raises:
-            SandboxClosed, SandboxFull: there is no live box.
+            SandboxClosed, SandboxFull: there is no live container.
         """
-        box, below = self._live_box(), self.below
-        return None if below is None else look(box.layer.files, below.id)
+        container, below = self._live_container(), self.below
+        return None if below is None else look(container.layer.files, below.id)
 
     def layers_above(self, tree: Tree) -> list[Path] | None:
         """The live container's layer and those between; see `base.Backend.layers_above`.
 
         Raises:
-            SandboxClosed, SandboxFull: there is no live box.
+            SandboxClosed, SandboxFull: there is no live container.
         """
-        box, below = self._live_box(), self.below
+        container, below = self._live_container(), self.below
         if below is None or not isinstance(tree, OverlayTree):
             return None
         lower, here = tree.layers, below.layers
         between = len(here) - len(lower)
         if between < 0 or any(a is not b for a, b in zip(here[between:], lower, strict=True)):
             return None
-        return [box.layer.files, *(layer.files for layer in here[:between])]
+        return [container.layer.files, *(layer.files for layer in here[:between])]
 
     def losses(self) -> tuple[str, ...]:
         """No losses; see `base.Backend.losses`."""
@@ -281,9 +281,9 @@ class OverlayBackend:
 
         Raises:
             OSError: the program or directory is not there, or there is no room for another process.
-            SandboxClosed, SandboxFull: there is no live box.
+            SandboxClosed, SandboxFull: there is no live container.
         """
-        box = self._live_box()
+        container = self._live_container()
         status, report = os.pipe()
         descriptors, output, opened = [report], None, [report]
         try:
@@ -292,16 +292,16 @@ class OverlayBackend:
                 source = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
                 opened += [sink, source] if stdin is None else [sink]
                 descriptors += [source, sink]
-            kept = box.spawn(
+            kept = container.spawn(
                 argv, env, cwd=check_inside(cwd), terminal=terminal, adopts=self.adopts, descriptors=descriptors
             )
         except (OSError, EOFError) as error:
             for descriptor in (status, *(() if output is None else (output,))):
                 os.close(descriptor)
             if isinstance(error, EOFError):
-                if not box.ended:
-                    readable(box.pidfd, 1.0)
-                self._live_box()
+                if not container.ended:
+                    readable(container.pidfd, 1.0)
+                self._live_container()
                 raise SandboxClosed(f"the sandbox ended: {error}") from error
             raise
         finally:
@@ -311,7 +311,7 @@ class OverlayBackend:
 
     def processes(self) -> list[ProcessInfo]:
         """Processes inside, without the init."""
-        return offspring(self._live_box().pid)
+        return offspring(self._live_container().pid)
 
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes of this container by their numbers on the host; others are ignored."""
@@ -322,50 +322,50 @@ class OverlayBackend:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop all processes inside for the context; see `base.Backend.paused`."""
-        with self._stopped(self._live_box()):
+        with self._stopped(self._live_container()):
             yield
 
     def freeze(self, *, keep_processes: bool = False) -> OverlayTree:
         """Make a tree of the present files; see `base.Backend.freeze`."""
-        box = self._live_box()
+        container = self._live_container()
         below = self.below
         assert below is not None
         if keep_processes:
-            return self._copy(box, below)
-        box.end()
-        self._check_full(box)
+            return self._copy(container, below)
+        container.end()
+        self._check_full(container)
         store = self.runtime.store
-        layers = below.layers if box.layer.untouched() else (box.layer, *below.layers)
+        layers = below.layers if container.layer.untouched() else (container.layer, *below.layers)
         tree = OverlayTree(store, self.rootfs, layers, rootless=self.rootless)
         self.part().give_back()
         return tree
 
-    def _copy(self, box: Box, below: OverlayTree) -> OverlayTree:
+    def _copy(self, container: Container, below: OverlayTree) -> OverlayTree:
         store = self.runtime.store
         store.check_room()
         layer = store.new()
         try:
-            with self._stopped(box):
-                copy_layer(box.layer, layer, rootless=self.rootless)
+            with self._stopped(container):
+                copy_layer(container.layer, layer, rootless=self.rootless)
             return OverlayTree(store, self.rootfs, (layer, *below.layers), rootless=self.rootless)
         finally:
             store.drop([layer])
 
     @contextlib.contextmanager
-    def _stopped(self, box: Box) -> Iterator[None]:
+    def _stopped(self, container: Container) -> Iterator[None]:
         """Stop all processes inside for the context."""
-        if box.group and box.group.freeze():
+        if container.group and container.group.freeze():
             try:
                 yield
             finally:
-                box.group.thaw()
+                container.group.thaw()
             return
         stopped: set[int] = set()
         try:
             deadline, calm = time.monotonic() + _STOPPING, 0
             # One that was stopped may be let go on by another before that is stopped too: each look counts anew.
             while calm < _LOOKS and time.monotonic() < deadline:
-                running = {info.pid for info in offspring(box.pid) if state(info.pid) not in "TtZX"}
+                running = {info.pid for info in offspring(container.pid) if state(info.pid) not in "TtZX"}
                 for pid in running:
                     send(pid, signal.SIGSTOP)
                 stopped |= running
@@ -382,31 +382,31 @@ class OverlayBackend:
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Read a regular file; see `base.Backend.read_file`."""
-        box = self._live_box()
-        descriptor = kernel.open_beneath(box.root, check_inside(path), FLAGS)
+        container = self._live_container()
+        descriptor = kernel.open_beneath(container.root, check_inside(path), FLAGS)
         try:
-            _check_not_of_proc(box, descriptor, path)
+            _check_not_of_proc(container, descriptor, path)
             return regular_file(descriptor, path, limit=limit)
         finally:
             os.close(descriptor)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as root of the container, making missing parents; see `base.Backend.write_file`."""
-        box = self._live_box()
+        container = self._live_container()
         path = check_inside(path)
         if self.limits.disk is not None and len(data) > self.limits.disk:
             raise SandboxFull(f"{len(data):,} bytes are to be written, {self.limits.disk:,} are allowed (Limits.disk)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
-        with _acting_as(box.base):
+        with _acting_as(container.base):
             try:
-                descriptor = kernel.open_beneath(box.root, path, flags, 0o600)
+                descriptor = kernel.open_beneath(container.root, path, flags, 0o600)
             except FileNotFoundError:
-                _make_parents(box.root, path)
-                descriptor = kernel.open_beneath(box.root, path, flags, 0o600)
+                _make_parents(container.root, path)
+                descriptor = kernel.open_beneath(container.root, path, flags, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            _check_not_of_proc(box, file.fileno(), path)
+            _check_not_of_proc(container, file.fileno(), path)
             os.ftruncate(file.fileno(), 0)
             file.write(data)
             os.fchmod(file.fileno(), mode)
@@ -422,8 +422,8 @@ class OverlayBackend:
 
     def part(self) -> _Held:
         """Detach from the container, if there is one; returns the resources to give back."""
-        left = _Held(self.runtime, self.box, self.below)
-        self.box = self.below = self._held.box = self._held.below = None
+        left = _Held(self.runtime, self.container, self.below)
+        self.container = self.below = self._held.container = self._held.below = None
         return left
 
     def close(self) -> None:
@@ -437,21 +437,21 @@ class _Held:
     """Resources of a garbage-collected backend, to be given back."""
 
     runtime: Runtime
-    box: Box | None = None
+    container: Container | None = None
     below: OverlayTree | None = None
 
     def give_back(self) -> None:
         """End the container and give up its holds. Does nothing in a fork of the owner."""
         if os.getpid() != self.runtime.pid:
             return
-        if self.box is not None:
-            self.runtime.discard(self.box)
+        if self.container is not None:
+            self.runtime.discard(self.container)
         if self.below is not None:
             self.below.release()
 
 
-def _check_not_of_proc(box: Box, descriptor: int, path: str) -> None:
-    proc = kernel.open_beneath(box.root, "/proc", os.O_PATH)
+def _check_not_of_proc(container: Container, descriptor: int, path: str) -> None:
+    proc = kernel.open_beneath(container.root, "/proc", os.O_PATH)
     try:
         check_not_of_proc(descriptor, proc, path)
     finally:
@@ -491,8 +491,8 @@ def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Cap
     notes = [
         "A file with several names that is older than the last snapshot becomes one of its own when it is written to.",
         "Statistics of the kernel can be read in /proc.",
-        "The disk limit holds for each file at once; for all that a box takes, and for the number of its files, four "
-        "times a second: then the box is ended.",
+        "The disk limit holds for each file at once; for all that a container takes, and for the number of its files, "
+        "four times a second: then the container is ended.",
     ]
     if "memory" in grouped:
         limits.add("memory")

@@ -58,7 +58,7 @@ class Group:
                 with contextlib.suppress(OSError):
                     self._write("memory", "memory.memsw.limit_in_bytes", str(limits.memory))
         if "pids" in self.folders:
-            # one more, for the box's own init
+            # one more, for the container's own init
             self._write("pids", "pids.max", _or_max(None if limits.processes is None else limits.processes + 1))
 
     def freeze(self, seconds: float = 5.0) -> bool:
@@ -186,7 +186,7 @@ def rlimits(limits: Limits, *, grouped: frozenset[str]) -> list[tuple[int, int]]
     """Limits per process, hard and soft, for resources that no group limits.
 
     Args:
-        limits: of the box.
+        limits: of the container.
         grouped: the controllers it has a group of.
     """
     found = [(resource.RLIMIT_CORE, 0), *_COUNTED_BY_USER]

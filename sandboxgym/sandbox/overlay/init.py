@@ -102,7 +102,7 @@ class Init:
         self.pts = -1
         self.program = _opened(spec["init"])
         self.requests = {
-            "become": self.become,
+            "become": self.specialise,
             "restorer": self.restorer,
             "mount": self.mount,
             "enter": self.enter,
@@ -165,9 +165,9 @@ class Init:
             for descriptor in (self.channel.fileno(), self.pts):
                 os.set_inheritable(descriptor, False)
 
-    # From an embryo to a box
+    # From a warm container to a container
 
-    def become(self, request: dict[str, Any], _: list[int]) -> list[int]:
+    def specialise(self, request: dict[str, Any], _: list[int]) -> list[int]:
         """Mount the layers, go there, give up privileges; descriptors of the root and of the control directory."""
         sys.meta_path.clear()  # nothing is imported from in there
         prepared = mounts.Prepared(self.spec["stage"], request, rootless=self.spec["rootless"], ids=self.ids)
@@ -225,7 +225,7 @@ class Init:
 
         Args:
             request: ``last_pid``, the highest process id that was given out there, so that the next is another one;
-                and as for `become`.
+                and as for `specialise`.
             descriptors: of one of these processes.
         """
         sys.meta_path.clear()
@@ -255,7 +255,7 @@ class Init:
         kernel.die_with_parent()  # both were forgotten with the old credentials
         return [os.open("/", os.O_PATH | os.O_DIRECTORY)]
 
-    # A box
+    # A container
 
     def adopt(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
         """Take over a restored process, to collect it like a child started here; its pidfd.

@@ -23,7 +23,7 @@ log = logging.getLogger("sandboxgym")
 VARIABLE = "SANDBOXGYM_INIT"
 """Environment variable; ``python`` disables the program."""
 
-_MODE = 0o755  # a box with ids of its own executes it as nobody
+_MODE = 0o755  # a container with ids of its own executes it as nobody
 _OPTIONS = ("-std=gnu11", "-O2", "-static", "-s")
 _SECONDS = 60.0
 
@@ -40,7 +40,7 @@ def program() -> Path | None:
             _compile(source, path)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
-        log.debug("boxes keep an init in Python: %s %s", error, said.decode(errors="replace"))
+        log.debug("containers keep an init in Python: %s %s", error, said.decode(errors="replace"))
         return None
     return path
 

@@ -1,14 +1,14 @@
 """Mounts of a container: its layers, ``/proc``, ``/dev``, the control directory, and directories of the host.
 
-1. No inode of the host's can be changed or locked through them. Device nodes are the box's own, or on a mount that is
-   read-only. A directory of the host is shown through an overlay of its own, whose inodes are the box's; where that
-   cannot be (a single file, a directory with mounts below it), through a mount that is read-only.
+1. No inode of the host can be changed or locked through them. Device nodes are the container's own, or on a read-only
+   mount. A directory of the host is shown through an overlay of its own, whose inodes are the container's; where that
+   is impossible (a single file, a directory with mounts below it), through a read-only mount.
 2. With private ids (`ids`) files have on disk the owners that they have inside: the layers below the overlay are
    mounted with mapped ids.
 3. The control directory is in memory, of a bounded size, and made for one container. It is read-only inside but for the
    files that the shell writes to, which can be neither replaced nor removed.
 
-Standard library only; runs in the init of a box, before anything else does.
+Standard library only; runs in the init of a container, before anything else does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Prepared:
         request: ``store``, the directory in which layers are; ``lowers``, ``upper`` and ``work``; ``shown``, what is
             shown of the host: path, how, and path inside; ``control_inside``.
         rootless: there are no privileges outside.
-        ids: of the box, if it has its own.
+        ids: of the container, if it has its own.
     """
 
     def __init__(self, stage: str, request: dict[str, Any], *, rootless: bool, ids: Ids | None) -> None:

@@ -46,7 +46,7 @@ VARIABLE = "SANDBOXGYM_PRIVATE_IDS"
 """Environment variable; ``0`` disables private ids, for root file systems with ids above 65,535."""
 
 
-class Box:
+class Container:
     """Connection to the init of a container."""
 
     def __init__(
@@ -197,7 +197,7 @@ class Runtime:
         self._private: dict[tuple[Path, ...], str] = {}
         self._shown: dict[str, list[tuple[str, str, str]]] = {}
         self._features = -1
-        self._ready: dict[Flavour, deque[Box]] = {}
+        self._ready: dict[Flavour, deque[Container]] = {}
         self._asked: deque[tuple[Flavour, Group | None, Path]] = deque()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -227,7 +227,7 @@ class Runtime:
         """True if the zygote runs."""
         return self.process.poll() is None
 
-    def box(self, flavour: Flavour) -> Box:
+    def container(self, flavour: Flavour) -> Container:
         """Take a warm container, made ahead or now.
 
         Raises:
@@ -241,15 +241,15 @@ class Runtime:
                 self._tell("hurry")
             while not ready:
                 self._receive(flavour)
-            box = ready.popleft()
+            container = ready.popleft()
             if not ready and self._asked:  # many are wanted, one after the other
                 self._tell("hurry")
         try:
-            box.answer()
+            container.answer()
         except (OSError, EOFError) as error:
-            self.discard(box)
+            self.discard(container)
             raise SandboxUnavailable(advice(error, rootless=flavour[0])) from error
-        return box
+        return container
 
     def prepare(self, flavour: Flavour) -> None:
         """Have warm containers made for later requests."""
@@ -285,8 +285,8 @@ class Runtime:
         layer = self.store.adopt(path)
         if pid:
             channel, pidfd = descriptors
-            box = Box(socket.socket(fileno=channel), pidfd, pid, group, layer, base)
-            self._ready.setdefault(flavour, deque()).append(box)
+            container = Container(socket.socket(fileno=channel), pidfd, pid, group, layer, base)
+            self._ready.setdefault(flavour, deque()).append(container)
             return
         self.store.drop([layer])
         for group_path in group.paths if group else ():
@@ -301,53 +301,53 @@ class Runtime:
             except OSError as error:
                 raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
 
-    def discard(self, box: Box) -> None:
+    def discard(self, container: Container) -> None:
         """End a container and give up its layer."""
         with contextlib.suppress(SandboxError):
-            box.end()
-        self.store.drop([box.layer])
+            container.end()
+        self.store.drop([container.layer])
 
-    def capturer(self, program: str, box: Box) -> socket.socket:
+    def capturer(self, program: str, container: Container) -> socket.socket:
         """Start a CRIU that can capture a live container; the socket to it.
 
         Args:
             program: CRIU.
-            box: live.
+            container: live.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                spec = {"program": program, "init": box.pid}
+                spec = {"program": program, "init": container.pid}
                 self._tell("capture", spec, descriptors=[theirs.fileno(), self.features(program)])
             except BaseException:
                 ours.close()
                 raise
         return ours
 
-    def restorer(self, program: str, box: Box, work: Path) -> socket.socket:
+    def restorer(self, program: str, container: Container, work: Path) -> socket.socket:
         """Start a CRIU that will restore into a warm container, which has not answered yet; the socket to it.
 
         Args:
             program: CRIU.
-            box: the embryo.
+            container: the warm container.
             work: directory for CRIU to work in.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 request = {"program": program, "work": os.fspath(work)}
-                box.tell("restorer", request, [theirs.fileno(), self.features(program)])
+                container.tell("restorer", request, [theirs.fileno(), self.features(program)])
             except BaseException:
                 ours.close()
                 raise
         return ours
 
-    def bring_pages(self, program: str, box: Box, *, layer: Path, images: Path, work: Path) -> int:
+    def bring_pages(self, program: str, container: Container, *, layer: Path, images: Path, work: Path) -> int:
         """Have memory restored lazily into a container whose processes are about to be restored.
 
         Args:
             program: CRIU.
-            box: the embryo; gets `Box.pages`.
+            container: the warm container; gets `Container.pages`.
             layer: which is not deleted meanwhile, with the pages in it.
             images: in ``layer``.
             work: the directory of the restoring CRIU.
@@ -356,9 +356,9 @@ class Runtime:
             A descriptor that a byte comes from when restoring may begin; it ends without one if that cannot be done.
         """
         ready, told = os.pipe()
-        box.pages, done = os.pipe()
+        container.pages, done = os.pipe()
         places = {"layer": layer, "images": images, "work": work}
-        spec = {"program": program, "init": box.pid, **{name: os.fspath(path) for name, path in places.items()}}
+        spec = {"program": program, "init": container.pid, **{name: os.fspath(path) for name, path in places.items()}}
         try:
             self._tell("pages", spec, descriptors=[told, done, self.features(program)])
         except BaseException:
@@ -383,10 +383,10 @@ class Runtime:
                         raise SandboxUnavailable("no mount namespace for CRIU can be made") from error
             return self._features
 
-    def watch(self, box: Box, limits: Limits) -> None:
+    def watch(self, container: Container, limits: Limits) -> None:
         """Hold a container to its limits of disk usage."""
         most = [accountant.NONE if limit is None else limit for limit in (limits.disk, limits.files)]
-        self._tell("watch", box.pid, str(box.layer.files), *most)
+        self._tell("watch", container.pid, str(container.layer.files), *most)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Delete directories in the background."""
@@ -396,9 +396,9 @@ class Runtime:
     def forget(self) -> None:
         """Close the connections to a zygote that was killed, and to the warm containers that ended with it."""
         self.channel.close()
-        for box in itertools.chain(*self._ready.values()):
-            box.channel.close()
-            os.close(box.pidfd)
+        for container in itertools.chain(*self._ready.values()):
+            container.channel.close()
+            os.close(container.pidfd)
         self._ready.clear()
 
     def settle(self, seconds: float = 30.0) -> None:

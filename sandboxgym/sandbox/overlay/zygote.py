@@ -40,8 +40,7 @@ from sandboxgym.sandbox.checkpoint import criu_process
 from sandboxgym.sandbox.layers import accountant
 from sandboxgym.sandbox.layers.accountant import FLOOR, Watch
 from sandboxgym.sandbox.layers.disk import remove_directories
-from sandboxgym.sandbox.overlay import ids, kernel
-from sandboxgym.sandbox.overlay import init as box
+from sandboxgym.sandbox.overlay import ids, init, kernel
 from sandboxgym.sandbox.overlay import ipc as wire
 
 TYPE_CHECKING = False
@@ -53,7 +52,7 @@ ROOMS = ((), ("sandbox",), ("sandbox", "overlay"), ("sandbox", "layers"), ("sand
 LATER = 0.02
 """Seconds until a warm container is made that no request waits for."""
 TICK = 0.25
-"""Seconds between two looks at the disk while a box is watched."""
+"""Seconds between two looks at the disk while a container is watched."""
 PAUSE = 0.1
 """Seconds that a deletion waits for others, to share one process; none if a request waits for it."""
 RECOUNT = 10.0
@@ -104,11 +103,11 @@ class Zygote:
         self.owner = owner
         self.settings = settings
         """Settings for `init.Init`; and ``pid`` of the owner, ``store``, its directory."""
-        self.embryos: list[dict[str, Any]] = []
+        self.pending: list[dict[str, Any]] = []
         """Specs of the warm containers to be made."""
         self.quiet = 0.0
         """Time (monotonic) before which none of them is made, unless one is waited for."""
-        self.boxes: dict[int, list[str]] = {}
+        self.containers: dict[int, list[str]] = {}
         """Control groups by the id of the init."""
         self.ranges: dict[int, _socket.socket] = {}
         """Claims of containers' private ids, by the id of the init."""
@@ -150,7 +149,7 @@ class Zygote:
         poll.register(alive, select.POLLIN)
         while True:
             pause = PAUSE if self.to_remove else TICK if self.watched else None
-            if self.embryos:
+            if self.pending:
                 pause = max(0.0, self.quiet - time.monotonic())
             ready = {fd for fd, _ in poll.poll(pause and pause * 1e3)}
             if alive in ready:
@@ -161,8 +160,8 @@ class Zygote:
             if self.owner.fileno() in ready:
                 payload, descriptors = wire.receive(self.owner)
                 self.answer(marshal.loads(payload), descriptors)
-            if self.embryos and time.monotonic() >= self.quiet:
-                self.embryo(self.embryos.pop(0))
+            if self.pending and time.monotonic() >= self.quiet:
+                self.make_container(self.pending.pop(0))
             if self.watched:
                 self.look_at_disk()
             self.work()
@@ -171,14 +170,14 @@ class Zygote:
         """Execute a request."""
         what, *rest = request
         if what == "embryo":
-            self.embryos.append(rest[0])
+            self.pending.append(rest[0])
             self.quiet = time.monotonic() + LATER
         elif what == "hurry":
             self.quiet = 0.0
         elif what == "watch":
             pid, directory, nbytes, files = rest
-            if pid in self.boxes and pid not in self.watched:  # not collected, so the id is still its own
-                pidfd, groups = os.pidfd_open(pid), self.boxes[pid]
+            if pid in self.containers and pid not in self.watched:  # not collected, so the id is still its own
+                pidfd, groups = os.pidfd_open(pid), self.containers[pid]
                 self.watched[pid] = Watch(directory, nbytes=nbytes, files=files, pidfd=pidfd, groups=groups)
                 self.bases[pid] = accountant.unexplained(_free(self.settings["store"])[0], self.sizes)
         elif what == "private":
@@ -201,7 +200,7 @@ class Zygote:
         else:
             raise ValueError(f"unknown request {what!r}")
 
-    def embryo(self, spec: dict[str, Any]) -> None:
+    def make_container(self, spec: dict[str, Any]) -> None:
         """Fork the init of a warm container and send its socket to the owner."""
         for path in spec["directories"]:
             os.mkdir(path, 0o755)
@@ -218,10 +217,10 @@ class Zygote:
             pid = kernel.clone(spec["namespaces"])
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                box.main(theirs, {**self.settings, **spec, "base": base, "ids": namespace})
+                init.main(theirs, {**self.settings, **spec, "base": base, "ids": namespace})
             if base:
                 self.ranges[pid] = opened.pop(0)
-            self.boxes[pid] = spec["cgroups"]
+            self.containers[pid] = spec["cgroups"]
             pidfd = os.pidfd_open(pid)
             wire.send(self.owner, marshal.dumps((pid, 0, "", base)), [mine.fileno(), pidfd])
             os.close(pidfd)
@@ -287,12 +286,12 @@ class Zygote:
             if pid in self.watched:
                 os.close(self.watched.pop(pid).pidfd)
                 self.bases.pop(pid)
-            for path in self.boxes.pop(pid, ()):
+            for path in self.containers.pop(pid, ()):
                 _remove_group(path)
             if pid in self.ranges:
                 self.ranges.pop(pid).close()
             _, starving = self.bringing.pop(pid, ("", 0))
-            if status and starving in self.boxes:  # not collected, so the id is still its own
+            if status and starving in self.containers:  # not collected, so the id is still its own
                 os.kill(starving, signal.SIGKILL)
             if pid == self.remover:
                 self.remover = 0
@@ -346,12 +345,12 @@ class Zygote:
 
     def end(self) -> None:
         """End every container and collect it, with the process that restores its memory."""
-        for pid, groups in self.boxes.items():
+        for pid, groups in self.containers.items():
             os.kill(pid, signal.SIGKILL)
             for path in groups:  # the owner may have ended while it copied the files of stopped processes
                 _thaw(path)
         deadline = time.monotonic() + 10
-        while (self.boxes or self.bringing) and time.monotonic() < deadline:
+        while (self.containers or self.bringing) and time.monotonic() < deadline:
             if select.select([self.wake], [], [], 0.05)[0]:
                 os.read(self.wake, 4096)
             self.collect()
