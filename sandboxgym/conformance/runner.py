@@ -46,7 +46,7 @@ from sandboxgym.conformance.harness.shrink import shrunk
 from sandboxgym.conformance.reports.causes import Cause, causes
 from sandboxgym.conformance.reports.caveats import caveats, reset_options
 from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
-from sandboxgym.conformance.subject import Control, Subject, put, take
+from sandboxgym.conformance.subject import Control, Subject, restore, snapshot
 from sandboxgym.conformance.supervision.clock import Stopwatch
 
 SCHEMA = 1
@@ -374,8 +374,8 @@ def _snapshot_seconds(subject: Subject, control: Control) -> float:
         seconds = []
         for _ in range(3):
             watch = Stopwatch()
-            snap = take(env)
-            put(env, snap)
+            snap = snapshot(env)
+            restore(env, snap)
             seconds.append(watch.elapsed / 2)
             release(snap)
     return min(seconds)

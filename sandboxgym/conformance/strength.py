@@ -28,7 +28,7 @@ from sandboxgym.conformance.harness.canonical import canonical
 from sandboxgym.conformance.harness.scenario import opened, quiet, release
 from sandboxgym.conformance.harness.unrestored import unrestored
 from sandboxgym.conformance.reports.verdicts import UNRESTORED
-from sandboxgym.conformance.subject import AnyEnv, Control, Subject, branch, declaration, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, declaration, fork, restore, snapshot
 from sandboxgym.core import SnapshotEnv
 from sandboxgym.wrappers import stack as wrappers
 
@@ -522,7 +522,7 @@ class _Around(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         if self.fault.kind == "stale":
             self._forget()
-            self.before = take(self.env)
+            self.before = snapshot(self.env)
         return super().step(action)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -531,7 +531,7 @@ class _Around(gym.Wrapper[Any, Any, Any, Any]):
 
     def snapshot(self) -> Any:
         if self.before is None:
-            return take(self.env)
+            return snapshot(self.env)
         stale, self.before = self.before, None
         self.fault.effects += 1
         return stale
@@ -539,12 +539,12 @@ class _Around(gym.Wrapper[Any, Any, Any, Any]):
     def restore(self, snap: Any, *, seed: int | None = None) -> Any:
         self._forget()
         after = self.fault.around(self.env, self.fault) if self.fault.around else lambda: None
-        result = put(self.env, snap, seed)
+        result = restore(self.env, snap, seed)
         after()
         return result
 
     def fork(self, k: int, *, seed: int | None = None) -> list[_Around]:
-        return [_Around(child, self.fault) for child in branch(self.env, k, seed)]
+        return [_Around(child, self.fault) for child in fork(self.env, k, seed)]
 
     def close(self) -> None:
         self._forget()

@@ -270,14 +270,14 @@ def methods(env: Any) -> bool:
     return all(callable(getattr(env, name, None)) for name in ("snapshot", "restore", "fork"))
 
 
-def take(env: AnyEnv) -> Any:
+def snapshot(env: AnyEnv) -> Any:
     """Take a snapshot of ``env`` with its wrappers."""
     pulse.beat()
-    snapshot: Callable[[], Any] = env.snapshot if methods(env) else functools.partial(sandboxgym.snapshot, env)  # type: ignore[attr-defined]
-    return pulse.weigh(snapshot)
+    method: Callable[[], Any] = env.snapshot if methods(env) else functools.partial(sandboxgym.snapshot, env)  # type: ignore[attr-defined]
+    return pulse.weigh(method)
 
 
-def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+def restore(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Restore ``snap`` in ``env``."""
     pulse.beat()
     if methods(env):  # without the keyword where it is not needed: a fault in it has a check of its own
@@ -287,7 +287,7 @@ def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str,
     return result  # type: ignore[no-any-return]
 
 
-def branch(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
+def fork(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
     """Fork ``env`` into ``k`` children."""
     pulse.beat()
     if methods(env):

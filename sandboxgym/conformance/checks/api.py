@@ -12,7 +12,7 @@ from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.harness import masks
 from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference
 from sandboxgym.conformance.sandbox_probes.shell import PROBES
-from sandboxgym.conformance.subject import Subject, as_spec, declaration, layers, methods, put, take
+from sandboxgym.conformance.subject import Subject, as_spec, declaration, layers, methods, restore, snapshot
 from sandboxgym.core import Kind, SnapshotSpec
 from sandboxgym.errors import ResetNeeded, SnapshotError, SnapshotNotSupported
 
@@ -216,14 +216,14 @@ def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
         for wrong in (None, 0, "snapshot", b"", object(), {}, []):
             scene.note(f"# restore of {type(wrong).__name__}, which raises")
             try:
-                put(env, wrong)
+                restore(env, wrong)
             except Exception as error:
                 raised[type(wrong).__name__] = type(error).__qualname__
             else:
                 scene.fail(f"restore({wrong!r}) returned instead of raising")
         if control.repeatable:
             scene.expect(env, walk, half, "after restore() refused what is not a snapshot")
-        take(env)
+        snapshot(env)
     return raised
 
 

@@ -17,7 +17,7 @@ from sandboxgym.conformance.checks.fork import variation
 from sandboxgym.conformance.checks.restore import controls
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.harness.scenario import Scene, Walk, first_difference, outcome_difference
-from sandboxgym.conformance.subject import AnyEnv, Subject, branch, layers, put, take
+from sandboxgym.conformance.subject import AnyEnv, Subject, fork, layers, restore, snapshot
 from sandboxgym.conformance.supervision import processes
 
 
@@ -84,8 +84,8 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
         env = subject.make_env()
         try:
             for _ in range(3):
-                put(env, snap)
-                for child in (*branch(env, 1), env):
+                restore(env, snap)
+                for child in (*fork(env, 1), env):
                     try:
                         found = [subject.call(child, op)[0] for op in suffix]
                         if differs := first_difference(expected, found):
@@ -122,7 +122,7 @@ def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Gen
 
             def source(scene: Scene = scene, walk: Walk = walk, point: int = point, snaps: Any = snaps) -> None:
                 for index in range(point, walk.control.last):
-                    snaps.append((index, take(walk.env)))
+                    snaps.append((index, snapshot(walk.env)))
                     found = subject.call(walk.env, walk.control.ops[index])[0]
                     if found != walk.expected[index]:
                         text = outcome_difference(walk.expected[index], found)
@@ -207,7 +207,7 @@ def _broken_fork(
             closed.append(id(self))
             return close(self, *args, **kwargs)
 
-        for child in branch(env, 1, None):  # what the source keeps of its own state, say a snapshot until its next step
+        for child in fork(env, 1, None):  # what the source keeps of its own state, say a snapshot until its next step
             child.close()
         before, mounts = processes.held(path), processes.mounts()
         had, had_close = name in vars(kind), "close" in vars(kind)
@@ -216,7 +216,7 @@ def _broken_fork(
         raised = False
         children: list[AnyEnv] = []
         try:
-            children = branch(env, 4, seed)
+            children = fork(env, 4, seed)
         except _Injected:
             raised = True
         except Exception as error:

@@ -30,7 +30,7 @@ from sandboxgym.conformance.harness.scenario import (
     release,
     show_outcome,
 )
-from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, put, take
+from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, restore, snapshot
 from sandboxgym.conformance.supervision import scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
@@ -43,7 +43,7 @@ def savable(subject: Subject) -> str | None:
     """Reason why an environment's snapshots cannot be saved and loaded; None if they can."""
     with opened(subject) as env:
         env.reset(seed=1, options=subject.options(0))
-        snap = take(env)
+        snap = snapshot(env)
         try:
             if not callable(getattr(snap, "save", None)) or not callable(getattr(type(snap), "load", None)):
                 return f"snapshots ({type(snap).__qualname__}) have no save() and load()"
@@ -381,7 +381,7 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
             for name, handle in wrong.items():
                 scene.note(f"# restore of a snapshot of {name}, which raises")
                 try:
-                    put(twin, handle)
+                    restore(twin, handle)
                 except Exception as error:
                     raised[name] = type(error).__qualname__
                     if not isinstance(error, SnapshotError) and isinstance(error, (AssertionError, NameError)):
@@ -452,7 +452,7 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
             scene.play(env, mine.ops[:half])
             scene.note(f"# restore of a snapshot of an environment with {name}")
             try:
-                put(env, foreign.snaps[point])
+                restore(env, foreign.snaps[point])
             except Exception as error:
                 if mine.repeatable:
                     scene.expect(env, own, half, f"after a snapshot of an environment with {name} was refused")
@@ -504,7 +504,7 @@ def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
             file.write_bytes(data)
             try:
                 loaded = type(snap).load(file)
-                result = put(env, loaded)
+                result = restore(env, loaded)
             except _TYPED as error:
                 kind = type(error).__qualname__
                 refused[kind] = refused.get(kind, 0) + 1
@@ -597,7 +597,7 @@ def released(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
         (fork,) = scene.fork(env, 1)
         scene.release(snap)
         snap.release()
-        for name, use in (("restore", lambda: put(env, snap)), ("save", lambda: snap.save(os.devnull))):
+        for name, use in (("restore", lambda: restore(env, snap)), ("save", lambda: snap.save(os.devnull))):
             if name == "save" and not callable(getattr(snap, "save", None)):
                 continue
             scene.note(f"# {name} of the released snapshot, which raises")

@@ -27,7 +27,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
 from sandboxgym.conformance.harness.scenario import Scene, choose, outcome_difference, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, put
+from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, restore
 from sandboxgym.conformance.supervision import scratch
 from sandboxgym.conformance.supervision.clock import Stopwatch
 from sandboxgym.errors import SnapshotNotSupported
@@ -278,7 +278,7 @@ class Program:
         run.origin, run.history = origin, history
         run.control = self._control()
         if origin.snap is not None:
-            put(run.control, origin.snap)
+            restore(run.control, origin.snap)
         else:
             seed_spaces(run.control, origin.spaces)
         for op in history:

@@ -21,7 +21,7 @@ from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, 
 from sandboxgym.conformance.checks.durable import folder
 from sandboxgym.conformance.harness import other_process, process_globals
 from sandboxgym.conformance.harness.scenario import Scene, opened, release
-from sandboxgym.conformance.subject import Control, Subject, branch, put, take
+from sandboxgym.conformance.subject import Control, Subject, fork, restore, snapshot
 from sandboxgym.conformance.supervision import processes, watching
 from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
@@ -84,14 +84,14 @@ def _cycle(subject: Subject, control: Control) -> None:
     with opened(subject) as env:
         for op in control.ops[:2]:
             subject.call(env, op)
-        snap = take(env)
-        children = branch(env, 2)
+        snap = snapshot(env)
+        children = fork(env, 2)
         for op in control.ops[2:4]:
             subject.call(children[0], op)
-        inner = take(children[0])
-        put(env, inner)
-        put(children[1], snap)
-        grand = branch(children[1], 1)
+        inner = snapshot(children[0])
+        restore(env, inner)
+        restore(children[1], snap)
+        grand = fork(children[1], 1)
         for child in (children[1], *grand, children[0]):
             child.close()
         release(snap)
@@ -114,15 +114,15 @@ def long_lived(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     with opened(subject) as env:
         for op in control.ops[:2]:
             subject.call(env, op)
-        snap = take(env)
+        snap = snapshot(env)
 
         def cycle() -> None:
-            put(env, snap)
+            restore(env, snap)
             for op in control.ops[2:4]:
                 subject.call(env, op)
-            release(take(env))
+            release(snapshot(env))
             with opened(subject) as other:
-                put(other, snap)
+                restore(other, snap)
 
         try:
             return _steady(budget, 8, cycle, "snapshots and restores in one environment, and of one in new ones")
@@ -147,7 +147,7 @@ def dropped(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
             subject.call(env, op)
 
         def cycle() -> None:
-            take(env)
+            snapshot(env)
 
         return _steady(budget, 8, cycle, "snapshots that were dropped without release()")
 

@@ -30,7 +30,7 @@ from sandboxgym.conformance.harness.scenario import (
     streams,
 )
 from sandboxgym.conformance.harness.whole import whole_episodes
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, snapshot
 from sandboxgym.conformance.supervision import scratch
 
 SHORT = 4
@@ -844,7 +844,7 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
             try:
                 source = scene.start(control)  # here: some can be used in the thread alone that has made them
                 scene.play(source, control.ops[:point])
-                handed.extend((take(source), scene.name(source)))
+                handed.extend((snapshot(source), scene.name(source)))
                 ready.set()
                 for index in range(point, comparable(subject, control)):
                     found = subject.call(source, control.ops[index])[0]

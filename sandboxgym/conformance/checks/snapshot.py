@@ -15,7 +15,7 @@ from sandboxgym.conformance.harness.branching import branches
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.coverage import coverage
 from sandboxgym.conformance.harness.scenario import Scene, opened, release, streams, written
-from sandboxgym.conformance.subject import Control, Subject, layers, take
+from sandboxgym.conformance.subject import Control, Subject, layers, snapshot
 
 
 @check(
@@ -171,7 +171,7 @@ def digests(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
         raise Skipped(f"snapshots of kind {kind} have digests of what holds the state, not of the state")
     with opened(subject) as env:
         env.reset(seed=1, options=subject.options(0))
-        snap = take(env)
+        snap = snapshot(env)
         if not isinstance(getattr(snap, "digest", None), str):
             raise Skipped(f"snapshots ({type(snap).__qualname__}) have no digest")
         release(snap)

@@ -11,7 +11,7 @@ import numpy as np
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
 from sandboxgym.conformance.harness.scenario import Scene, opened
-from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, take
+from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, snapshot
 from sandboxgym.errors import SnapshotNotSupported
 
 
@@ -36,7 +36,7 @@ def wrapped(subject: Subject, wrap: Callable[[AnyEnv], AnyEnv], name: str) -> Su
         env.reset(seed=1, options=variant.options(0))
         if not methods(env):
             try:
-                take(env)
+                snapshot(env)
             except SnapshotNotSupported as error:
                 raise Skipped(f"sandboxgym.snapshot does not go through what the factory makes: {error}") from error
     return variant

@@ -32,7 +32,7 @@ from sandboxgym.conformance.harness.scenario import (
     renew_streams,
     seed_spaces,
 )
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, fork, restore, snapshot
 
 NEAR = 3
 """Transitions of each future that are compared whole; of the rest, the return, the length and the end."""
@@ -187,7 +187,7 @@ def replayed(subject: Subject, control: Control, point: int, budget: Budget, sta
     """Place of the replayed design; its environments are closed with ``stack``."""
     source = stack.enter_context(opened(subject))
     reach(subject, source, control, point)
-    snap = take(source)
+    snap = snapshot(source)
     stack.callback(release, snap)
     policy = policy_at(subject, source, control, point, budget.steps)
     used = stack.enter_context(opened(subject)) if _reusable(subject, control) else None
@@ -204,7 +204,7 @@ def replayed(subject: Subject, control: Control, point: int, budget: Budget, sta
             return uninterrupted(env, index)
 
     def drawn(index: int) -> Future:
-        put(source, snap, seed_of(subject.seed, index, 7))
+        restore(source, snap, seed_of(subject.seed, index, 7))
         return policy.follow(source, 0)
 
     return Place(f"after {point} calls, {control.name}", "replayed", control, point, draw, drawn)
@@ -222,15 +222,15 @@ def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.E
             reach(subject, env, control, point)
             renew(env, seed_of(subject.seed, index, 12))
             if index % 2:
-                (child,) = branch(env, 1)
+                (child,) = fork(env, 1)
                 try:
                     return policy.follow(child, 0)
                 finally:
                     child.close()
-            snap = take(env)
+            snap = snapshot(env)
             try:
                 _step(env, policy.first)
-                put(env, snap)
+                restore(env, snap)
                 return policy.follow(env, 0)
             finally:
                 release(snap)
@@ -243,15 +243,15 @@ def live(subject: Subject, control: Control, point: int, budget: Budget) -> Plac
     with opened(subject) as env:
         policy = policy_at(subject, env, control, point, budget.steps)
 
-    def run(seed: int, interrupt: bool, restore: int) -> Future:
+    def run(seed: int, interrupt: bool, restore_seed: int) -> Future:
         with opened(subject) as env:
             past = hash(tuple(reach(subject, env, control, point, seed)))
             if interrupt:
-                snap = take(env)
+                snap = snapshot(env)
                 try:
                     for _ in range(2):
                         _step(env, policy.first)
-                    put(env, snap, restore if subject.capabilities.rng else None)
+                    restore(env, snap, restore_seed if subject.capabilities.rng else None)
                 finally:
                     release(snap)
             return policy.follow(env, past)

@@ -20,7 +20,7 @@ import numpy as np
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.harness.canonical import Items, canonical, show
 from sandboxgym.conformance.harness.scenario import choose, control_seed, opened, record, release, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, restore, snapshot
 from sandboxgym.conformance.supervision.clock import Stopwatch
 
 CALLS = {"quick": 4000, "full": 40000}
@@ -291,7 +291,7 @@ class _Search:
         path: tuple[Any, ...] = ()
         seen: frozenset[Feature] = frozenset()
         total, deaths = 0.0, 0
-        marks = [_Moment(path, raw, total, seen, take(env))]
+        marks = [_Moment(path, raw, total, seen, snapshot(env))]
         best: tuple[tuple[Any, ...], frozenset[Feature]] = (path, seen)
         try:
             while len(path) < self.longest and deaths < DEATHS and not self.late():
@@ -309,9 +309,9 @@ class _Search:
                     for _ in range(min(len(marks) - 1, deaths // 3)):
                         release(marks.pop().snap)
                     path, raw, total, seen = marks[-1].path, marks[-1].raw, marks[-1].total, marks[-1].seen
-                    put(env, marks[-1].snap)
+                    restore(env, marks[-1].snap)
                 elif len(path) % 2 == 0:
-                    marks.append(_Moment(path, raw, total, seen, take(env)))
+                    marks.append(_Moment(path, raw, total, seen, snapshot(env)))
                     if len(marks) > 64:
                         release(marks.pop(1).snap)
         finally:
@@ -324,11 +324,11 @@ class _Search:
         raw = self._reset(env)
         if raw is None:
             return
-        self.archive.append(_Moment((), raw, 0.0, frozenset(), take(env)))
+        self.archive.append(_Moment((), raw, 0.0, frozenset(), snapshot(env)))
         while not self.late():
             recent = self.archive[-8:] if self.rng.random() < 0.5 else self.archive
             moment = recent[int(self.rng.integers(len(recent)))]
-            put(env, moment.snap)
+            restore(env, moment.snap)
             path, total, seen = moment.path, moment.total, moment.seen
             current: tuple[Any, ...] | None = moment.raw
             for _ in range(min(30, int(self.rng.geometric(0.15)))):
@@ -341,7 +341,7 @@ class _Search:
                 total += _number(current[1])
                 news, seen = self._new(path, current, total, seen)
                 if news and not (current[2] or current[3]) and len(self.archive) < 200:
-                    self.archive.append(_Moment(path, current, total, seen, take(env)))
+                    self.archive.append(_Moment(path, current, total, seen, snapshot(env)))
 
 
 def _number(reward: Any) -> float:

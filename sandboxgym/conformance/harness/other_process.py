@@ -273,7 +273,7 @@ def _save(
 ) -> tuple[list[tuple[str, str, Any]], list[Outcome]]:
     """Play a job in an environment that is kept, with snapshots saved on the way."""
     from sandboxgym.conformance.harness.scenario import quiet, seed_spaces
-    from sandboxgym.conformance.subject import take
+    from sandboxgym.conformance.subject import snapshot
 
     with quiet():
         env = subject.make_env()
@@ -283,7 +283,7 @@ def _save(
         for count, op in enumerate(job.ops[: max(job.points) + 2], start=1):
             outcomes.append(subject.call(env, op)[0])
             if count in job.points:
-                parcels.append(carried(take(env), folder, f"saved-{len(kept)}-{count}"))
+                parcels.append(carried(snapshot(env), folder, f"saved-{len(kept)}-{count}"))
         return parcels, outcomes
 
 
@@ -324,12 +324,12 @@ def subject_of(spec: MakeSpec, registration: Any, hooks: Mapping[str, Any]) -> S
 
 def _outcomes(subject: Subject, job: Job) -> Iterator[Outcome]:
     from sandboxgym.conformance.harness.scenario import opened, seed_spaces
-    from sandboxgym.conformance.subject import put
+    from sandboxgym.conformance.subject import restore
 
     with opened(subject) as env:
         seed_spaces(env, job.seed)
         if job.restored is not None:
-            observation, info = put(env, arrived(job.restored))
+            observation, info = restore(env, arrived(job.restored))
             yield subject.outcome(env, observation, 0.0, False, False, info)
         for op in job.ops:
             yield subject.call(env, op)[0]
@@ -338,7 +338,7 @@ def _outcomes(subject: Subject, job: Job) -> Iterator[Outcome]:
 def hold(folder: Path) -> None:
     """Make an environment, snapshots and forks, report that, and wait to be killed; or close all and end."""
     spec, registration, jobs, hooks, _ = pickle.loads((folder / "job").read_bytes())
-    from sandboxgym.conformance.subject import branch, take
+    from sandboxgym.conformance.subject import fork, snapshot
 
     try:
         subject = subject_of(spec, registration, hooks)
@@ -349,11 +349,11 @@ def hold(folder: Path) -> None:
             env.close()
             (folder / "ready").write_text("ready")
             return
-        snaps = [take(env)]
-        children = branch(env, 2)
+        snaps = [snapshot(env)]
+        children = fork(env, 2)
         for child in children:
             subject.call(child, jobs[0].ops[-1] if jobs[0].ops[-1].kind == "step" else jobs[0].ops[0])
-            snaps.append(take(child))
+            snaps.append(snapshot(child))
         (folder / "ready").write_text("ready")
     except BaseException:
         (folder / "failed").write_text(traceback.format_exc()[-2000:])

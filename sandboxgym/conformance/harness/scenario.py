@@ -23,7 +23,18 @@ import numpy as np
 from sandboxgym.conformance.check import Failed
 from sandboxgym.conformance.harness import generators, masks
 from sandboxgym.conformance.harness.canonical import Canonical, canonical, difference, literal, rows, show
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, layers, methods, put, take
+from sandboxgym.conformance.subject import (
+    AnyEnv,
+    Control,
+    Op,
+    Outcome,
+    Subject,
+    fork,
+    layers,
+    methods,
+    restore,
+    snapshot,
+)
 from sandboxgym.conformance.supervision.clock import Stopwatch
 
 AFTER_END = 2
@@ -401,7 +412,7 @@ class Scene:
         self.lines.append(
             f"{name} = {source}.snapshot()" if methods(env) else f"{name} = sandboxgym.snapshot({source})"
         )
-        snap = take(env)
+        snap = snapshot(env)
         self._taken += 1
         self._snaps[id(snap)] = (snap, name)
         return snap
@@ -421,14 +432,14 @@ class Scene:
         handle = self.snap_name(snap)
         own = f"{name}.restore({handle}{named})"
         self.lines.append(own if methods(env) else f"sandboxgym.restore({name}, {handle}{named})")
-        result = put(env, snap, seed)
+        result = restore(env, snap, seed)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             self.fail(f"restore() must return (observation, info), it returned {result!r:.200}")
         return result
 
     def fork(self, env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
         """Fork an environment."""
-        children = branch(env, k, seed)
+        children = fork(env, k, seed)
         names = ", ".join(self._named(child) for child in children)
         named = "" if seed is None else f", seed={seed}"
         name = self.name(env)

@@ -16,7 +16,7 @@ import numpy as np
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.harness import generators
 from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces, streams
-from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, restore, snapshot
 from sandboxgym.core import SnapshotEnv
 
 VARY = 16
@@ -89,11 +89,11 @@ def _by_seed(subject: Subject, index: int) -> str:
     with opened(subject) as env:
         seed_spaces(env, control.seed)
         subject.call(env, control.ops[0])
-        snap = take(env)
+        snap = snapshot(env)
         try:
 
             def future(seed: int | None) -> list[Outcome]:
-                put(env, snap, seed)
+                restore(env, snap, seed)
                 return [subject.call(env, op)[0] for op in ops]
 
             if subject.capabilities.rng and first_difference(control.outcomes[1 : control.last], future(None)):

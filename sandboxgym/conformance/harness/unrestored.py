@@ -17,7 +17,7 @@ import numpy as np
 
 from sandboxgym.conformance.harness.canonical import canonical
 from sandboxgym.conformance.harness.scenario import opened, release, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, restore, snapshot
 from sandboxgym.core import SnapshotEnv
 
 Path = tuple[str, ...]
@@ -70,17 +70,17 @@ def _differing(subject: Subject, env: AnyEnv, other: AnyEnv, control: Control) -
             state = env.unwrapped._capture()  # type: ignore[attr-defined]
             captured = set(_names(state))
             release(state)
-            snap = take(env)
+            snap = snapshot(env)
         if number % every == 0 or number == len(control.ops):
             looks.append(attributes(env.unwrapped))
     try:
-        put(env, snap)
+        restore(env, snap)
         here = attributes(env.unwrapped)
         seed_spaces(other, control.seed + 1)
         start = control.ops[0]._replace(value=(control.seed + 1, control.ops[0].value[1]))
         for op in (start, *(op for op in control.ops[1:3] if op.kind == "step")):
             subject.call(other, Op(*op))
-        put(other, snap)
+        restore(other, snap)
         there = attributes(other.unwrapped)
     finally:
         release(snap)

@@ -20,7 +20,7 @@ from sandboxgym.conformance.check import Budget, Skipped
 from sandboxgym.conformance.harness.continuations import NEAR, Future, Place, places, policy_at, reach, seed_of
 from sandboxgym.conformance.harness.scenario import opened, release
 from sandboxgym.conformance.stats import tests as st
-from sandboxgym.conformance.subject import Subject, branch, put, take
+from sandboxgym.conformance.subject import Subject, fork, restore, snapshot
 
 SHIFTS = {"quick": 0.2, "full": 0.1}
 """Total variation distance that a budget must be able to detect with `tests.POWER`, else INCONCLUSIVE."""
@@ -242,12 +242,12 @@ def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(opened(subject))
         reach(subject, source, place.control, place.point)
-        snap = take(source)
+        snap = snapshot(source)
         stack.callback(release, snap)
         policy = policy_at(subject, source, place.control, place.point, NEAR)
         for index in budget.spending(budget.samples // 8, seconds=1.25 * budget.seconds, at_least=10):
             seed = seed_of(subject.seed, index, 10)
-            children = branch(source, k, seed)
+            children = fork(source, k, seed)
             try:
                 made["fork"].append([policy.follow(child, 0) for child in children])
             finally:
@@ -255,10 +255,10 @@ def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[
                     child.close()
             family = []
             for sibling in range(k):
-                put(source, snap, index * k + sibling)  # neighbouring seeds, as users give them
+                restore(source, snap, index * k + sibling)  # neighbouring seeds, as users give them
                 family.append(policy.follow(source, 0))
             made["restore"].append(family)
-            put(source, snap)
+            restore(source, snap)
     return made
 
 

@@ -182,9 +182,13 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
         "images_dir": os.fspath(images),
         "log_file": "dump.log",
         "pid": _inside(leader),
-        "leave_stopped": True,
+        "leave_stopped": True,  # so that `resume` can undo the capture
+        # An open file that lost the name it was opened by, but has another, gets a link beside it: it lies in the
+        # layer, which is frozen with it.
         "link_remap": True,
         "ghost_limit": GHOST_LIMIT,
+        # Watches of inotify are captured by file handles, which an overlay without nfs_export cannot open: CRIU then
+        # looks for the files below these directories.
         "force_irmap": True,
         "irmap_scan_paths": ["/tmp", "/root", "/testbed", "/run"],
         "external": [f"mnt[{point}]:{point}" for point in mounts],

@@ -45,6 +45,7 @@ def keep_features(needed: list[str]) -> int:
             kernel.unshare(kernel.NEWNS)
             kernel.make_private()
             _leave_only([*_NEEDED, *needed])
+            # CRIU keeps its cache of the kernel's features in /run, and only on a tmpfs.
             kernel.mount("tmpfs", "/run", options=[("mode", "0755")])
             os.write(write, b"+")
             os.close(write)
@@ -127,12 +128,13 @@ def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
         kernel.die_with_parent()
         init = os.pidfd_open(spec["init"])
         copy_mounts(namespace)
+        # CRIU leaves out the namespaces that it is in itself: capturing a network's would run ip and iptables.
         kernel.set_namespace(init, kernel.NEWNET | kernel.NEWUTS | kernel.NEWPID | kernel.NEWCGROUP)
         os.close(init)
         pid = fork_far()
         if pid == 0:
             kernel.die_with_parent()
-            kernel.mount("proc", "/proc")
+            kernel.mount("proc", "/proc")  # the one that is there shows the process ids of the host
             execute([spec["program"], "swrk", "3"], channel)
         os.close(channel)
         os.waitpid(pid, 0)

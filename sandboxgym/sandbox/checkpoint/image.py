@@ -23,10 +23,14 @@ _IGNORE_CGROUPS, _NO_NETWORK_LOCK = 0, 3
 OPTIONS: Mapping[str, Value] = {
     "images_dir_fd": -1,
     "log_level": 2,
+    # Restored processes stay in the control group of the CRIU that makes them, which is the container's already.
     "manage_cgroups_mode": _IGNORE_CGROUPS,
+    # Locking would run iptables; no peer is outside, for `preflight` refuses such connections.
     "network_lock": _NO_NETWORK_LOCK,
+    # Without these two CRIU refuses connected TCP sockets and held file locks.
     "tcp_established": True,
     "file_locks": True,
+    # The master side of the shell's terminal is held outside: a restoring CRIU makes a new one and sends it.
     "orphan_pts_master": True,
     "timeout": TIMEOUT,
 }

@@ -146,7 +146,7 @@ def _restored(
         "log_file": _LOG,
         "root": os.fspath(backend.runtime.directory / "root"),
         "external": [f"mnt[{point}]:{stage / place}" for point, place in image.content.mounts.items()],
-        "notify_scripts": True,
+        "notify_scripts": True,  # the terminal comes with a notification
         "lazy_pages": lazy,
     }
     status, report = os.pipe()

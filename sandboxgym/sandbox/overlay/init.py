@@ -165,7 +165,7 @@ class Init:
             for descriptor in (self.channel.fileno(), self.pts):
                 os.set_inheritable(descriptor, False)
 
-    # From a warm container to a container
+    # From a warm container to a specialised one
 
     def specialise(self, request: dict[str, Any], _: list[int]) -> list[int]:
         """Mount the layers, go there, give up privileges; descriptors of the root and of the control directory."""
@@ -255,7 +255,7 @@ class Init:
         kernel.die_with_parent()  # both were forgotten with the old credentials
         return [os.open("/", os.O_PATH | os.O_DIRECTORY)]
 
-    # A container
+    # A specialised container
 
     def adopt(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
         """Take over a restored process, to collect it like a child started here; its pidfd.

@@ -85,9 +85,11 @@ def special(stage: str, *, rootless: bool, owner: int = 0) -> tuple[int, int]:
         if os.path.exists(path := os.path.join(proc, name)):
             kernel.bind(os.path.join(stage, "empty"), path, attributes=_SAFE | kernel.NOEXEC | kernel.RDONLY)
     _make_dev(dev, rootless=rootless, owner=owner)
+    # The kernel limits the terminals of the whole machine: without a limit of its own a container could take them all.
     options = [("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620"), ("max", str(_TERMINALS))]
     kernel.mount("devpts", os.path.join(dev, "pts"), options=options, attributes=kernel.NOSUID | kernel.NOEXEC)
     mounts = kernel.copy_mount(proc), kernel.copy_mount(dev)
+    # Devices on a read-only mount can be written to, but their modes, owners and times cannot be changed.
     kernel.set_attributes(mounts[1], kernel.RDONLY, recursive=False)
     kernel.unmount(stage)
     return mounts
@@ -177,8 +179,10 @@ class Prepared:
             options: list[tuple[str, str | None]] = [("lowerdir+", name) for name in named[:-2]]
             options += [("upperdir", named[-2]), ("workdir", named[-1]), ("volatile", None)]
             # A directory of a lower layer can then be renamed as one of the upper layer can: taking a snapshot changes
-            # nothing. The kernel forbids it to users without privileges.
+            # nothing. The kernel forbids it to users without privileges. Metacopy would leave the data of a file whose
+            # mode was changed in the layer below, and an index ties a layer to those it was first mounted over.
             privileged: list[tuple[str, str | None]] = [("redirect_dir", "on"), ("metacopy", "off"), ("index", "off")]
+            # Overlayfs's own attributes are trusted.* by default, which only root of the machine may set.
             options += [("userxattr", None)] if self._rootless else privileged
             return kernel.new_mount("overlay", options, attributes=_SAFE)
         finally:

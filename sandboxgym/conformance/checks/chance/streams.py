@@ -14,7 +14,7 @@ import numpy as np
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.harness import generators
 from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, Control, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, restore, snapshot
 
 TRIALS = 24
 """Other bits that a stream is given before it is taken to have no effect."""
@@ -78,10 +78,10 @@ def _effect_after_restore(subject: Subject, control: Control, path: str, trial: 
     futures = []
     with opened(subject) as env:
         _begin(subject, env, control, point)
-        snap = take(env)
+        snap = snapshot(env)
         try:
             for renewed in (False, False, True):
-                put(env, snap)
+                restore(env, snap)
                 if renewed:
                     stream = generators.find(env, [path]).get(path)
                     if stream is None or not stream.renewable:
@@ -115,9 +115,9 @@ def _repeating(subject: Subject, budget: Budget) -> Control:
         point, futures = max(1, control.last // 3), []
         with opened(subject) as env:
             _begin(subject, env, control, point)
-            snap = take(env)
+            snap = snapshot(env)
             for _ in range(3):
-                put(env, snap)
+                restore(env, snap)
                 futures.append([subject.call(env, op)[0] for op in control.ops[point : control.last]])
             release(snap)
         if any(first_difference(futures[0], future) for future in futures[1:]):
@@ -214,7 +214,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
         for index in budget.spending(len(seeds), seconds=budget.seconds / 2, at_least=16):
             seed = seeds[index]
             try:
-                put(env, snap, seed)
+                restore(env, snap, seed)
             except Exception as error:
                 if seed not in LARGE:
                     raise
@@ -237,7 +237,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
         other = scene.make()
         for seed in [seed for seed in (0, 1, LARGE[0], seeds[-1]) if seed in known]:
             for target in (env, other):
-                put(target, snap, seed)
+                restore(target, snap, seed)
                 for path, bits in _bits(target, known[seed]).items():
                     if bits != known[seed].get(path, bits) and (effect := proof.effect(path, episode=True)):
                         scene.fail(
