@@ -49,8 +49,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils import seeding
 
-from sandboxgym import randomness
-from sandboxgym import serialization as durable
+from sandboxgym import randomness, serialization
 from sandboxgym.brief import brief
 from sandboxgym.errors import (
     ResetNeeded,
@@ -182,7 +181,7 @@ class Snapshot:
     @property
     def digest(self) -> str:
         """sha256 of the captured content: equal states have equal digests."""
-        return durable.content_digest(self._sections())
+        return serialization.content_digest(self._sections())
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +202,7 @@ class Snapshot:
             SnapshotReleased: it was released.
             SnapshotNotSupported: the state, or a wrapper's, is not plain data.
         """
-        durable.write_atomic(path, self.to_bytes())
+        serialization.write_atomic(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -220,18 +219,18 @@ class Snapshot:
     def to_bytes(self) -> bytes:
         """The snapshot as the bytes that `save` writes."""
         header = {**_as_dict(self.header), "id": self.id, "parent": self.parent}
-        return durable.dumps(header, self._sections())
+        return serialization.dumps(header, self._sections())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Snapshot:
         """Decode a snapshot from the bytes of `to_bytes`."""
-        header, sections = durable.loads(data)
+        header, sections = serialization.loads(data)
         try:
             fits = Header(**{name: header[name] for name in Header.__slots__})
             for name, kind in _HEADER_TYPES.items():
                 if not isinstance(header[name], kind) or (isinstance(header[name], str) and len(header[name]) > _NAME):
                     raise TypeError(f"expected {name} to be {kind}, found {brief(header[name], 80)}")
-            layers = tuple(Layer(*layer) for layer in durable.unpack(sections["layers"]))
+            layers = tuple(Layer(*layer) for layer in serialization.unpack(sections["layers"]))
             if not all(isinstance(layer.name, str) and isinstance(layer.config, dict) for layer in layers):
                 raise TypeError("expected the name and the configuration of every wrapper")
             blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
@@ -281,8 +280,8 @@ class Snapshot:
             assert self._body is not None and self._encode is not None
             self._blob = {
                 "state": self._encode(self._body.state),
-                "rng": durable.pack(self._body.rng),
-                "transition": durable.pack(self._body.transition and list(self._body.transition)),
+                "rng": serialization.pack(self._body.rng),
+                "transition": serialization.pack(self._body.transition and list(self._body.transition)),
                 "layers": _pack_layers(self.layers),
             }
         return self._blob
@@ -304,7 +303,7 @@ class Snapshot:
             raise SnapshotCorrupt(
                 f"{self!r} does not hold a state of {self.header.env_class}: {brief(error)}"
             ) from error
-        rng = durable.unpack(self._blob["rng"])
+        rng = serialization.unpack(self._blob["rng"])
         if not isinstance(rng, dict) or not rng.keys() >= {"np_random", "np_random_seed", "spaces"}:
             raise SnapshotCorrupt(f"expected the state of random streams, found {brief(rng)}")
         return _Body(state, rng, last)
@@ -534,11 +533,11 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     @classmethod
     def _encode(cls, state: Any) -> bytes:
-        return durable.pack(state)
+        return serialization.pack(state)
 
     @classmethod
     def _decode(cls, data: bytes) -> Any:
-        return durable.unpack(data)
+        return serialization.unpack(data)
 
     def _config(self) -> dict[str, Any]:
         args, kwargs = self._arguments
@@ -668,11 +667,11 @@ _HEADER_TYPES: dict[str, Any] = {
 
 
 def _pack_layers(layers: tuple[Layer, ...]) -> bytes:
-    return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
+    return serialization.pack([[layer.name, layer.config, layer.state] for layer in layers])
 
 
 def _decode_transition(data: bytes) -> Transition | None:
-    content = durable.unpack(data)
+    content = serialization.unpack(data)
     if content is None:
         return None
     kinds: tuple[Any, ...] = (object, SupportsFloat, (bool, np.bool_), (bool, np.bool_), dict)

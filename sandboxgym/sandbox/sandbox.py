@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from sandboxgym import serialization as durable
+from sandboxgym import serialization
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, SnapshotReleased
 from sandboxgym.sandbox import backends
@@ -139,7 +139,7 @@ class SandboxSnapshot:
             "shell": None if self.shell is None else self.shell.to_plain(),
             "lossy": list(self.lossy),
         }
-        return durable.pack(content)
+        return serialization.pack(content)
 
 
 @dataclass(slots=True)
@@ -420,11 +420,11 @@ class Sandbox:
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._program is not None and mode != "filesystem" and whole_wanted:
-            from sandboxgym.sandbox.checkpoint import capture as full
+            from sandboxgym.sandbox.checkpoint import capture
 
             try:
                 return self._captured(state, self._program)
-            except full.Refused as error:
+            except capture.Refused as error:
                 lost = (*error.reasons, *lost)
             except CriuError as error:
                 lost = (f"not captured: {error}", *lost)
@@ -454,11 +454,11 @@ class Sandbox:
             return shell.known_state, (f"what changed in the shell: {error}",)
 
     def _captured(self, state: ShellState | None, program: str) -> SandboxSnapshot:
-        from sandboxgym.sandbox.checkpoint import capture as full
+        from sandboxgym.sandbox.checkpoint import capture
 
         shell = self._parts.shell
         assert shell is not None and isinstance(self.backend, OverlayBackend)
-        tree, checkpoint = full.snapshot(self.backend, shell, program, obstacles=self._obstacles)
+        tree, checkpoint = capture.snapshot(self.backend, shell, program, obstacles=self._obstacles)
         return SandboxSnapshot(tree, state, checkpoint=checkpoint)
 
     def restore(self, snap: SandboxSnapshot) -> None:
@@ -540,7 +540,7 @@ class Sandbox:
             SandboxFull: its files are more than the sandbox may write, or than the disk has room for.
         """
         self._check_open()
-        content = durable.unpack(data)
+        content = serialization.unpack(data)
         match content:
             case {
                 "version": int(version),

@@ -21,8 +21,7 @@ from typing import Any, Self, TypeVar, cast
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym import randomness
-from sandboxgym import serialization as durable
+from sandboxgym import randomness, serialization
 from sandboxgym.brief import brief
 from sandboxgym.core import (
     ATOMS,
@@ -325,7 +324,7 @@ class StackSnapshot:
 
 
 def _packed(layers: tuple[Layer, ...]) -> bytes:
-    return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
+    return serialization.pack([[layer.name, layer.config, layer.state] for layer in layers])
 
 
 # Walking the stack.

@@ -19,8 +19,7 @@ from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixtu
 
 from sandboxgym.errors import SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.sandbox.base import CONTROL, SandboxFull, SandboxUnavailable, SnapshotLossy
-from sandboxgym.sandbox.checkpoint import capture as full
-from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.checkpoint import capture, criu
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -390,7 +389,7 @@ def test_if_the_copy_fails_the_sandbox_goes_on(box: Sandbox, monkeypatch: pytest
         raise SandboxUnavailable("made to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(full, "revive", fails)
+        patch.setattr(capture, "revive", fails)
         snap = box.snapshot()
         assert "made to fail" in snap.lossy[0]
         assert snap.checkpoint is None

@@ -29,8 +29,7 @@ from sandbox.overlay_boxes import (  # noqa: F401 - fixtures
 import sandboxgym
 from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox.base import CONTROL, Backend, Limits, SandboxClosed, Tree
-from sandboxgym.sandbox.overlay import ipc as wire
-from sandboxgym.sandbox.overlay import kernel, seccomp
+from sandboxgym.sandbox.overlay import ipc, kernel, seccomp
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.overlay.runtime import runtime
 
@@ -524,7 +523,7 @@ def test_links_do_not_lead_out(box: OverlayBackend, tmp_path: Path) -> None:
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_another(box: OverlayBackend) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "receive", lambda channel: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(ipc, "receive", lambda channel: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             box.spawn(["echo", "interrupted"], env=box.env)
     with pytest.raises(SandboxClosed):

@@ -15,7 +15,7 @@ def round_trip(program: str) -> None:
         SandboxError: that does not work, and why.
     """
     from sandboxgym.sandbox.base import clean_environment
-    from sandboxgym.sandbox.checkpoint import capture as full
+    from sandboxgym.sandbox.checkpoint import capture
     from sandboxgym.sandbox.checkpoint import restore as revive
     from sandboxgym.sandbox.files.rootfs import resolve
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
@@ -31,7 +31,7 @@ def round_trip(program: str) -> None:
         shell = Shell(backend, env=env)
         shell.execute("probe=kept; sleep 1000 & exec 7</etc/passwd; read -r line <&7", timeout=60.0)
         asked = 'read -r line <&7; echo "$probe $(jobs -p) $line"'
-        tree, checkpoint = full.snapshot(backend, shell, program)
+        tree, checkpoint = capture.snapshot(backend, shell, program)
         copy = Shell.restored(
             sibling, revive.fork(sibling, tree, checkpoint.image, program), checkpoint.session, env=env
         )

@@ -28,8 +28,7 @@ import sys
 import termios
 
 from sandboxgym.sandbox.checkpoint import criu_process
-from sandboxgym.sandbox.overlay import ids, kernel, mounts
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import ids, ipc, kernel, mounts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
         try:
             init = Init(*_only(channel, spec["ids"]), spec)
         except OSError as error:
-            wire.send(channel, _failure(error))
+            ipc.send(channel, _failure(error))
         else:
             init.serve()
     except (EOFError, BrokenPipeError):
@@ -125,7 +124,7 @@ class Init:
                 _quietly(kernel.write_text, _LOWEST_PORT, "0")
         kernel.set_hostname(b"sandbox")
         self.proc, self.dev = mounts.special(spec["stage"], rootless=spec["rootless"], owner=spec["base"])
-        wire.send(channel, READY)
+        ipc.send(channel, READY)
 
     def serve(self) -> NoReturn:
         """Answer the owner's requests until it is gone."""
@@ -138,17 +137,17 @@ class Init:
                 os.read(self.wake, 4096)
                 self.collect()
             if self.channel.fileno() in ready:
-                payload, descriptors = wire.receive(self.channel)
+                payload, descriptors = ipc.receive(self.channel)
                 if payload.startswith(b"spawn\0"):
-                    what, request = "spawn", wire.unpack_spawn(payload)
+                    what, request = "spawn", ipc.unpack_spawn(payload)
                 else:
                     what, request = marshal.loads(payload)
                 try:
                     kept = self.requests[what](request, descriptors)
                 except OSError as error:
-                    wire.send(self.channel, _failure(error))
+                    ipc.send(self.channel, _failure(error))
                 else:
-                    wire.send(self.channel, READY, kept)
+                    ipc.send(self.channel, READY, kept)
                     descriptors += kept
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -272,7 +271,7 @@ class Init:
         """Start a process; its pidfd, and the master side of its terminal if it has one.
 
         Args:
-            request: as `wire.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
+            request: as `ipc.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
                 descendants leave behind becomes its own.
             descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
         """

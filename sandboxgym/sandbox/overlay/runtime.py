@@ -23,8 +23,7 @@ from sandboxgym.sandbox.base import CONTROL, Limits, RootFS, SandboxError, Sandb
 from sandboxgym.sandbox.files import name_files as names
 from sandboxgym.sandbox.layers import accountant
 from sandboxgym.sandbox.layers.store import FILES, WORK, Layer, LayerStore
-from sandboxgym.sandbox.overlay import init_binary, kernel, mounts, seccomp, zygote
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import init_binary, ipc, kernel, mounts, seccomp, zygote
 from sandboxgym.sandbox.overlay.cgroups import RECORD, Group, Groups
 from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.overlay.reaper import record_zygote
@@ -112,7 +111,7 @@ class Container:
             EOFError: the init is gone.
             ValueError: null bytes.
         """
-        self._send(wire.pack_spawn(argv, env, cwd=cwd, terminal=terminal, adopts=adopts), descriptors)
+        self._send(ipc.pack_spawn(argv, env, cwd=cwd, terminal=terminal, adopts=adopts), descriptors)
         return self.answer()
 
     def _send(self, payload: bytes, descriptors: Sequence[int]) -> None:
@@ -121,13 +120,13 @@ class Container:
             raise EOFError("an earlier request was interrupted before its answer came")
         self._waiting = True
         try:
-            wire.send(self.channel, payload, descriptors)
+            ipc.send(self.channel, payload, descriptors)
         except OSError as error:
             raise EOFError(str(error)) from error
 
     def answer(self) -> list[int]:
         """Wait for the next answer; see `ask`."""
-        payload, descriptors = wire.receive(self.channel)
+        payload, descriptors = ipc.receive(self.channel)
         self._waiting = False
         if payload.startswith(b"error "):
             reason, _, message = payload.decode(errors="backslashreplace").partition("\0")
@@ -220,7 +219,7 @@ class Runtime:
             "user": os.geteuid(),
             "group": os.getegid(),
         }
-        wire.send(self.channel, marshal.dumps(settings))
+        ipc.send(self.channel, marshal.dumps(settings))
 
     @property
     def live(self) -> bool:
@@ -277,7 +276,7 @@ class Runtime:
     def _receive(self, wanted: Flavour) -> None:
         """Receive the next warm container that was requested; one of another kind than wanted may have failed."""
         try:
-            payload, descriptors = wire.receive(self.channel)
+            payload, descriptors = ipc.receive(self.channel)
         except (EOFError, OSError) as error:
             raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
         flavour, group, path = self._asked.popleft()
@@ -297,7 +296,7 @@ class Runtime:
     def _tell(self, *request: Any, descriptors: Sequence[int] = ()) -> None:
         with self.lock:
             try:
-                wire.send(self.channel, marshal.dumps(request), descriptors)
+                ipc.send(self.channel, marshal.dumps(request), descriptors)
             except OSError as error:
                 raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
 
@@ -378,7 +377,7 @@ class Runtime:
                     with theirs:
                         self._tell("features", str(self.directory), program, descriptors=[theirs.fileno()])
                     try:
-                        _, (self._features,) = wire.receive(ours)
+                        _, (self._features,) = ipc.receive(ours)
                     except EOFError as error:
                         raise SandboxUnavailable("no mount namespace for CRIU can be made") from error
             return self._features

@@ -40,8 +40,7 @@ from sandboxgym.sandbox.checkpoint import criu_process
 from sandboxgym.sandbox.layers import accountant
 from sandboxgym.sandbox.layers.accountant import FLOOR, Watch
 from sandboxgym.sandbox.layers.disk import remove_directories
-from sandboxgym.sandbox.overlay import ids, init, kernel
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import ids, init, ipc, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def main() -> NoReturn:
     os.close(null)
     gc.disable()
     gc.freeze()
-    payload, _ = wire.receive(owner)
+    payload, _ = ipc.receive(owner)
     zygote = Zygote(owner, marshal.loads(payload))
     try:
         zygote.serve()
@@ -158,7 +157,7 @@ class Zygote:
                 os.read(self.wake, 4096)
                 self.collect()
             if self.owner.fileno() in ready:
-                payload, descriptors = wire.receive(self.owner)
+                payload, descriptors = ipc.receive(self.owner)
                 self.answer(marshal.loads(payload), descriptors)
             if self.pending and time.monotonic() >= self.quiet:
                 self.make_container(self.pending.pop(0))
@@ -222,10 +221,10 @@ class Zygote:
                 self.ranges[pid] = opened.pop(0)
             self.containers[pid] = spec["cgroups"]
             pidfd = os.pidfd_open(pid)
-            wire.send(self.owner, marshal.dumps((pid, 0, "", base)), [mine.fileno(), pidfd])
+            ipc.send(self.owner, marshal.dumps((pid, 0, "", base)), [mine.fileno(), pidfd])
             os.close(pidfd)
         except OSError as error:
-            wire.send(self.owner, marshal.dumps((0, error.errno, str(error), 0)))
+            ipc.send(self.owner, marshal.dumps((0, error.errno, str(error), 0)))
         finally:
             if namespace >= 0:
                 os.close(namespace)
@@ -252,7 +251,7 @@ class Zygote:
         try:
             if self.features < 0:
                 self.features = criu_process.keep_features(needed)
-            wire.send(answer, b"", [self.features])
+            ipc.send(answer, b"", [self.features])
         except OSError as error:
             print(f"sandboxgym: no mount namespace can be made for CRIU: {error}", file=sys.stderr)
         finally:
