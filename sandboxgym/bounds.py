@@ -35,7 +35,7 @@ pairs takes 27 bytes for each of its encoding.
 _LIST, _SLOT, _EMPTY, _MAP, _OTHER_KEYS, _ENTRY = 64, 8, 72, 184, 56, 112
 _EXTENSION, _OF_NUMPY, _OF_SET = 80, 100, 160  # not memory only: each is a call of a function, or of several
 _COPIES = 8
-"""How often each byte may be copied on the way through extension types around it."""
+"""Copies allowed per byte on the way through extension types around it."""
 _COPIED_FLOOR = 2**20
 
 FEW = 64

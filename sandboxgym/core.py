@@ -143,7 +143,7 @@ class Snapshot:
     Attributes:
         id: unique to this capture.
         parent: the id of the snapshot that the environment last took or restored, or None.
-        header: what the snapshot fits (environment id and class, configuration, kind).
+        header: identity of what the snapshot fits (environment id and class, configuration, kind).
         layers: the wrappers' states, outermost first; empty when taken from the bare environment.
     """
 
@@ -481,7 +481,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         """Create ``k`` new environments at this state; this one stays unchanged.
 
         Args:
-            k: how many, at least 1.
+            k: number of environments, at least 1.
             seed: None clones the random streams (siblings share their noise); a seed gives each child its own.
         """
         if isinstance(k, bool) or not isinstance(k, SupportsIndex):

@@ -164,7 +164,7 @@ class ReplaySnapshots(SnapshotEnv[Any, Any]):
     """An environment by its Gymnasium id, whose snapshots are the seed and the actions so far.
 
     Every episode begins with a seed drawn from ``np_random``; its steps then draw from the same stream, so that a
-    restore with a seed replays the past with the draws of the past and goes on with others.
+    restore with a seed replays the past with the draws of the past and continues with others.
 
     ``python -m sandboxgym.conformance sandboxgym.conformance.baselines:ReplaySnapshots --make-kwargs id=CartPole-v1``
 

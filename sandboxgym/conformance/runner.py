@@ -235,9 +235,9 @@ def run(
     """Run the checks of some levels, or those in ``only``.
 
     Args:
-        subject: what is checked.
+        subject: to check.
         levels: which `Level`s, by number or name.
-        budget: how much to spend, or its name.
+        budget: limits on the effort, or their name.
         seed: of all that is drawn.
         only: ids of the only checks to run.
         listener: is told of each check.

@@ -152,7 +152,7 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     """Put faults into the environment and run the checks that it passed.
 
     Args:
-        subject: what was certified.
+        subject: that was certified.
         budget: that of the certificate.
         results: those of the certificate, by id.
         seed: that of the certificate.

@@ -132,8 +132,8 @@ class Subject:
         observe_state: reads the environment's hidden state past its API, as a value that compares with ``==``.
         normalize: from a `Transition` to one without what is declared nondeterministic.
         reset_options: for every ``reset``; a list gives one per control run, in turn.
-        make_spec: how another process makes it; default: derived where ``make_env`` can be imported by name.
-        declared: what the snapshots cover; default: the environment's ``snapshot_spec``.
+        make_spec: the way for another process to make it; default: derived where ``make_env`` can be imported by name.
+        declared: coverage of the snapshots; default: the environment's ``snapshot_spec``.
         shell: runs a command (POSIX shell, several lines) in the sandbox as an agent would; what it printed.
         lossy: from the environment and a snapshot that it was restored from to what that snapshot does not hold, by its
             own account, in words; default: ``info["lossy"]`` of the restore.

@@ -127,18 +127,18 @@ class Capabilities:
     snapshot_cost: Literal["constant", "written"]
     """Growth of a snapshot's cost."""
     limits: frozenset[str]
-    """Which of `Limits` hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``files``,
+    """Names of `Limits` that hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``files``,
     ``seconds``."""
     keeps: frozenset[str]
-    """What a tree keeps beside names and contents: of ``modes``, ``owners``, ``xattrs``, ``hardlinks``, ``sparse``,
-    ``mtimes``, ``tmp`` (/tmp), ``shm`` (/dev/shm)."""
+    """Properties of files that a tree keeps beside names and contents: of ``modes``, ``owners``, ``xattrs``,
+    ``hardlinks``, ``sparse``, ``mtimes``, ``tmp`` (/tmp), ``shm`` (/dev/shm)."""
     private_ids: bool = False
     """Root inside is nobody outside: user ids that nothing else on the machine has, so that no right of the host's
     depends on system calls alone."""
     notes: tuple[str, ...] = ()
-    """What a user of this backend must know, one sentence each."""
+    """Notes for users of this backend, one sentence each."""
     leaves_open: frozenset[str] = frozenset()
-    """What isolation does not cover: ``locks`` (file locks, leases and notifications on files of the host that are
+    """Gaps of the isolation: ``locks`` (file locks, leases and notifications on files of the host that are
     shown inside), ``statistics`` (of the kernel, in /proc), ``quotas`` (what the kernel counts for each user or for the
     machine, as inotify instances), ``calls`` (system calls that somebody else's filter lets through), ``paths`` (of the
     host, in the table of mounts), ``burst`` (disk space beyond the limit, until somebody looks)."""
@@ -163,8 +163,8 @@ class Result:
     ended: bool = False
     """The command ended the shell (``exit``, ``exec``, ``set -e``); a new one with the last known state replaced it."""
     replaced: bool = False
-    """The shell had ended since the command before, or could not go on; this one ran in a new one with the last known
-    state."""
+    """The shell had ended since the command before, or could not continue; this one ran in a new one with the last
+    known state."""
     raw: bytes = field(default=b"", repr=False)
     """The first bytes of the output as they were written, as many as were asked for; none by default."""
 
@@ -320,7 +320,7 @@ class Backend(Protocol):
         """Make a tree of the present files.
 
         Without ``keep_processes`` every process is ended first and the backend is no longer live: constant time where
-        the capabilities say so. With it they are stopped, the files copied, and they go on: the cost grows with what
+        the capabilities say so. With it they are stopped, the files copied, and they continue: the cost grows with what
         was written, and the sandbox is not disturbed.
         """
 

@@ -70,7 +70,7 @@ class SandboxSnapshot:
 
     Attributes:
         shell: the shell's state; None if no shell had been started.
-        lossy: what a restored copy does not have, one description each.
+        lossy: losses of a restored copy, one description each.
         checkpoint: the running processes, if they were captured too.
     """
 
@@ -168,7 +168,7 @@ class Sandbox:
     """Files, processes and a shell. Not thread-safe; started at its first use.
 
     Args:
-        backend: what runs it. The sandbox owns it.
+        backend: of the sandbox, which owns it.
         env: environment of its processes.
         workdir: directory that the shell and `run` start in.
         limits: as given to the backend; wall time and output are enforced here.
@@ -495,7 +495,7 @@ class Sandbox:
         """Make new sandboxes at this state, independent of each other and of this one. All or nothing.
 
         Args:
-            k: how many.
+            k: number of sandboxes.
             strict: refuse to lose anything; else each child's ``lost`` tells.
             start: start them now, rather than when they are first used.
 
@@ -653,12 +653,12 @@ def make_sandbox(
             ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``; or one that was
             registered (`backends.register`, or an entry point of the group ``sandboxgym.sandbox_backends``).
         rootfs: ``"host"`` for this machine's tool chain, ``"docker:IMAGE"``, the path of an unpacked root file system.
-        limits: what it may use.
+        limits: on its resources.
         network: give it the machine's network.
         allow_unsafe: permit a backend without isolation.
         env: added to a clean environment; nothing is taken over from this process.
-        workdir: where the shell and `Sandbox.run` start; default: as the root file system says.
-        snapshot: what its snapshots hold, see `Sandbox`.
+        workdir: starting directory of the shell and `Sandbox.run`; default: that of the root file system.
+        snapshot: content of its snapshots, see `Sandbox`.
         lazy_pages: see there.
 
     Raises:

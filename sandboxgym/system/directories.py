@@ -60,7 +60,7 @@ class _Trail:
     """A path from a directory to one below it, held with few descriptors.
 
     Args:
-        directory: where it begins.
+        directory: start of the trail.
         unlock: give this user the permission to enter where it lacks.
     """
 

@@ -185,7 +185,7 @@ def reap(root: Path | None = None, *, dry_run: bool = False) -> list[Leftover]:
     """Remove the run directories whose owner is gone; a directory that another process is reaping is left to it.
 
     Args:
-        root: where they are; by default `runtime_dir`.
+        root: their parent directory; by default `runtime_dir`.
         dry_run: only say what would be removed.
     """
     try:
@@ -330,7 +330,7 @@ def _started(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None if Path("/proc/self/stat").exists() else _started_by_ps(pid)
-    alone = fields[17] == "1"  # else other threads go on without the first
+    alone = fields[17] == "1"  # else other threads continue without the first
     return None if fields[0] in "ZX" and alone else fields[19]
 
 

@@ -36,7 +36,7 @@ class Envs:
 
     Args:
         make: makes one.
-        threads: how many environments work at the same time. More than 1 pays for those that wait: sandboxes,
+        threads: number of environments that work at the same time. More than 1 pays for those that wait: sandboxes,
             browsers, remote ones; pure Python ones (ALFWorld) are faster one by one.
     """
 

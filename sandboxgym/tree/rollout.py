@@ -33,9 +33,9 @@ class Context:
 class Policy(Protocol):
     """Protocol of policies: decide for all live paths at once, by any function of the contexts.
 
-    One that keeps something of its paths, to go on from it in their forks, may have a method ``release(path)`` as well:
-    it is called with `Context.path` once the path has ended and nothing will start from its states any more. A fork's
-    key is that of the path which reached its first state, followed by one pair.
+    One that keeps something of its paths, to continue from it in their forks, may have a method ``release(path)`` as
+    well: it is called with `Context.path` once the path has ended and nothing will start from its states any more. A
+    fork's key is that of the path which reached its first state, followed by one pair.
     """
 
     def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
@@ -43,7 +43,7 @@ class Policy(Protocol):
 
 
 Look = Callable[[gym.Env[Any, Any], dict[str, Any]], Any]
-"""Looks ahead from a state, given its environment and info, once, before an action is carried out there; what it
+"""Looks ahead from a state, given its environment and info, once, before an action is executed there; what it
 returns becomes `Node.ahead`. It leaves the environment as it is (`sandboxgym.successors` does), may be called by
 several threads at once, and what it raises counts as raised by the environment."""
 
@@ -109,9 +109,9 @@ def rollout(
     not depend on what the policy does, no estimate is biased by it.
 
     Args:
-        envs: where live environments come from; all are given back at the end, also after an error.
+        envs: source of live environments; all are given back at the end, also after an error.
         policy: see `Policy`.
-        schedule: where to fork.
+        schedule: rule for forking.
         tasks: given to ``env.reset(options={"task": task})``; None resets without options.
         seed: key of all random streams (a trainer's seed and update number, say).
         indices: the tasks' numbers in a larger batch, of which these are a part (default 0, 1, …).

@@ -127,7 +127,7 @@ class Host:
     """The environments of one worker, on which calls are executed.
 
     Args:
-        keep: how many snapshots are kept, least recently used first out.
+        keep: number of snapshots kept, least recently used first out.
         ships: snapshots leave as bytes (another process), not as objects.
     """
 

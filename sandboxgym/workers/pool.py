@@ -117,14 +117,14 @@ class EnvPool:
 
     Args:
         env: an id, an ``EnvSpec`` or a function that makes the environment.
-        workers: how many (default: one a processor).
+        workers: number of workers (default: one per processor).
         mode: ``"process"``, or ``"thread"`` where environments wait (containers, network) more than they compute.
-        max_pending: jobs that may be queued, those being carried out not counted; see `submit`.
+        max_pending: jobs that may be queued, those being executed not counted; see `submit`.
         timeout: seconds that a job may take; None waits. In threads it costs a second thread a worker.
         create_timeout: likewise for starting a worker and making its environment.
         batch: most siblings that go to a worker in one message. More than 1 pays for jobs of less than a millisecond,
             and divides long jobs unevenly.
-        keep: how many snapshots a worker keeps.
+        keep: number of snapshots that a worker keeps.
         locality: False gives every job to the next free worker, in order.
         **kwargs: of ``gym.make`` or of the function.
 
@@ -203,7 +203,7 @@ class EnvPool:
             block: wait while ``max_pending`` jobs are queued; False raises instead.
 
         Returns:
-            A future: ``cancel()`` takes the job out of the queue, a running job goes on. It raises what the job
+            A future: ``cancel()`` takes the job out of the queue, a running job continues. It raises what the job
             raised, with the worker's traceback as ``__cause__``.
 
         Raises:
@@ -220,8 +220,8 @@ class EnvPool:
         """Queue one job for each of ``k`` siblings.
 
         Args:
-            snap: where they begin.
-            k: how many, at least 1.
+            snap: their initial state.
+            k: number of jobs, at least 1.
             run: the same for all.
             seed: sibling i gets ``sibling_seed(seed, i)``, as from ``env.fork(k, seed=seed)``; None clones the streams.
             block: as in `submit`; without it either all are queued or none.
@@ -265,7 +265,7 @@ class EnvPool:
             busy = list(self._busy)
         for job in dropped:
             if not job.future.cancel():  # it ran before, on a worker that died
-                job.future.set_exception(PoolClosed("the pool was closed before the job was carried out again"))
+                job.future.set_exception(PoolClosed("the pool was closed before the job was executed again"))
         for worker in busy:
             worker.interrupt()
         deadline = time.monotonic() + _FAREWELL
@@ -380,7 +380,7 @@ class EnvPool:
             began = time.monotonic()
             try:
                 self._carry_out(worker, jobs)
-            except BaseException as error:  # SystemExit in a job in this thread: the thread goes on
+            except BaseException as error:  # SystemExit in a job in this thread: the thread continues
                 worker.settle()
                 for job in jobs:
                     if not job.future.done():
@@ -454,7 +454,7 @@ class EnvPool:
             if not self._closed:
                 self._enqueue(job, first=True)
                 return
-        self._finish(job, None, PoolClosed("the pool was closed before the job was carried out"))
+        self._finish(job, None, PoolClosed("the pool was closed before the job was executed"))
 
     def _finish(self, job: _Job, value: Any, error: BaseException | None) -> None:
         with self._changed:

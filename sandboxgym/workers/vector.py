@@ -123,7 +123,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         if n < 1 or not 1 <= count <= n:
             raise ValueError(f"expected at least one environment and 1 to {n} workers, found workers={workers}")
         if mode == "sync" and (timeout is not None or reset_timeout is not None):
-            raise ValueError("a time-out needs mode='thread' or 'process': mode='sync' cannot interrupt a step")
+            raise ValueError("a timeout needs mode='thread' or 'process': mode='sync' cannot interrupt a step")
         if on_error not in ("report", "raise"):
             raise ValueError(f"expected on_error to be 'report' or 'raise', found {on_error!r}")
         self.mode = mode
@@ -154,7 +154,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
 
         Args:
             env: an id, an ``EnvSpec`` or a factory.
-            num_envs: how many.
+            num_envs: number of environments.
             mode: see the class.
             **kwargs: of the class; all others are given to ``gym.make``, or to the factory.
         """
@@ -337,7 +337,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
 
         Args:
             snap: of any of the environments, or of an equal one elsewhere.
-            k: how many, at least 1.
+            k: number of forks, at least 1.
             seed: None clones the random streams; sibling j gets ``sibling_seed(seed, j)``, as from ``env.fork``.
 
         Returns:
@@ -485,7 +485,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         Args:
             calls: at most one an environment.
             timeout: seconds for each.
-            again: makes the call anew for one more try after its worker died (not after a time-out).
+            again: makes the call anew for one more try after its worker died (not after a timeout).
 
         Returns:
             The outcomes, without those of workers that died, whose environments are all in the infos instead.

@@ -260,7 +260,7 @@ class InlineWorker(Worker):
 class ThreadWorker(Worker):
     """A worker in a thread of its own.
 
-    A thread cannot be ended from outside: after a time-out it is left alone, closes its environments when the call
+    A thread cannot be ended from outside: after a timeout it is left alone, closes its environments when the call
     returns, and a new thread with new environments takes its place. Threads are daemons, so they do not keep the
     interpreter from exiting.
     """

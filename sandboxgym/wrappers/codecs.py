@@ -32,7 +32,7 @@ class Adapter:
     Attributes:
         read: from the attribute to plain data that shares nothing mutable with it.
         write: from the present attribute and plain data to the attribute; changes neither.
-        fits: whether plain data, from an untrusted file perhaps, can be written where the present attribute is.
+        fits: tells whether plain data, from an untrusted file perhaps, can be written where the present attribute is.
     """
 
     read: Callable[[Any], Any]
@@ -49,8 +49,8 @@ class WrapperCodec:
         config: names of attributes compared on restore, as `sandboxgym.core.comparable` sees them.
         types: of those state attributes that are checked before they are restored.
         adapters: for state attributes that are not plain data, or need more than a check of their type.
-        fits: whether plain values of all state attributes, by name and from an untrusted file perhaps, can be those of
-            a wrapper; called after each was checked by itself.
+        fits: tells whether plain values of all state attributes, by name and from an untrusted file perhaps, can be
+            those of a wrapper; called after each was checked by itself.
         observe: from the wrapper, with its state restored, and the ``(observation, info)`` that the environment
             inside returned last, to the one that the wrapper returned last. Must not change the wrapper.
         remember: the last ``(observation, info)`` cannot be recomputed, so the wrapper keeps a copy of it from each

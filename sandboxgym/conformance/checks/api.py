@@ -205,7 +205,7 @@ def restore_returns(subject: Subject, budget: Budget, rng: np.random.Generator) 
     after=("api.protocol",),
 )
 def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` of None, a number, a string, bytes, an object and a dict raises, and the episode goes on unharmed."""
+    """``restore`` of None, a number, a string, bytes, an object or a dict raises; the episode continues unharmed."""
     control = subject.control(0, budget.steps)
     raised: dict[str, str] = {}
     with Scene(subject) as scene:

@@ -108,8 +108,8 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
     blind="Races that are rarer than the rounds made.",
 )
 def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """While forks play in threads, their source goes on with a snapshot after every call and restores each at the end;
-    all give what they give alone.
+    """While forks play in threads, their source continues with a snapshot after every call and restores each at the
+    end; all give what they give alone.
     """
     rounds = 0
     for number in budget.spending(min(4, budget.traces), at_least=1):
@@ -160,7 +160,7 @@ class _Injected(Exception):
 def partial_fork(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Makes ``fork(4)`` fail at its third child, and late, through the methods that it calls on the children: the
     exception comes out, children made until then are closed or gone, threads, processes, descriptors and temporary
-    files are as before, and the source goes on unharmed.
+    files are as before, and the source continues unharmed.
     """
     control = subject.control(0, budget.steps)
     tried = []

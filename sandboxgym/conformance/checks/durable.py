@@ -209,7 +209,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     blind="Restarts of the machine; files that others delete later.",
 )
 def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Another process plays control runs, saves snapshots and goes on. They are loaded and restored here: while it
+    """Another process plays control runs, saves snapshots and continues. They are loaded and restored here: while it
     lives and is further on, after it was killed (SIGKILL), after one ended without closing its environments, and after
     one closed them (and, where other hosts are declared, its temporary folder was deleted). The whole future is
     compared.
@@ -354,8 +354,8 @@ class _ForeignHandle:
 )
 def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Restores what was taken from another environment, and through another stack of wrappers: it must raise, and the
-    environment must go on as if nothing had happened. What was taken from one made with other arguments (numbers and
-    flags of the factory or class, changed one at a time) must raise too, or go on exactly like there.
+    environment must continue as if nothing had happened. What was taken from one made with other arguments (numbers and
+    flags of the factory or class, changed one at a time) must raise too, or continue exactly as there.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -401,7 +401,7 @@ def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tup
     Args:
         subject: as it is made else.
         steps: of its control runs.
-        numbers: how many others are tried for one.
+        numbers: alternatives tried per number.
     """
     make: Any = subject.make_env
     given: dict[str, Any] = {}
@@ -481,7 +481,7 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
 )
 def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Cuts, flips and extends the bytes of a saved snapshot, some hundred times, and puts a pickle with a payload in
-    its place: each must be refused with a typed error, nothing may run, the environment must go on unharmed; what is
+    its place: each must be refused with a typed error, nothing may run, the environment must continue unharmed; what is
     still accepted must restore the very same state.
     """
     control = subject.control(0, budget.steps)

@@ -66,8 +66,8 @@ def variation(subject: Subject, control: Control, point: int, rng: np.random.Gen
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Forks at the start, in the middle, before and after the end of episodes; each child, a child of a child, and the
-    source go on like an uninterrupted run. Then forks hundreds of times, and once into many children, and compares the
-    next calls.
+    source continue like an uninterrupted run. Then forks hundreds of times, and once into many children, and compares
+    the next calls.
     """
     forks = compared = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -134,8 +134,8 @@ def _forked_at(scene: Scene, walk: Walk, point: int) -> list[AnyEnv]:
 )
 def isolation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Several forks play different actions, a call at a time in a drawn order, some fork again, some are restored to
-    where they began; the source goes on in between. Each must give what it gives when it plays alone in an environment
-    that was never forked.
+    where they began; the source continues in between. Each must give what it gives when it plays alone in an
+    environment that was never forked.
     """
     rounds = calls = 0
     pool = controls(subject, budget)
@@ -219,8 +219,8 @@ def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, con
     blind="What closing leaves behind: resources.baseline.",
 )
 def close_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Closes source and forks in every order drawn, some twice, some dropped without closing, while the others go on;
-    also the source first, then half of the children.
+    """Closes source and forks in every order drawn, some twice, some dropped without closing, while the others
+    continue; also the source first, then half of the children.
     """
     rounds = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -295,7 +295,7 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
 def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too; another S
     gives others, the same S the same, hundreds of times; where all S give the same futures, nothing is random, and all
-    go on like the source; where it is, not all children do the same.
+    continue like the source; where it is, not all children do the same.
     """
     control = subject.control(0, budget.steps)
     random_ = seeding.random_by(subject.noise)
@@ -443,7 +443,7 @@ def keeps_wrappers(subject: Subject, budget: Budget, rng: np.random.Generator) -
     blind="Very large k.",
 )
 def invalid(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``fork(0)``, ``fork(-1)``, ``fork("2")`` and ``fork(None)`` raise, and the source goes on unharmed."""
+    """``fork(0)``, ``fork(-1)``, ``fork("2")`` and ``fork(None)`` raise, and the source continues unharmed."""
     control = subject.control(0, budget.steps)
     raised = {}
     with Scene(subject) as scene:
@@ -547,8 +547,8 @@ def _by_fork(scene: Scene, control: Control, point: int, parted: list[Walk], rng
 )
 def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Forks many children (64, fewer where the environment is slow or its state large) that live at once and all act,
-    each in turn and with other actions than its neighbours; takes a snapshot of each in the middle, lets all go on, and
-    restores these in a drawn order. Each must give what it gives alone.
+    each in turn and with other actions than its neighbours; takes a snapshot of each in the middle, lets all continue,
+    and restores these in a drawn order. Each must give what it gives alone.
     """
     pool = [each for each in controls(subject, budget) if each.repeatable and each.last > 2]
     if not pool:

@@ -28,7 +28,7 @@ from sandboxgym.core import SnapshotEnv, Transition
 def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore`` returns, exactly, the observation of the captured moment: in the environment that went on, in a new
     one, in one playing another episode; arrays can be written to if those of steps can; what it, reset and step
-    returned stays as it is when the environment goes on.
+    returned stays as it is when the environment continues.
     """
     return _returned(subject, budget, rng, 0, "observation")
 

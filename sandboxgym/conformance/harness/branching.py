@@ -38,12 +38,12 @@ def branches(
     """Branches of a control run from ``point`` on, each played in a new environment that is then closed.
 
     Args:
-        scene: where they are played.
+        scene: plays the branches.
         control: the run whose first ``point`` calls they share.
         point: calls before they part, at least 1.
         rng: draws the actions.
         palette: actions of every kind; the branches take some of them at the same moments.
-        width: how many.
+        width: number of branches.
         length: steps of each, less where the episode ends.
     """
     first = [canonical(op.value) for op in control.ops[point : point + 1] if op.kind == "step"]

@@ -87,7 +87,7 @@ def find(env: Any, only: Collection[str] | None = None) -> dict[str, Stream]:
     """Find the generators that an environment leads to, by path; one with several paths is under the nearest.
 
     Args:
-        env: where the walk begins.
+        env: start of the walk.
         only: end the walk when there is one under each of these paths.
     """
     found: dict[str, Stream] = {}

@@ -143,8 +143,8 @@ def saver(
     Args:
         subject: made there anew.
         jobs: each with its points; afterwards two more of its calls are made, so that its environment is further on.
-        folder: where the files go.
-        closes: whether it closes its environments before it ends.
+        folder: for the files.
+        closes: close the environments at the end.
         stays: whether it lives until it is ended, and then is killed; else it ends by itself, before this returns.
         variables: of its environment.
 

@@ -55,7 +55,7 @@ def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()
     """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it.
 
     Args:
-        subject: what is recorded.
+        subject: to record.
         index: decides the seed, the reset options, and how actions are chosen.
         steps: of the first episode at most.
         planned: its first actions, where they are not chosen on the way.

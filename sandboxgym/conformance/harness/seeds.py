@@ -23,9 +23,9 @@ VARY = 16
 """Of `LEAST` restores with seeds that must differ from a future for forks that never do to be at fault."""
 
 OTHER_DRAWS = "runs with other draws differ"
-"""How `Subject.noise` begins where streams that were recognised decide what happens."""
+"""Prefix of `Subject.noise` if recognised streams affect the outcomes."""
 OTHER_SEEDS = "restores with other seeds differ"
-"""How it begins where streams that nobody recognises do."""
+"""Prefix of `Subject.noise` if unrecognised streams do."""
 
 TRIED = 3
 """Seeds by which it is found out beforehand whether seeds decide anything."""
@@ -124,7 +124,7 @@ def must_decide(
     Args:
         scene: of the calls.
         env: whose streams are named.
-        budget: how many seeds are tried.
+        budget: limits the number of seeds.
         call: with a seed; it changed the future.
         future: from a seed to the future that it gives.
         captured: the future without a seed.

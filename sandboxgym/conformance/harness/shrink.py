@@ -36,7 +36,7 @@ class Shrunk(NamedTuple):
 
     script: str
     statements: int
-    """How many were needed, the control's not counted."""
+    """Number of calls needed, without the control's."""
     difference: list[dict[str, Any]]
     """Expected against found, field by field; see `values.rows`."""
 
@@ -45,7 +45,7 @@ def shrunk(subject: Subject, script: str, *, seconds: float) -> Shrunk | None:
     """The shortest script that shows the failure; None where this one shows no call that differs from a control.
 
     Args:
-        subject: what failed.
+        subject: that failed.
         script: as `Scene.script` writes it.
         seconds: of the processor, or `WAITING` times as many on the wall, after which no further one is tried.
     """

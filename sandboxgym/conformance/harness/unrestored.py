@@ -41,9 +41,9 @@ def unrestored(subject: Subject, runs: Sequence[Control], over: Callable[[], boo
     """Paths of attributes that change in play, differ after a restore and are not captured, with the places found.
 
     Args:
-        subject: what is certified.
+        subject: to certify.
         runs: control runs to follow; the first is followed whatever the time.
-        over: whether the time is up.
+        over: True once the time is up.
     """
     found: dict[Path, str] = {}
     for number, control in enumerate(runs):

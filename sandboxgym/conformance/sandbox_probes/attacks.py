@@ -98,7 +98,7 @@ ELSEWHERE = """while IFS= read -r d; do
 done <<'@EOF@'
 @PLACES@
 @EOF@"""
-"""The same in other places, of which the last one told of is the one that was reached."""
+"""Command that writes files in other places; the last one printed is the one that was reached."""
 
 
 def writing(way: str, limit: int, *, settle: float) -> str:

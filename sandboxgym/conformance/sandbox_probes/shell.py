@@ -37,8 +37,8 @@ class Probe:
         read: prints it.
         need: what must be declared; None: it is reported and not judged.
         prepare: runs before the state below the probed one is captured.
-        changes: whether reading itself changes it, as drawing a random number does.
-        shared: whether one environment's change can show in another.
+        changes: True if reading itself changes it, as drawing a random number does.
+        shared: True if one environment's change can show in another.
     """
 
     name: str

@@ -54,7 +54,7 @@ def _child(prepare: Callable[[], None]) -> int:
     """Start a child that runs something, then waits, and dies with this process.
 
     Raises:
-        OSError: what it was to do failed.
+        OSError: its task failed.
     """
     read, write = os.pipe()
     pid = os.fork()

@@ -152,7 +152,7 @@ def homogeneity(
     Args:
         name: of the test.
         labels: category of each row of the pooled sample, the first sample's rows first.
-        first: how many rows are the first sample's.
+        first: number of rows of the first sample.
         rng: of the permutations.
         draws: the most permutations.
         strata: rows are permuted only within their stratum; default: one for all.
@@ -219,7 +219,7 @@ def energy(name: str, rows: Floats, first: int, rng: np.random.Generator, draws:
         name: of the test.
         rows: the pooled sample, shape (rows, columns), the first sample's rows first; at most `ENERGY_ROWS` of each
             side are used.
-        first: how many rows are the first sample's.
+        first: number of rows of the first sample.
         rng: of the permutations.
         draws: the most permutations.
     """

@@ -181,7 +181,7 @@ def supervise(
         ways: in how many ways the environment is made (side by side).
         checks: that will run, in order.
         name: of the environment, for a report of one that cannot even be made.
-        limits: what the run may take.
+        limits: of the run.
         listener: is told of each check.
 
     Raises:

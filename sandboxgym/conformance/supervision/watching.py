@@ -30,7 +30,7 @@ class Doings:
         apart: a folder in which files may be made; they are not noted.
         paths: files and folders that this process made, or wrote to with the wish to make them.
         children: programs and processes that it started.
-        containers: whether it spoke to the socket of a container daemon.
+        containers: True if it spoke to the socket of a container daemon.
     """
 
     apart: str

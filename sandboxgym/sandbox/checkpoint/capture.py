@@ -94,7 +94,7 @@ def snapshot(
 
     Raises:
         Refused: there are obstacles.
-        CriuError: it cannot be done; everything goes on, as if nothing had been tried.
+        CriuError: it cannot be done; everything continues, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
         SandboxClosed: the container was ended, for its memory could not be brought.
     """
@@ -173,7 +173,7 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
         leader: the shell, as the host numbers it.
 
     Raises:
-        CriuError: it cannot be done; the processes go on, as if nothing had been tried.
+        CriuError: it cannot be done; the processes continue, as if nothing had been tried.
     """
     mounts = _foreign_mounts(backend, leader)
     images, layer = capturer.images, capturer.layer

@@ -244,7 +244,7 @@ class Criu:
 
     Args:
         channel: a socket of type SEQPACKET whose other end it has.
-        place: where its log is.
+        place: directory of its log.
     """
 
     def __init__(self, channel: socket.socket, place: Path) -> None:

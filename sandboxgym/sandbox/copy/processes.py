@@ -67,7 +67,7 @@ def stop_all(mark: str, leaders: Collection[int]) -> list[int]:
     end = time.monotonic() + _PATIENCE
     while running := [row.pid for row in _rows_of(mark, leaders) if row.state not in "Tt"]:
         for pid in running:
-            send_signal(pid, signal.SIGSTOP)  # again too: another may have let it go on
+            send_signal(pid, signal.SIGSTOP)  # again too: another may have let it continue
             stopped[pid] = None
         if time.monotonic() > end:
             break

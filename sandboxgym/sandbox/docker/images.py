@@ -89,9 +89,9 @@ class Image:
     """An image that this process made, or the base image.
 
     Args:
-        ownership: who holds it.
+        ownership: the holder.
         tag: under which it is removed; None if it is not this process's to remove.
-        parent: what it was made from, which must not go before it.
+        parent: image that it was made from, which must not be removed before it.
     """
 
     def __init__(self, ownership: Ownership, identity: str, *, tag: str | None, parent: Image | None) -> None:

@@ -175,7 +175,7 @@ def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool, li
         data: the archive.
         store: for its layers.
         rootfs: below it.
-        rootless: whether it is written without privileges.
+        rootless: True if it is written without privileges.
         limit: bytes that it may take on disk; None: any that there is room for.
 
     Raises:

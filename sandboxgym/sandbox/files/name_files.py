@@ -39,7 +39,7 @@ def contents(*, network: bool) -> dict[str, bytes]:
     """Content of the files, by their names in ``/etc``.
 
     Args:
-        network: whether the host's network is shared, and so its resolver can be asked.
+        network: True if the host's network is shared, and so its resolver can be asked.
     """
     lines = ["127.0.0.1\tlocalhost"]
     if _has_ipv6():
@@ -61,7 +61,7 @@ def layer(directory: Path, lowers: Sequence[Path], files: dict[str, bytes]) -> P
     """Directory of the layer above a root file system, made once.
 
     Args:
-        directory: where it is made; nobody else's.
+        directory: for the layer; not shared.
         lowers: of the root file system, topmost first.
         files: as `contents` gives them.
 

@@ -158,7 +158,7 @@ class _Merging:
 
     Args:
         paths: for all layers.
-        target: where it goes.
+        target: of the copy.
         transfer: what puts a file there that is no directory.
         rootless: whose layers they are.
     """

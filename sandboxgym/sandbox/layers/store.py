@@ -209,7 +209,7 @@ class OverlayTree:
         store: of the layers.
         rootfs: below them.
         layers: topmost first; the tree takes a hold of its own.
-        rootless: whether they were written without privileges, which overlayfs marks in another way.
+        rootless: True if they were written without privileges, which overlayfs marks in another way.
         identity: of the tree; default: a new one.
     """
 

@@ -62,7 +62,7 @@ class OverlayBackend:
     """Files and processes of one container; see `base.Backend`.
 
     Args:
-        rootfs: what lies below all that is written.
+        rootfs: below all writes.
         limits: of the container.
         network: share the host's network; else there is only a loopback device.
         rootless: make a user namespace, as an ordinary user can; default: unless this process is root.
@@ -363,7 +363,7 @@ class OverlayBackend:
         stopped: set[int] = set()
         try:
             deadline, calm = time.monotonic() + _STOPPING, 0
-            # One that was stopped may be let go on by another before that is stopped too: each look counts anew.
+            # One that was stopped may be let continue by another before that is stopped too: each look counts anew.
             while calm < _LOOKS and time.monotonic() < deadline:
                 running = {info.pid for info in offspring(container.pid) if state(info.pid) not in "TtZX"}
                 for pid in running:

@@ -261,7 +261,7 @@ class Init:
 
         Args:
             request: ``pid``, as it is numbered inside.
-            descriptors: where its exit status goes.
+            descriptors: for its exit status.
         """
         kept = [os.pidfd_open(request["pid"])]
         self.statuses[request["pid"]] = os.dup(descriptors[0])
@@ -273,7 +273,7 @@ class Init:
         Args:
             request: as `ipc.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
                 descendants leave behind becomes its own.
-            descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
+            descriptors: for its exit status; without a terminal, also for its input and output.
         """
         status, *streams = descriptors
         environment = request["env"]

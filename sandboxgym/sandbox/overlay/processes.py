@@ -52,7 +52,7 @@ class NamespaceProcess:
         pid = self.pid
         if self.code is not None or pid is None:
             return
-        # Stopped first, for what is being killed one by one can go on forking meanwhile.
+        # Stopped first, for what is being killed one by one can continue forking meanwhile.
         stopped: set[int] = set()
         for _ in range(50):
             found = {pid, *(info.pid for info in offspring(pid))} - stopped

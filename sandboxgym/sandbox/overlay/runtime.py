@@ -102,9 +102,9 @@ class Container:
             argv: program and arguments.
             env: the whole environment.
             cwd: directory inside.
-            terminal: whether it gets one.
-            adopts: whether what its descendants leave behind becomes its own; with a terminal only.
-            descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
+            terminal: True for a terminal.
+            adopts: True to make its orphaned descendants its children; with a terminal only.
+            descriptors: for its exit status; without a terminal, also for its input and output.
 
         Raises:
             OSError: it cannot be started.

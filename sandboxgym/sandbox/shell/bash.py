@@ -93,10 +93,10 @@ class BashProcess:
     """A bash in a live sandbox; it was told to start, and reports the nonce `READY` when it has.
 
     Args:
-        backend: where it runs.
+        backend: of the sandbox.
         env: its environment.
         cwd: its directory.
-        state: what it starts with, if not with ``env`` and ``cwd`` only.
+        state: its initial state, if not only ``env`` and ``cwd``.
 
     Raises:
         SandboxUnavailable: it cannot be started.
@@ -126,7 +126,7 @@ class BashProcess:
         """A copy of a captured bash, which runs already.
 
         Args:
-            backend: where it runs; its control directory holds what the captured one had.
+            backend: of the sandbox; its control directory holds the files of the captured one.
             process: of the copy, with its terminal.
             connection: of the captured one.
         """

@@ -130,11 +130,11 @@ class Shell:
     """A bash in a sandbox.
 
     Args:
-        backend: where it runs; live from the first command on.
+        backend: of the sandbox; live from the first command on.
         env: the environment of a new shell.
         cwd: its directory.
         output: bytes that are kept of one command's output.
-        state: what it starts with; default: nothing but ``env`` and ``cwd``.
+        state: its initial state; default: only ``env`` and ``cwd``.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Shell:
         """A copy of a captured shell, whose bash runs already: in the middle of a command, if it was in one.
 
         Args:
-            backend: where it runs.
+            backend: of the sandbox.
             process: the bash.
             session: of the captured shell.
             env: as for any shell, and so the others.
@@ -235,7 +235,7 @@ class Shell:
         """Run a command to its end.
 
         Args:
-            command: what bash shall run, in any number of lines.
+            command: bash source, in any number of lines.
             timeout: seconds after which everything that it started is killed.
             raw: bytes of its output's beginning that are also kept as they were written.
 
@@ -244,7 +244,7 @@ class Shell:
             SandboxClosed: the sandbox is gone.
         """
         if self._command is not None:
-            raise SandboxError("a command still runs: go on with interact(), or end it with interrupt()")
+            raise SandboxError("a command still runs: continue with interact(), or end it with interrupt()")
         if refusal := _refusal(command):
             return Result(output=refusal, exit_code=2, seconds=0.0, syntax_error=True)
         self._begin(command, raw=raw)

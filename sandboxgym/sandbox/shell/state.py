@@ -283,7 +283,7 @@ class Parser:
         return {letter: value for letter, value in now.items() if self._limits.get(letter, value) != value}
 
     def _variables(self, text: bytes) -> dict[bytes, Variable]:
-        # Of some hundred declarations a command changes a few. Where the text goes on with what followed the last
+        # Of some hundred declarations a command changes a few. Where the text continues with what followed the last
         # time, the expression would find just that: it looks at nothing beyond the end of a declaration.
         before, places = self._declared, self._places
         declared: list[tuple[bytes, bytes, Variable | None]] = []

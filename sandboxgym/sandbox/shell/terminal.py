@@ -18,8 +18,8 @@ class Capture:
 
     Args:
         limit: bytes that are kept.
-        begin: what precedes the stream; all before it is dropped. Empty if it begins at once.
-        end: what follows it; all after it is dropped. Empty if it has no end.
+        begin: mark before the stream; everything before it is dropped. Empty if it begins at once.
+        end: mark after the stream; everything after it is dropped. Empty if it has no end.
         raw: bytes of its beginning that are kept beside these halves.
     """
 
@@ -125,7 +125,7 @@ def _erasing(match: re.Match[str]) -> str:
 
 
 def _line(line: str) -> str:
-    """One line with carriage returns, backspaces and erasures carried out."""
+    """One line with carriage returns, backspaces and erasures applied."""
     shown: list[str] = []
     length = 0
     for part in reversed(line.split("\r")):  # each shows only where those after it end

@@ -133,7 +133,7 @@ def losses(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     """Sets up, one after the other, what is hard to capture: io_uring, a traced child, nested namespaces, another
     user's process, one that outlived its shell, and connections, sockets and pipes to a peer outside. FAIL unless a
     snapshot is then refused with an error of a type of its own, or declares a loss (``info["lossy"]`` of the restore,
-    or Subject.lossy), or keeps the thing, if all of it is inside; and unless the sandbox goes on as before.
+    or Subject.lossy), or keeps the thing, if all of it is inside; and unless the sandbox continues as before.
     """
     if subject.shell is None:
         raise Skipped("no shell hook: give Subject.shell to probe a sandbox with shell commands")
