@@ -86,7 +86,9 @@ class SandboxSnapshot:
 
     def __repr__(self) -> str:
         what = "released" if self._tree is None else f"{self._tree.id}, {self._tree.nbytes} bytes"
-        return f"<SandboxSnapshot {what}{', lossy' if self.lossy else ''}{', with processes' if self.checkpoint else ''}>"
+        return (
+            f"<SandboxSnapshot {what}{', lossy' if self.lossy else ''}{', with processes' if self.checkpoint else ''}>"
+        )
 
     @property
     def tree(self) -> Tree:

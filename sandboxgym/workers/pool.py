@@ -43,7 +43,7 @@ from sandboxgym.workers.env_host import (
     env_maker,
     snapshot_key,
 )
-from sandboxgym.workers.remote import Crew, RemoteEnv
+from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
 
 T = TypeVar("T")
@@ -501,9 +501,9 @@ class PooledEnvs(Envs):
             "reset_timeout": reset_timeout,
             "create_timeout": create_timeout,
         }
-        self._crews = [Crew(ProcessWorker(), keep_on=True) for _ in range(count)]
-        for crew in self._crews:
-            crew.worker.start()
+        self._slots = [WorkerSlots(ProcessWorker(), keep_on=True) for _ in range(count)]
+        for shared in self._slots:
+            shared.worker.start()
         self._taken = [0] * count
         self._at: dict[int, int] = {}
         self._free: list[list[RemoteEnv]] = [[] for _ in range(count)]
@@ -511,11 +511,11 @@ class PooledEnvs(Envs):
 
     def take(self) -> gym.Env[Any, Any]:
         """A live environment in any state, on the worker with the fewest in use, to be reset or restored."""
-        place = min(range(len(self._crews)), key=self._taken.__getitem__)
+        place = min(range(len(self._slots)), key=self._taken.__getitem__)
         if self._free[place]:
             env = self._free[place].pop()
         else:
-            env = RemoteEnv(self._make, crew=self._crews[place], **self._settings)
+            env = RemoteEnv(self._make, shared=self._slots[place], **self._settings)
             self._made.append(env)
             self._at[id(env)] = place
         self._taken[place] += 1
@@ -536,7 +536,7 @@ class PooledEnvs(Envs):
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""
         with contextlib.ExitStack() as stack:
-            stack.callback(close_workers, [crew.worker for crew in self._crews])
+            stack.callback(close_workers, [shared.worker for shared in self._slots])
             super().close()
-        self._free = [[] for _ in self._crews]
+        self._free = [[] for _ in self._slots]
         self._at.clear()

@@ -27,7 +27,7 @@ from sandboxgym.workers.env_host import Description, MakeEnv, WorkerDied, env_ma
 from sandboxgym.workers.worker import Mode, Worker, make_worker
 
 
-class Crew:
+class WorkerSlots:
     """One worker and its slots in use. The worker ends with its last environment, unless it is kept on."""
 
     def __init__(self, worker: Worker, *, keep_on: bool = False) -> None:
@@ -65,7 +65,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         fork_to: where `fork` puts the children: each in a new ``"process"``, or all in this one's ``"worker"``, which
             is cheaper, steps them in turn and needs no durable snapshots.
         mode: ``"thread"`` keeps it in a thread of this process instead.
-        crew: share this worker.
+        shared: the slots of a worker to share.
         **kwargs: of ``gym.make`` or of the function.
 
     Example:
@@ -87,7 +87,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         create_timeout: float | None = 300.0,
         fork_to: str = "process",
         mode: Mode = "process",
-        crew: Crew | None = None,
+        shared: WorkerSlots | None = None,
         **kwargs: Any,
     ) -> None:
         if fork_to not in ("process", "worker"):
@@ -98,14 +98,14 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._create_timeout = create_timeout
         self._fork_to = fork_to
         self._mode = mode
-        self._crew = crew or Crew(make_worker(mode))
-        self._slot = self._crew.join()
+        self._slots = shared or WorkerSlots(make_worker(mode))
+        self._slot = self._slots.join()
         self._generation = 0
         self._closed = False
         try:
             self._take_on(self._create())
         except BaseException:
-            self._crew.leave(self._slot)
+            self._slots.leave(self._slot)
             raise
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -132,8 +132,8 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._closed = True
         if self._living():
             with contextlib.suppress(Exception):
-                self._crew.worker.call(self._slot, "close", timeout=self._reset_timeout)
-        self._crew.leave(self._slot)
+                self._slots.worker.call(self._slot, "close", timeout=self._reset_timeout)
+        self._slots.leave(self._slot)
 
     @property
     def last(self) -> Transition:
@@ -153,17 +153,17 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     def snapshot(self) -> Any:
         """Capture the whole stack in the worker; see `sandboxgym.snapshot`."""
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             shipped, streams = self._call("snapshot", True, self._drawn(), timeout=self._reset_timeout)
             self._put_streams(streams)
-            return self._crew.worker.receive(shipped)
+            return self._slots.worker.receive(shipped)
 
     def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Return to a captured state, in place; see `sandboxgym.restore`."""
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             self._revive()
             self._check_open()
-            started, streams = self._crew.worker.restore(
+            started, streams = self._slots.worker.restore(
                 self._slot, snap, seed, streams=True, timeout=self._reset_timeout
             )
             self._put_streams(streams)
@@ -195,25 +195,25 @@ class RemoteEnv(gym.Env[Any, Any]):
         return self.call("np_random_seed")  # type: ignore[no-any-return]
 
     def _fork_here(self, k: int, seed: int | None) -> list[Self]:
-        crew = self._crew
-        with crew.worker.lock:
-            slots = [crew.join() for _ in range(k)]
+        shared = self._slots
+        with shared.worker.lock:
+            slots = [shared.join() for _ in range(k)]
             try:
                 self._call("fork", slots, seed, self._drawn(), timeout=self._reset_timeout)
             except BaseException:
                 for slot in slots:
-                    crew.leave(slot)
+                    shared.leave(slot)
                 raise
-            return [self._child(crew, slot) for slot in slots]
+            return [self._child(shared, slot) for slot in slots]
 
     def _fork_apart(self, k: int, seed: int | None) -> list[Self]:
         children: list[Self] = []
         snap = self.snapshot()
         try:
             for _ in range(k):
-                crew = Crew(make_worker(self._mode))
-                crew.worker.start()  # all side by side: they wait for their interpreters below
-                children.append(self._child(crew, crew.join()))
+                shared = WorkerSlots(make_worker(self._mode))
+                shared.worker.start()  # all side by side: they wait for their interpreters below
+                children.append(self._child(shared, shared.join()))
             for index, child in enumerate(children):
                 child.restore(snap, seed=None if seed is None else sibling_seed(seed, index))
         except BaseException:
@@ -222,15 +222,15 @@ class RemoteEnv(gym.Env[Any, Any]):
             raise
         return children
 
-    def _child(self, crew: Crew, slot: int) -> Self:
+    def _child(self, shared: WorkerSlots, slot: int) -> Self:
         """A proxy for another environment like this one; in a new worker its first restore makes it."""
         child = type(self).__new__(type(self))
         for name in ("_make", "_timeout", "_reset_timeout", "_create_timeout", "_fork_to", "_mode", "_closed"):
             setattr(child, name, getattr(self, name))
-        child._crew, child._slot = crew, slot
-        child._generation = crew.worker.generation if crew is self._crew else 0
+        child._slots, child._slot = shared, slot
+        child._generation = shared.worker.generation if shared is self._slots else 0
         child._take_on(self._described)
-        if crew is self._crew:
+        if shared is self._slots:
             child._put_streams(child._call("streams", timeout=self._timeout))
         return child
 
@@ -244,16 +244,16 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._synced = self._streams()
 
     def _create(self) -> Description:
-        with self._crew.worker.lock:
-            described = self._crew.worker.call(self._slot, "make", self._make, timeout=self._create_timeout)
-            self._generation = self._crew.worker.generation
+        with self._slots.worker.lock:
+            described = self._slots.worker.call(self._slot, "make", self._make, timeout=self._create_timeout)
+            self._generation = self._slots.worker.generation
         return described  # type: ignore[no-any-return]
 
     def _living(self) -> bool:
-        return self._crew.worker.alive and self._generation == self._crew.worker.generation
+        return self._slots.worker.alive and self._generation == self._slots.worker.generation
 
     def _revive(self) -> None:
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             if not self._closed and not self._living():
                 self._create()
 
@@ -263,10 +263,10 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     def _call(self, method: str, *args: Any, timeout: float | None) -> Any:
         self._check_open()
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             if not self._living():
                 raise WorkerDied(f"{self} was lost with its worker: reset() or restore() starts a new one")
-            return self._crew.worker.call(self._slot, method, *args, timeout=timeout)
+            return self._slots.worker.call(self._slot, method, *args, timeout=timeout)
 
     def _streams(self) -> list[Any]:
         return randomness.capture_spaces(self.action_space, self.observation_space)
