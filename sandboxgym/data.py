@@ -1,7 +1,7 @@
-"""Data sets and caches: where they live on this machine, and where the data sets come from.
+"""Directories and sources of data sets and caches.
 
-1. Data sets (what was downloaded) lie under ``$SANDBOXGYM_DATA``, by default the user's data directory; what can be
-   made again (compiled games, indices) lies under ``$SANDBOXGYM_CACHE``, by default the user's cache directory.
+1. Downloaded data sets lie under ``$SANDBOXGYM_DATA``, by default the user's data directory; files that can be made
+   again (compiled games, indices) lie under ``$SANDBOXGYM_CACHE``, by default the user's cache directory.
 2. `find` says where a data set is, the same for every environment: the variable that the field uses for it, if it has
    one (``$ALFWORLD_DATA``), else its directory under `data_dir`.
 3. Nothing here touches the network: ``sandboxgym download`` does.
@@ -17,50 +17,50 @@ import platformdirs
 
 
 def data_dir() -> Path:
-    """Root of the data sets. Not created here."""
+    """Root directory of the data sets. Not created here."""
     return Path(os.environ.get("SANDBOXGYM_DATA") or platformdirs.user_data_dir("sandboxgym", appauthor=False))
 
 
 def cache_dir() -> Path:
-    """Root of what can be made again. Not created here."""
+    """Root directory of files that can be made again. Not created here."""
     return Path(os.environ.get("SANDBOXGYM_CACHE") or platformdirs.user_cache_dir("sandboxgym", appauthor=False))
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file of a data set, as it is published."""
+    """One published file of a data set."""
 
     name: str
-    """Of the file in the data set's directory; for an archive, of the archive."""
+    """Name of the file in the data set's directory; for an archive, of the archive."""
     url: str
     sha256: str | None = None
     """Pinned only if the published file was hashed; else the first download is recorded and later ones compared."""
     holds: tuple[str, ...] = ()
-    """Not empty for an archive: patterns, of which one matches a file once it is unpacked."""
+    """For an archive: patterns, of which one matches a file once it is unpacked."""
     other_names: tuple[str, ...] = ()
-    """Under which the file, or the same content in another format, may be handed in with ``--from``."""
+    """Names under which the file, or the same content in another format, may be given with ``--from``."""
 
     @property
     def is_archive(self) -> bool:
-        """Whether it is unpacked rather than kept."""
+        """True if the file is unpacked after download."""
         return bool(self.holds)
 
     def present(self, root: Path) -> Path | None:
-        """A file that tells that it is there, under the data set's directory."""
+        """Path, below the data set's directory, of a file that shows that this part is present."""
         patterns = self.holds or (self.name, *self.other_names)
         return next((path for pattern in patterns for path in root.glob(pattern)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A data set that an environment can use in place of what it embeds."""
+    """A data set that an environment can use in place of its embedded data."""
 
     name: str
     env_id: str
     about: str
     licence: str
     parts: dict[str, tuple[DataFile, ...]]
-    """What can be downloaded by itself; the first part is the default."""
+    """Parts that can be downloaded separately; the first is the default."""
     about_parts: dict[str, str] = field(default_factory=dict)
     variable: str | None = None
     """Environment variable that names its directory, checked first."""
@@ -73,7 +73,7 @@ _HUB = "https://huggingface.co/datasets/princeton-nlp"
 
 
 def _each(name: str) -> tuple[str, ...]:
-    """A file that lies in every trial's directory, split/task/trial/."""
+    """A file in the directory of every trial, split/task/trial/."""
     return (f"json_2.1.1/*/*/*/{name}", f"*/*/*/{name}")
 
 
@@ -164,11 +164,11 @@ CACHES = {
     "swebench": "prepared tasks",
     "sandbox": "root file systems: the host's tool chain, unpacked images",
 }
-"""Directories under `cache_dir` and what they hold; ``sandboxgym gc --all`` deletes these and no others."""
+"""Directories under `cache_dir` and their content; ``sandboxgym gc --all`` deletes these and no others."""
 
 
 def directory(name: str) -> Path:
-    """The directory in which a data set is looked for, whether it is there or not: its variable's, else the default.
+    """Directory of a data set, present or not: that of its environment variable, else the default.
 
     Raises:
         KeyError: no such data set.
@@ -194,6 +194,6 @@ def find(name: str) -> Path | None:
 
 
 def parts_found(name: str) -> list[str]:
-    """The parts of a data set of which every file is there."""
+    """The parts of a data set whose files are all present."""
     root = directory(name)
     return [part for part, files in DATASETS[name].parts.items() if all(file.present(root) for file in files)]

@@ -1,4 +1,4 @@
-"""The ids of this package's environments. Registered on ``import sandboxgym``; nothing heavy is imported then."""
+"""Ids of this package's environments, registered on ``import sandboxgym`` without importing anything heavy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENVS = {  # entry point below sandboxgym.envs, step limit
 
 
 def register_envs() -> None:
-    """Register every id; each is made with `SnapshotWrapper` outermost. Idempotent."""
+    """Register every id, each with `SnapshotWrapper` outermost. Idempotent."""
     for name, (entry_point, max_episode_steps) in _ENVS.items():
         if name not in gym.registry:
             gym.register(
@@ -29,7 +29,7 @@ def register_envs() -> None:
 
 
 def make(id: str, **kwargs: Any) -> SnapshotWrapper:
-    """`gymnasium.make` with the type of what it makes: an environment with ``snapshot``, ``restore`` and ``fork``.
+    """`gymnasium.make`, typed: the environment has ``snapshot``, ``restore`` and ``fork``.
 
     Args:
         id: of this package with or without ``sandboxgym/``, or any other registered one whose environment has the

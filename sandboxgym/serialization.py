@@ -4,10 +4,11 @@ Layout of a file::
 
     magic (8 bytes) | header length (4, big endian) | sha256 of the header (32) | header (JSON) | sections …
 
-The header lists every section with its length and holds the digest of them all, so truncation and corruption are
-found before anything is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets,
-NumPy arrays and scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code.
-It takes time and memory in proportion to the bytes (``bounds.py``), and what could not be read so is not written.
+The header lists every section with its length and holds the digest of them all, so truncation and corruption are found
+before anything is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets, NumPy
+arrays and scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code. Reading
+takes time and memory proportional to the bytes (``bounds.py``), and a value that could not be read within those bounds
+is not written.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode what `pack` wrote, in time and memory that grow with the number of bytes.
+    """Decode the bytes of `pack`, in time and memory proportional to their number.
 
     Raises:
         SnapshotCorrupt: the bytes are not such an encoding, or one out of proportion.
@@ -85,7 +86,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _refuse_lossy(value: Any) -> None:
-    """Find what msgpack encodes by itself as another type; ends, for msgpack has refused circular values before."""
+    """Refuse values that msgpack would encode as another type; circular values were refused before."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -123,7 +124,7 @@ def _extend(depth: int, value: Any) -> Any:
 
 
 def _unpacked(data: bytes) -> Any:
-    """What bytes encode that `bounds.check` was happy with, extension types inside included."""
+    """Decode bytes that passed `bounds.check`, extension types inside included."""
     return msgpack.unpackb(data, ext_hook=_extension, object_pairs_hook=_mapping, strict_map_key=False)
 
 
@@ -173,7 +174,7 @@ def _extension(code: int, data: bytes) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _dtype(name: str) -> Any:
-    """The dtype of a name as the encoder writes it."""
+    """The dtype with a name written by the encoder."""
     if type(name) is not str or len(name) > _MAX_DTYPE:
         raise SnapshotCorrupt(f"expected the name of a dtype, found {brief(name, 40)}")
     kind = np.dtype(name)
@@ -205,7 +206,7 @@ def dumps(header: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
 
 
 def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The header and sections of `dumps`, verified.
+    """Verified header and sections of the byte string of `dumps`.
 
     Raises:
         SnapshotCorrupt: saying what was expected and what was found.
@@ -245,7 +246,7 @@ def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write so that a reader, or a crash at any moment, finds the old file or the new one, never a part.
+    """Write atomically: a reader, or a crash at any moment, finds the old file or the new one, never a part.
 
     The file's permissions are those of any file the user creates (the umask's).
     """

@@ -17,8 +17,7 @@ from toy_envs import Drift
 from traces import fresh_interpreter, plain
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
-from sandboxgym import serialization as durable
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, serialization
 from sandboxgym.wrappers import gymnasium as gymnasium_codecs
 from sandboxgym.wrappers.codecs import CODECS
 
@@ -408,14 +407,14 @@ class TestErrors:
     def test_states_that_lie_are_refused_and_leave_no_trace(self, name, attribute, lie):
         control = Control(CASES[name], 4)
         env, done = reached(CASES[name], 4)
-        header, content = durable.loads(sandboxgym.snapshot(reached(CASES[name], 2)[0]).to_bytes())
-        layers = durable.unpack(content["layers"])
+        header, content = serialization.loads(sandboxgym.snapshot(reached(CASES[name], 2)[0]).to_bytes())
+        layers = serialization.unpack(content["layers"])
         assert attribute in layers[0][2][0]
         layers[0][2][0][attribute] = lie
-        content["layers"] = durable.pack(layers)
-        header["digest"] = durable.content_digest(content)
+        content["layers"] = serialization.pack(layers)
+        header["digest"] = serialization.content_digest(content)
         with pytest.raises(SnapshotCorrupt, match=name):
-            sandboxgym.restore(env, Snapshot.from_bytes(durable.dumps(header, content)))
+            sandboxgym.restore(env, Snapshot.from_bytes(serialization.dumps(header, content)))
         assert future(env, done) == control.future
 
     @pytest.mark.parametrize("fresh", [False, True])

@@ -220,7 +220,7 @@ def test_forks_of_a_remote_env_are_those_of_the_env(remote, fork_to):
     try:
         assert [[c.step(0)[0] for _ in range(3)] for c in theirs] == [[c.step(0)[0] for _ in range(3)] for c in mine]
         assert there.step(0)[0] == local.step(0)[0], "the source goes on untouched"
-        pids = {child._crew.worker.pid for child in (there, *theirs)}
+        pids = {child._slots.worker.pid for child in (there, *theirs)}
         assert len(pids) == (3 if fork_to == "process" else 1)
         there.close()
         assert theirs[0].step(0)[0] == mine[0].step(0)[0], "closing one hurts no other"

@@ -277,11 +277,11 @@ def _after_close(kind: str) -> Callable[[Stage], Seen]:
         word = f"left-{secrets.token_hex(6)}"
         sandbox = stage.sandbox(disk=64 * MIB, processes=200)
         control = Path(sandbox.backend.control)
-        box = getattr(sandbox.backend, "box", None)
+        box = getattr(sandbox.backend, "container", None)
         layer = None if box is None else box.layer.path
         groups = [] if box is None or box.group is None else list(box.group.paths)
         _attack(sandbox, kind, word)
-        box = getattr(sandbox.backend, "box", None)
+        box = getattr(sandbox.backend, "container", None)
         stage.drop(sandbox)
         if left := _until(lambda: _alive(word), 5):
             return passed(f"{len(left)} processes still run")

@@ -119,7 +119,7 @@ class Prober:
         self._answers: int = self._process.output
 
     def _start_in_shell(self) -> None:
-        box = getattr(self.sandbox.backend, "box", None)
+        box = getattr(self.sandbox.backend, "container", None)
         command = f"mkfifo in out && (PYTHONPATH={ARCHIVE} setsid python3 -m inside <>in >out 2>&1 &)"
         done = self.sandbox.execute(f"(cd {shlex.quote(FOLDER)} && rm -f in out && {command})", timeout=10)
         if box is None or done.exit_code:

@@ -169,7 +169,7 @@ class Stage:
             sandbox.execute("sleep 1000 &", timeout=20)
             snapshot = sandbox.snapshot()
             try:
-                if snapshot.whole is None:
+                if snapshot.checkpoint is None:
                     raise SandboxUnavailable(f"processes could not be captured: {'; '.join(snapshot.lossy)}")
                 sandbox.restore(snapshot)
             finally:

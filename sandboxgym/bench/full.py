@@ -70,9 +70,9 @@ def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) 
             with row.snapshot.one():
                 snap = sandbox.snapshot(strict=True)
                 do(sandbox, "true")
-            assert snap.whole is not None
-            row.capture.seconds.append(snap.whole.image.content.seconds)
-            row.nbytes = snap.whole.image.nbytes
+            assert snap.checkpoint is not None
+            row.capture.seconds.append(snap.checkpoint.image.content.seconds)
+            row.nbytes = snap.checkpoint.image.nbytes
             snap.release()
             (child,) = sandbox.fork(1, strict=True)
             with child, row.fork.one():

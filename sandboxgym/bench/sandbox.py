@@ -256,7 +256,7 @@ def memory_of(boxes: Sequence[OverlayBackend]) -> tuple[int, int, int]:
     """Memory in bytes: proportional shares of all processes of these containers, their groups' charge, available."""
     shares = charged = 0
     for backend in boxes:
-        box = backend.box
+        box = backend.container
         if box is not None:
             pids = [box.pid, *(info.pid for info in backend.processes())]
             shares += sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
@@ -277,7 +277,7 @@ def memory(rootfs: RootFS, number: int) -> list[str]:
     first.start()
     shell(first, "mkdir -p /root/d; for i in {1..50}; do echo $i > /root/d/$i; done")
     tree = first.freeze()
-    boxes = [first, *(first.twin() for _ in range(number - 1))]
+    boxes = [first, *(first.sibling() for _ in range(number - 1))]
     times = Times()
     try:
         before = memory_of(())

@@ -1,7 +1,7 @@
 """Command line of the conformance suite.
 
-Exit status: 0 no check failed, 1 some did, 2 none did but some stayed inconclusive, 3 it was not called rightly or the
-environment cannot be made.
+Exit status: 0 no check failed, 1 some did, 2 none did but some stayed inconclusive, 3 wrong usage or the environment
+cannot be made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the command line's options."""
     made = _Parser(
         prog="python -m sandboxgym.conformance",
         description="Certify that the snapshots of an environment are faithful.",
@@ -141,7 +141,7 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite on an environment, in a process of its own that is watched; the exit status."""
+    """Run the suite on an environment, in a watched process of its own; the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser()
     options = command.parse_args(given)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def told(options: argparse.Namespace, watched: Watched) -> int:
-    """Run as the child that another process watches: everything goes there."""
+    """Run as the watched child, which sends everything to the watching process."""
     try:
         subjects = prepared(options)
     except Exception as error:  # whatever a factory raises: there is nothing to certify
@@ -199,7 +199,7 @@ def told(options: argparse.Namespace, watched: Watched) -> int:
 
 
 def in_process(options: argparse.Namespace, prog: str) -> int:
-    """Run in this process."""
+    """Run the suite in this process."""
     try:
         check_outputs(options)
         subjects = prepared(options)
@@ -222,7 +222,7 @@ def in_process(options: argparse.Namespace, prog: str) -> int:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Find out before the run whether reports can be written.
+    """Check before the run that reports can be written.
 
     Raises:
         ValueError: there is no such folder.
@@ -233,7 +233,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def prepared(options: argparse.Namespace) -> list[Subject]:
-    """The environments, made once to see that they can be.
+    """The subjects, each environment made once to see that it can be.
 
     Raises:
         Exception: whatever a factory raises, and errors of arguments.
@@ -255,7 +255,7 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `run`.
+    """Arguments of `run` from the command line's.
 
     Raises:
         ValueError: there is no such level or check.
@@ -269,14 +269,14 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def strong(options: argparse.Namespace) -> bool:
-    """Whether the strength of the certificate is measured."""
+    """True if the strength of the certificate is measured."""
     if options.strength is not None:
         return bool(options.strength)
     return not options.only and int(Level.EXACT) in parse_levels(options.level)
 
 
 def write(report: Report, options: argparse.Namespace) -> None:
-    """Print the report, and write it where it was asked for."""
+    """Print the report, and write it to the requested files."""
     if options.json != "-":
         print(reports.terminal(report, colour=reports.coloured(sys.stdout)), end="")
     if options.json:
@@ -287,7 +287,7 @@ def write(report: Report, options: argparse.Namespace) -> None:
 
 
 def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:
-    """Levels from texts such as ``1``, ``0-2``, ``0,1,5``, ``exact``.
+    """Parse levels from texts such as ``1``, ``0-2``, ``0,1,5``, ``exact``.
 
     Raises:
         ValueError: there is no such level.
@@ -307,7 +307,7 @@ def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:
 
 
 def parse_only(texts: Sequence[str] | None) -> list[str] | None:
-    """Ids of checks; a theme stands for all of its checks.
+    """Parse ids of checks; a theme stands for all of its checks.
 
     Raises:
         ValueError: there is no such check or theme.
@@ -325,7 +325,7 @@ def parse_only(texts: Sequence[str] | None) -> list[str] | None:
 
 
 def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments from JSON objects and ``NAME=VALUE``.
+    """Parse keyword arguments from JSON objects and ``NAME=VALUE``.
 
     Raises:
         ValueError: a text is neither.
@@ -350,7 +350,7 @@ def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_reset_options(texts: Sequence[str]) -> dict[str, Any] | list[dict[str, Any]] | None:
-    """Options of ``reset`` from JSON objects: one for every reset, several in turn.
+    """Parse options of ``reset`` from JSON objects: one for every reset, several in turn.
 
     Raises:
         ValueError: a text is no JSON object.
@@ -368,7 +368,7 @@ def parse_reset_options(texts: Sequence[str]) -> dict[str, Any] | list[dict[str,
 
 
 def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
-    """Functions from ``NAME=module:function``.
+    """Import functions from ``NAME=module:function``.
 
     Raises:
         ValueError: a text is not such, or names nothing that can be called.
@@ -389,7 +389,7 @@ def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def listing() -> str:
-    """All checks with hazard, what they do and what they cannot see."""
+    """List of all checks with their hazard, description and blind spots."""
     lines = []
     for check in all_checks():
         needs = f", needs {', '.join(check.needs)}" if check.needs else ""

@@ -1,8 +1,8 @@
-"""The protocol for environments that have no snapshots, in the two obvious ways, to compare with.
+"""Baseline snapshots for environments without any, by deep copy and by replay, for comparison.
 
-`DeepCopySnapshots` copies the environment: whatever a deep copy does not reach (globals, files, processes, C libraries)
-is not in the snapshot. `ReplaySnapshots` resets and takes the same actions again: as dear as the episode is long, and
-right only where a seed fixes an episode.
+`DeepCopySnapshots` copies the environment: state that a deep copy does not reach (globals, files, processes, C
+libraries) is not in the snapshot. `ReplaySnapshots` resets and repeats the same actions: as expensive as the episode is
+long, and right only where a seed fixes an episode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AnyEnv = gym.Env[Any, Any]
 
 
 class DeepCopy:
-    """A deep copy of an environment, and what it had returned last.
+    """A deep copy of an environment, and its last output.
 
     Attributes:
         fits: names the environment and its arguments, wrappers included.
@@ -33,7 +33,7 @@ class DeepCopy:
         self.fits = fits
 
     def copy(self) -> tuple[AnyEnv, tuple[Any, dict[str, Any]]]:
-        """Another deep copy of both.
+        """Another deep copy of the environment and its last output.
 
         Raises:
             SnapshotReleased: it was released.
@@ -114,7 +114,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         self.inner.close()
 
     def snapshot(self) -> DeepCopy:
-        """A deep copy."""
+        """Take a deep copy."""
         if self._returned is None:
             raise ResetNeeded(f"{self.inner} has no state yet: call reset() before asking for a snapshot")
         for layer in layers(self.inner):  # streams that nothing was drawn from yet: else every copy would make its own
@@ -123,7 +123,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         return DeepCopy(copy.deepcopy(self.inner), copied(self._returned), self._fits)
 
     def restore(self, snap: DeepCopy, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Put a copy of the copy inside."""
+        """Replace the environment inside by a copy of the snapshot's."""
         if not isinstance(snap, DeepCopy):
             raise TypeError(f"expected a DeepCopy, found {type(snap).__qualname__}")
         if snap.fits != self._fits:
@@ -134,7 +134,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         return copied(self._returned)  # type: ignore[no-any-return]
 
     def fork(self, k: int, *, seed: int | None = None) -> list[DeepCopySnapshots]:
-        """Deep copies, each in an environment of its own."""
+        """Make deep copies, each in an environment of its own."""
         if k < 1:
             raise ValueError(f"expected at least 1 fork, found k={k}")
         snap = self.snapshot()
@@ -153,7 +153,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
 
 
 def deep_copied(id: str, **kwargs: Any) -> DeepCopySnapshots:
-    """An environment by its Gymnasium id, snapshotted by deep copies: a factory for the command line.
+    """Make an environment by its Gymnasium id, snapshotted by deep copies: a factory for the command line.
 
     ``python -m sandboxgym.conformance sandboxgym.conformance.baselines:deep_copied --make-kwargs id=CartPole-v1``
     """
@@ -164,7 +164,7 @@ class ReplaySnapshots(SnapshotEnv[Any, Any]):
     """An environment by its Gymnasium id, whose snapshots are the seed and the actions so far.
 
     Every episode begins with a seed drawn from ``np_random``; its steps then draw from the same stream, so that a
-    restore with a seed replays the past with the draws of the past and goes on with others.
+    restore with a seed replays the past with the draws of the past and continues with others.
 
     ``python -m sandboxgym.conformance sandboxgym.conformance.baselines:ReplaySnapshots --make-kwargs id=CartPole-v1``
 
@@ -239,7 +239,7 @@ class ReplaySnapshots(SnapshotEnv[Any, Any]):
         self._draw()
 
     def _draw(self) -> None:
-        """From now on the environment inside draws from the present stream, and in replays too."""
+        """Make the environment inside draw from the present stream from now on, in replays too."""
         self.done.append(("stream", capture(self._np_random)))
         self._share()
 

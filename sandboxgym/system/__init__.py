@@ -1,1 +1,1 @@
-"""The machine: run directories, directory trees of any depth, other interpreters."""
+"""Operating-system support: run directories, directory trees of any depth, other interpreters."""

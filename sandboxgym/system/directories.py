@@ -1,13 +1,13 @@
-"""Directory trees of any depth, walked and deleted by descriptors. Little of the standard library, and nothing else.
+"""Directory trees of any depth, walked and deleted by file descriptor. Standard library only.
 
-What is in there may be hostile: nesting deeper than a path can be long, names that are no text, modes without any
-permission, files marked as immutable, entries that move meanwhile.
+The trees may be hostile: nesting deeper than the longest path, names that are not text, modes without any permission,
+files marked as immutable, entries that move meanwhile.
 
-1. Nothing recurses and no path is put together; at most `KEPT` and three more descriptors are open, whatever the depth.
+1. Nothing recurses and no path is put together; at most `KEPT` + 3 descriptors are open, whatever the depth.
 2. No link is followed, and no other file system is entered.
 3. `walk` continues where something is moved or deleted meanwhile.
-4. `remove` deletes whatever this user can delete in spite of modes and flags. It raises only at the end, for what is
-   left then.
+4. `remove` deletes whatever this user can delete in spite of modes and flags. It raises only at the end, for the
+   entries that are left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 KEPT = 32
-"""Directories on the way down to where a walk is that are kept open; the others are opened again on the way up."""
+"""Directories on the path of a walk that are kept open; the others are opened again on the way up."""
 
 _FOLDER = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"))
 _BY_DESCRIPTOR = os.scandir in os.supports_fd and {os.open, os.unlink, os.rmdir} <= os.supports_dir_fd
@@ -42,7 +42,7 @@ _UNCHANGEABLE = 0x10 | 0x20
 
 
 class _Level:
-    """A directory on the way down."""
+    """One directory on the path down a tree."""
 
     __slots__ = ("descriptor", "folders", "identity", "name")
 
@@ -50,17 +50,17 @@ class _Level:
         status = os.fstat(descriptor)
         self.name = name
         self.descriptor = descriptor
-        """Or -1 while it is closed."""
+        """Open descriptor, or -1 while it is closed."""
         self.identity = status.st_dev, status.st_ino
         self.folders: list[str] = []
-        """What is still to be entered from here."""
+        """Names of subdirectories still to be entered."""
 
 
 class _Trail:
-    """The way from a directory to one below it, with few descriptors.
+    """A path from a directory to one below it, held with few descriptors.
 
     Args:
-        directory: where it begins.
+        directory: start of the trail.
         unlock: give this user the permission to enter where it lacks.
     """
 
@@ -72,11 +72,11 @@ class _Trail:
 
     @property
     def here(self) -> _Level:
-        """The deepest directory; open."""
+        """Open descriptor of the deepest directory."""
         return self.levels[-1]
 
     def enter(self, name: str) -> bool:
-        """Go into a directory below; False if that cannot be, for which an errno other than of absence is `denied`."""
+        """Enter a subdirectory; False if that is impossible. `denied` tells of an errno other than of absence."""
         try:
             level = _Level(name, self._open(name, self.here.descriptor))
         except OSError as error:
@@ -91,7 +91,7 @@ class _Trail:
         return True
 
     def leave(self) -> str | None:
-        """Go back up; the name in `here` of what was left, None where it is no longer there or this is the top."""
+        """Go up one level; the name of the directory left in `here`, None if it is gone or this is the top."""
         last = self.levels.pop()
         if not self.levels:
             _close(last)
@@ -102,12 +102,12 @@ class _Trail:
         return last.name if self.here.descriptor >= 0 or self._descend_again() else None
 
     def close(self) -> None:
-        """Close what is open. Idempotent."""
+        """Close all open descriptors. Idempotent."""
         for level in self.levels:
             _close(level)
 
     def _descend_again(self) -> bool:
-        """Something was moved: follow the names from the top as far as they still lead to the same directories."""
+        """After an entry was moved, follow the names from the top while they still lead to the same directories."""
         for depth in range(1, len(self.levels)):
             self._reopen(self.levels[depth], self.levels[depth].name, self.levels[depth - 1].descriptor)
             if self.levels[depth].descriptor < 0:
@@ -148,7 +148,7 @@ def _close(level: _Level) -> None:
 
 
 def _let_in(name: str, above: int | None) -> None:
-    """Let this user enter a directory of its own. A link in its place is not followed."""
+    """Give this user access to a directory that it owns. A link in its place is not followed."""
     if not hasattr(os, "O_PATH"):
         os.chmod(name, stat.S_IRWXU, dir_fd=above, follow_symlinks=False)
         return
@@ -160,7 +160,7 @@ def _let_in(name: str, above: int | None) -> None:
 
 
 def walk(directory: str, *, denied: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
-    """Every entry below a directory, each directory before what is in it.
+    """Iterate over every entry below a directory, each directory before its entries.
 
     An entry can be asked for its status until the next one is taken, by which time its directory may be closed.
 
@@ -223,7 +223,7 @@ def _walk_by_path(directory: str) -> Iterator[os.DirEntry[str]]:
 
 
 def remove(path: str) -> None:
-    """Delete a directory with all that is in it, or a file. Nothing happens if there is none.
+    """Delete a directory with all its entries, or a file. No effect if there is none.
 
     Raises:
         OSError: something in it cannot be deleted; all else is gone.
@@ -245,7 +245,7 @@ def remove(path: str) -> None:
 
 
 def _remove_once(path: str) -> OSError | None:
-    """Why it is still there."""
+    """Try once to delete a tree; the reason why it still exists."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
@@ -269,7 +269,7 @@ def _remove_once(path: str) -> OSError | None:
 
 
 def _empty(trail: _Trail) -> OSError | None:
-    """Delete all below where a trail begins; why something could not be deleted."""
+    """Delete all entries below the start of a trail; the reasons why some could not be deleted."""
     top = trail.here
     first = _clear(top)
     while True:
@@ -288,7 +288,7 @@ def _empty(trail: _Trail) -> OSError | None:
 
 
 def _clear(level: _Level) -> OSError | None:
-    """Delete all that is no directory; directories are noted as still to be entered."""
+    """Delete all entries that are not directories, and note the directories for later."""
     first: OSError | None = None
     try:
         with os.scandir(level.descriptor) as entries:
@@ -304,7 +304,7 @@ def _clear(level: _Level) -> OSError | None:
 
 
 def _gone(name: str, above: int, delete: Any) -> OSError | None:
-    """Why an entry of a directory could not be deleted; None if it is gone."""
+    """Delete an entry of a directory; the reason why that failed, or None."""
     try:
         delete(name, dir_fd=above)
     except FileNotFoundError:
@@ -323,7 +323,7 @@ def _gone(name: str, above: int, delete: Any) -> OSError | None:
 
 
 def _free(name: str, above: int) -> None:
-    """Let an entry be deleted from a directory: by its mode, and by the flags of both."""
+    """Make an entry deletable: by the mode of its directory, and by the flags of both."""
     mode = os.fstat(above).st_mode
     _change_freely(above)
     if mode & stat.S_IRWXU != stat.S_IRWXU:
@@ -338,7 +338,7 @@ def _free(name: str, above: int) -> None:
 
 
 def _change_freely(descriptor: int) -> None:
-    """Take away the flags that keep even root from deleting, where this process may and there are such."""
+    """Clear the flags that keep even root from deleting, where this process may and the file system has them."""
     if fcntl is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Command lines and environments for other Python interpreters, which import what this one does and nothing else.
+"""Command lines and environments for other Python interpreters with the import path of this one.
 
 1. Neither the working directory nor a relative entry of ``PYTHONPATH`` is searched for modules in the child, at no
    moment, unless this interpreter searches it: by itself ``python -c`` and ``python -m`` look there first, so that a
@@ -20,7 +20,7 @@ _PATH = "PYTHONPATH"
 
 
 def import_path() -> list[str]:
-    """Where this interpreter looks for modules, absolute and in order."""
+    """Absolute import path of this interpreter, in order."""
     return [os.path.abspath(entry) for entry in sys.path]
 
 
@@ -44,7 +44,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables for such a child: this process's, which may add to them.
+    """Environment variables for the child: those of this process, to which it may add.
 
     A relative entry of ``PYTHONPATH`` is one of the folder in which this interpreter started, not of the one that it
     has gone to since: it stays, absolute, where it is on this interpreter's path, and is left out where it is not.

@@ -1,14 +1,16 @@
-"""What a killed process leaves behind, and how the next one clears it away.
+"""Run directories: temporary resources of a process, cleared by the next process if their owner was killed.
 
-1. `claim` makes a *run directory* for what must not outlive this process: mount points, container ids, scratch
-   files. It appears complete, with an ``owner.json`` inside, or not at all, and goes when the process exits.
-2. `reap` removes the run directories whose owner is gone. It is cheap where nothing was left (one directory listing),
-   so that a process can call it when it starts.
-3. What a living process owns is never removed: a process id alone is no proof, for ids are reused, so the start time,
-   the boot and the id's namespace are compared too; where an owner cannot be judged from here, its things stay.
-4. A kind of run directory that holds more than files names a reaper (`register_reaper`), which unmounts or removes
-   what is recorded there before the files go. A directory with something still mounted under it is never deleted.
-5. Whatever a sandbox's processes wrote there can be removed: trees of any depth, any names and modes.
+1. `claim` makes a *run directory* for resources that must not outlive this process: mount points, container ids,
+   scratch files. It appears complete, with an ``owner.json`` inside, or not at all, and is removed when the process
+   exits.
+2. `reap` removes the run directories whose owner is gone. It is cheap where there are none (one directory listing), so
+   that a process can call it when it starts.
+3. A run directory of a living process is never removed: a process id alone is no proof, for ids are reused, so the
+   start time, the boot and the id's namespace are compared too; where an owner cannot be judged from here, its run
+   directory stays.
+4. A kind of run directory that holds more than files names a reaper (`register_reaper`), which unmounts or removes the
+   recorded resources before the files are deleted. A directory with something still mounted under it is never deleted.
+5. Files that a sandbox's processes wrote there can be removed: trees of any depth, any names and modes.
 """
 
 from __future__ import annotations
@@ -55,14 +57,14 @@ _reapers: dict[str, Reaper | str] = {  # of this package: a process that has not
 }
 _claimed: dict[Path, int] = {}
 _reaped_by: set[int] = set()
-"""Process ids that have made their first claim: this one's, and in a fork of it its parent's too."""
+"""Process ids that have made their first claim: this one's, and in a fork its parent's too."""
 _CLAIM = ".claim-"
-"""Begins the name of a run directory that is not complete yet; who makes it follows, for nothing else says so yet."""
+"""Prefix of an incomplete run directory's name; its maker's identity follows, not yet recorded elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, named so that no other one is taken for it."""
+    """Identity of a process, unambiguous although process ids are reused."""
 
     pid: int
     started: str
@@ -92,7 +94,7 @@ class Owner:
             raise ValueError(f"expected the fields {', '.join(_FIELDS)}, found {content!r:.100}") from error
 
     def gone(self) -> bool:
-        """Whether the process is known to have ended; False also where that cannot be told from here."""
+        """True if the process is known to have ended; False also where that cannot be told from here."""
         if self.host != socket.gethostname():
             return False
         if self.boot != _boot():
@@ -105,18 +107,18 @@ _FIELDS: dict[str, type] = {"pid": int, "started": str, "boot": str, "namespace"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that its owner left behind."""
+    """A resource left behind by its owner."""
 
     path: Path
     what: str
     nbytes: int
     removed: bool
     note: str = ""
-    """Why it was kept, if it was kept against the intention."""
+    """Reason why it was kept, if its removal failed."""
 
 
 def runtime_dir(*, create: bool = True) -> Path:
-    """Where run directories are: ``$SANDBOXGYM_RUNTIME``, by default one for this user in the temporary directory.
+    """Parent of the run directories: ``$SANDBOXGYM_RUNTIME``, by default one per user below the temporary directory.
 
     Raises:
         PermissionError: it belongs to somebody else, who could plant things there.
@@ -133,7 +135,7 @@ def runtime_dir(*, create: bool = True) -> Path:
 
 
 def claim(kind: str) -> Path:
-    """A new run directory of this process.
+    """Make a new run directory of this process.
 
     Args:
         kind: a name in lower case; `reap` hands the directory to the reaper registered for it.
@@ -169,7 +171,7 @@ def give_back(path: Path) -> None:
 
 
 def register_reaper(kind: str, reaper: Reaper | str) -> None:
-    """Say how to clear what a kind of run directory records.
+    """Register the function that clears the resources recorded in a kind of run directory.
 
     Args:
         kind: as given to `claim`.
@@ -180,10 +182,10 @@ def register_reaper(kind: str, reaper: Reaper | str) -> None:
 
 
 def reap(root: Path | None = None, *, dry_run: bool = False) -> list[Leftover]:
-    """Remove the run directories whose owner is gone; another process that is doing so is left to it.
+    """Remove the run directories whose owner is gone; a directory that another process is reaping is left to it.
 
     Args:
-        root: where they are; by default `runtime_dir`.
+        root: their parent directory; by default `runtime_dir`.
         dry_run: only say what would be removed.
     """
     try:
@@ -211,7 +213,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock of a file (`try_lock`), or that cannot be told; false where there is no file."""
+    """True if some process holds the lock of a file (`try_lock`), or that cannot be told; False if there is no file."""
     try:
         with open(path, "rb") as file:
             return not try_lock(file)
@@ -222,12 +224,12 @@ def is_locked(path: Path) -> bool:
 
 
 def older_than(path: Path, seconds: float) -> bool:
-    """Whether a file or directory was last modified that long ago."""
+    """True if a file or directory was last modified at least that long ago."""
     return time.time() - path.lstat().st_mtime > seconds
 
 
 def tree_nbytes(path: Path) -> int:
-    """Size in bytes of a file, or of all files in a directory of any depth; what goes away meanwhile counts nothing."""
+    """Size in bytes of a file, or of all files below a directory of any depth, without files deleted meanwhile."""
     if not path.is_dir() or path.is_symlink():
         return path.lstat().st_size
     total = 0
@@ -239,7 +241,7 @@ def tree_nbytes(path: Path) -> int:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a file, or a directory of any depth with everything in it, whatever the modes are.
+    """Delete a file, or a directory of any depth with all its entries, whatever the modes are.
 
     Raises:
         OSError: something is mounted under it, or it cannot be deleted; what can be is gone all the same.
@@ -263,7 +265,7 @@ def _is_left(path: Path) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether the owner of a run directory ended before it could complete it."""
+    """True if the owner of a run directory ended before it could complete it."""
     here, _, rest = path.name.removeprefix(_CLAIM).partition("-")
     pid, _, rest = rest.partition("-")
     if here != _digest(_boot(), _namespace(), socket.gethostname()) or not pid.isdigit():
@@ -272,12 +274,12 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _name(owner: Owner) -> str:
-    """Of a process, as a part of a name: where it is, its id, when it started."""
+    """Part of a file name that identifies a process: namespace, id, start time."""
     return f"{_digest(owner.boot, owner.namespace, owner.host)}-{owner.pid}-{_digest(owner.started)}"
 
 
 def _digest(*what: str | None) -> str:
-    """A part of a name that stands for these."""
+    """Part of a file name that stands for these values."""
     return hashlib.sha256(repr(what).encode()).hexdigest()[:12]
 
 
@@ -322,13 +324,13 @@ def _kind(path: Path) -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started; None if there is none, or only what its parent has not collected yet."""
+    """Start time of a process; None if there is none, or it is a zombie."""
     try:
         # The second field is the program's name in parentheses and may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None if Path("/proc/self/stat").exists() else _started_by_ps(pid)
-    alone = fields[17] == "1"  # else other threads go on without the first
+    alone = fields[17] == "1"  # else other threads continue without the first
     return None if fields[0] in "ZX" and alone else fields[19]
 
 
@@ -352,7 +354,7 @@ def _namespace() -> str:
 
 
 def mount_points() -> list[Path]:
-    """Where something is mounted, as this process sees it."""
+    """Mount points that this process sees."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Rollout trees for any policy: fork the environment where a schedule says so, and keep what credit needs.
+"""Rollout trees for any policy: fork the environment where a schedule says so, and keep the data needed for credit.
 
 >>> import gymnasium as gym
 >>> import sandboxgym

@@ -1,4 +1,4 @@
-"""Live environments for rollouts: where they come from, and jobs on several at once."""
+"""Live environments for rollouts: their sources, and jobs on several at once."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ logger = logging.getLogger("sandboxgym")
 
 
 class EnvSource(Protocol):
-    """Where `rollout` gets live environments from: `Envs`, or a pool of workers (`sandboxgym.workers.pool`)."""
+    """Source of live environments for `rollout`: `Envs`, or a pool of workers (`sandboxgym.workers.pool`)."""
 
     def take(self) -> gym.Env[Any, Any]:
-        """An environment in any state: reset or restore it."""
+        """A live environment in any state, to be reset or restored."""
 
     def give(self, env: gym.Env[Any, Any], /) -> None:
-        """Back for the next path."""
+        """Return an environment, for use by the next path."""
 
     def discard(self, env: gym.Env[Any, Any], /) -> None:
-        """Not back, for it has failed: close it, whatever state it is in."""
+        """Close an environment that failed, whatever state it is in."""
 
     def call(self, jobs: Sequence[Callable[[], T]], /) -> list[T]:
         """Run jobs, each on an environment of its own, and return their results in order."""
 
 
 class Envs:
-    """Live environments for rollouts, made on demand and used again.
+    """Live environments for rollouts, made on demand and reused.
 
     Args:
         make: makes one.
-        threads: how many environments work at the same time. More than 1 pays for those that wait: sandboxes,
+        threads: number of environments that work at the same time. More than 1 pays for those that wait: sandboxes,
             browsers, remote ones; pure Python ones (ALFWorld) are faster one by one.
     """
 
@@ -50,18 +50,18 @@ class Envs:
         self._alone = threading.Lock()  # one environment at a time, whoever calls
 
     def take(self) -> gym.Env[Any, Any]:
-        """An environment in any state: reset or restore it."""
+        """A live environment in any state, to be reset or restored."""
         if not self._idle:
             self._made.append(self._make())
             self._idle.append(self._made[-1])
         return self._idle.pop()
 
     def give(self, env: gym.Env[Any, Any]) -> None:
-        """Back for the next path."""
+        """Return an environment, for use by the next path."""
         self._idle.append(env)
 
     def discard(self, env: gym.Env[Any, Any]) -> None:
-        """Not back, for it has failed: close it, whatever state it is in."""
+        """Close an environment that failed, whatever state it is in."""
         self._made = [made for made in self._made if made is not env]
         try:
             env.close()
@@ -81,7 +81,7 @@ class Envs:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Close all that were made."""
+        """Close all environments made here."""
         if self._executor is not None:
             self._executor.shutdown()
         with ExitStack() as stack:  # all, also where one fails to
@@ -97,5 +97,5 @@ class Envs:
 
 
 def described(error: BaseException) -> str:
-    """An error in one line."""
+    """An error as one line of text."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

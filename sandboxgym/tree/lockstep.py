@@ -1,8 +1,8 @@
-"""How `sandboxgym.tree.rollout` goes about it: paths in lockstep, waiting forks, environments that fail.
+"""Lockstep rollouts behind `sandboxgym.tree.rollout`: paths that advance together, waiting forks, failed environments.
 
-1. A captured state is kept for as long as something may start from it: forks that wait, a path that may yet ask for
-   some, and (with ``retries``) the path whose last snapshot it is.
-2. What an environment raises ends the rollout, or (with ``retries``) that environment: see `Lockstep.regain`.
+1. A captured state is kept while a path may start from it: waiting forks, a path that may yet request some, and (with
+   ``retries``) the path whose last snapshot it is.
+2. An exception of an environment ends the rollout, or (with ``retries``) only that environment: see `Lockstep.recover`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ T = TypeVar("T")
 Begun = tuple[Any, dict[str, Any]]
 """Observation and info, of a reset or a restore."""
 Outcome = tuple[Any, float, float] | Exception
-"""What came of a job: its result, seconds of capturing and of stepping; or what the environment raised."""
+"""Result of a job, seconds of capturing and of stepping; or the exception that the environment raised."""
 
 
 class Diverged(Exception):
-    """An environment that was led through the same actions again showed something else."""
+    """Replaying the same actions gave a different observation."""
 
 
 @dataclass(slots=True)
-class _Point:
-    """A captured node."""
+class _Checkpoint:
+    """A captured node with the number of its users."""
 
     node: Node
     memory: Any
@@ -47,28 +47,28 @@ class _Point:
     """Siblings that have yet to start from it."""
     snap: Any = None
     users: int = 0
-    """What the snapshot is kept for."""
+    """Number of reasons to keep the snapshot."""
 
     def free(self) -> None:
-        """One user less; the last one lets the snapshot go."""
+        """Give up one use; the last one releases the snapshot."""
         self.users -= 1
         if not self.users:
             self.snap.release()
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    """A path being rolled out."""
+class _LivePath:
+    """A path being rolled out, with its environment."""
 
     tree: RolloutTree
     path: Path
     env: gym.Env[Any, Any]
     node: Node
     context: Context
-    anchors: list[_Point]
+    anchors: list[_Checkpoint]
     """With ``retries``: the state that the path started from, and the last that was captured on it, if any."""
-    points: list[_Point] = field(default_factory=list)
-    """Captured on it, where forks may be asked for once it has ended."""
+    points: list[_Checkpoint] = field(default_factory=list)
+    """States captured on it, where forks may be requested once it has ended."""
     lost: int = 0
     """Environments that failed on it."""
     dropped: bool = False
@@ -76,15 +76,15 @@ class _Live:
 
 @dataclass(slots=True)
 class _Acting:
-    """A path whose environment is about to be captured, where it forks or may yet, and to step."""
+    """One step of a path: capture its environment if it forks here or may yet, then step it."""
 
-    run: _Live
+    run: _LivePath
     action: Action
-    point: _Point | None
+    point: _Checkpoint | None
     look: Look | None
 
     def step(self, _: Begun | None = None) -> tuple[Any, float, float]:
-        """What ``env.step`` returns, and the seconds that capture and step took."""
+        """Result of ``env.step``, and the seconds spent on capturing and stepping."""
         began = time.perf_counter()
         if self.point is not None and self.point.snap is None:
             self.point.snap = snapshot(self.run.env)
@@ -96,19 +96,19 @@ class _Acting:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Cohort:
     """Paths that advance in lockstep."""
 
-    live: list[_Live] = field(default_factory=list)
+    live: list[_LivePath] = field(default_factory=list)
     started: list[tuple[int, PathKey]] = field(default_factory=list)
     """Paths whose last forks have started, but not acted yet."""
     acting: list[_Acting] = field(default_factory=list)
     outcomes: Callable[[], list[Outcome]] | None = None
-    """Waits for the steps of ``acting``; None while nothing is under way."""
+    """Waits for the steps of ``acting``; None while none is being executed."""
 
 
 class Lockstep:
-    """One call of `rollout`: which paths are live, and which wait at captured nodes."""
+    """State of one call of `rollout`: the live paths, and the paths that wait at captured nodes."""
 
     def __init__(
         self,
@@ -126,47 +126,47 @@ class Lockstep:
             raise ValueError(f"expected retries to be at least 0, found {retries}")
         self.envs, self.policy, self.schedule, self.seed, self.clock = envs, policy, schedule, seed, clock
         self.background, self.retries, self.failures, self.look = background, retries, failures, look
-        self.release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
+        self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
-        self.waiting: list[tuple[RolloutTree, _Point]] = []
-        self.parts: list[_Part] = []
+        self.waiting: list[tuple[RolloutTree, _Checkpoint]] = []
+        self.cohorts: list[_Cohort] = []
         self.taken: dict[int, gym.Env[Any, Any]] = {}
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
-        """The trees, in the order of the tasks."""
+        """Run the rollout; the trees, in the order of the tasks."""
         trees: list[RolloutTree] = []
         try:
             for at in range(0, len(tasks), max_live):
-                trees += self.plant(tasks[at : at + max_live], indices[at : at + max_live])
+                trees += self.reset_roots(tasks[at : at + max_live], indices[at : at + max_live])
             while self.waiting:
                 wave, self.waiting = self.waiting[:max_live], self.waiting[max_live:]
-                self.parts = [_Part() for _ in range(2 if self.background else 1)]
-                for part, paths in zip(self.parts, self.divided(wave), strict=True):
-                    self.start(part, paths)
-                while any(part.live for part in self.parts):
-                    for part in self.parts:
-                        if part.outcomes is not None:
-                            self.advance(part, part.outcomes)
-                        if part.live:
-                            self.act(part)
+                self.cohorts = [_Cohort() for _ in range(2 if self.background else 1)]
+                for cohort, paths in zip(self.cohorts, self.divided(wave), strict=True):
+                    self.start(cohort, paths)
+                while any(cohort.live for cohort in self.cohorts):
+                    for cohort in self.cohorts:
+                        if cohort.outcomes is not None:
+                            self.advance(cohort, cohort.outcomes)
+                        if cohort.live:
+                            self.act(cohort)
         finally:  # nothing is left over after an error; otherwise all of this is empty
             if self.background:
                 self.background.shutdown()  # steps that are under way end first
             for env in list(self.taken.values()):
                 self.give(env)
             points = [point for _, point in self.waiting]
-            for part in self.parts:
-                points += [point for run in part.live for point in run.points + run.anchors]
-                points += [acting.point for acting in part.acting if acting.point is not None]
+            for cohort in self.cohorts:
+                points += [point for run in cohort.live for point in run.points + run.anchors]
+                points += [acting.point for acting in cohort.acting if acting.point is not None]
             for point in points:
                 if point.snap is not None:
                     point.snap.release()
         return [tree for tree in trees if tree.paths]
 
-    def divided(self, wave: Sequence[tuple[RolloutTree, _Point]]) -> list[list[tuple[RolloutTree, _Point]]]:
-        """Paths for each part, a tree's all for the same one; as even as that goes."""
-        paths: list[list[tuple[RolloutTree, _Point]]] = [[] for _ in self.parts]
-        by_tree: dict[int, list[tuple[RolloutTree, _Point]]] = {}
+    def divided(self, wave: Sequence[tuple[RolloutTree, _Checkpoint]]) -> list[list[tuple[RolloutTree, _Checkpoint]]]:
+        """The paths of each cohort, those of one tree together, as evenly as that allows."""
+        paths: list[list[tuple[RolloutTree, _Checkpoint]]] = [[] for _ in self.cohorts]
+        by_tree: dict[int, list[tuple[RolloutTree, _Checkpoint]]] = {}
         for tree, point in wave:
             by_tree.setdefault(id(tree), []).append((tree, point))
         for group in by_tree.values():
@@ -176,23 +176,23 @@ class Lockstep:
     # Environments.
 
     def take(self) -> gym.Env[Any, Any]:
-        """One in any state."""
+        """A live environment in any state."""
         env = self.envs.take()
         self.taken[id(env)] = env
         return env
 
     def give(self, env: gym.Env[Any, Any]) -> None:
-        """Back, unless it was discarded."""
+        """Return an environment, unless it was discarded."""
         if self.taken.pop(id(env), None) is not None:
             self.envs.give(env)
 
     def discard(self, env: gym.Env[Any, Any]) -> None:
-        """Away with one that has failed."""
+        """Discard an environment that failed."""
         if self.taken.pop(id(env), None) is not None:
             self.envs.discard(env)
 
     def attempt(self, jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """Run jobs on environments; what one raises is in its place of the results."""
+        """Run jobs on environments; an exception takes the place of the result."""
 
         def guarded(job: Callable[[], T]) -> T | Exception:
             try:
@@ -203,7 +203,7 @@ class Lockstep:
         return self.envs.call([partial(guarded, job) for job in jobs])
 
     def account(self, waited: float, outcomes: Iterable[Outcome]) -> None:
-        """Share the seconds that were waited for jobs out to capturing and stepping."""
+        """Divide the seconds spent waiting for jobs between capturing and stepping."""
         ended = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         captures, steps = (sum(outcome[i] for outcome in ended) for i in (1, 2))
         share = captures / (captures + steps) if captures + steps else 0.0
@@ -213,19 +213,19 @@ class Lockstep:
     # What a policy keeps of paths.
 
     def hold(self, path: tuple[int, PathKey]) -> None:
-        """It is still needed."""
+        """Keep a captured node for one more user."""
         self.holds[path] += 1
 
-    def let_go(self, path: tuple[int, PathKey]) -> None:
-        """The opposite of `hold`; the policy is told of the last."""
+    def release(self, path: tuple[int, PathKey]) -> None:
+        """Give up one use of a captured node; the policy is told of the last."""
         self.holds[path] -= 1
         if not self.holds[path]:
             del self.holds[path]
-            self.release(path)
+            self.on_release(path)
 
     # The course of a rollout.
 
-    def plant(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
+    def reset_roots(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
         """Reset to each task and capture the root, where the root paths then wait."""
 
         def begin(task: Any, index: int) -> tuple[tuple[Begun, Any, Any], float, float]:
@@ -261,20 +261,20 @@ class Lockstep:
                 tree.snapshot_seconds = seconds
                 self.hold((index, root.owner))
                 roots = wanted[index]
-                self.waiting += [(tree, _Point(root, memory=None, pending=roots, snap=snap, users=roots))] * roots
+                self.waiting += [(tree, _Checkpoint(root, memory=None, pending=roots, snap=snap, users=roots))] * roots
                 trees[index] = tree
                 self.give(envs[index])
             if errors and not self.retries:
                 raise errors[0]
             for (_, index), error in zip(again, errors, strict=True):
                 self.discard(envs[index])
-                self.note(Failure(index, (), 0, described(error), 0 if retries_left else wanted[index]))
+                self.record_failure(Failure(index, (), 0, described(error), 0 if retries_left else wanted[index]))
             todo = again
         planted = {index: place for place, index in enumerate(indices)}
         self.waiting.sort(key=lambda entry: planted.get(entry[0].index, -1))  # whatever failed
         return [trees[index] for index in indices if index in trees]
 
-    def start(self, part: _Part, wave: Sequence[tuple[RolloutTree, _Point]]) -> None:
+    def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, _Checkpoint]]) -> None:
         """Restore an environment for each of these paths."""
         for tree, point in wave:
             path = Path((*point.node.owner, point.node.depth, point.node.width), point.node)
@@ -282,60 +282,60 @@ class Lockstep:
             tree.paths.append(path)
             rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
             context = Context((tree.index, path.key), None, {}, point.node.depth, point.memory, rng)
-            part.live.append(_Live(tree, path, self.take(), point.node, context, [point]))
+            cohort.live.append(_LivePath(tree, path, self.take(), point.node, context, [point]))
             self.hold(context.path)
         began = time.perf_counter()
-        outcomes = self.attempt([partial(self.lead, run, run.anchors[0], _same) for run in part.live])
+        outcomes = self.attempt([partial(self.replay_to, run, run.anchors[0], _same) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
-        for run, found in zip(part.live, outcomes, strict=True):
-            begun = self.regain(run, found, _same) if isinstance(found, Exception) else found
+        for run, found in zip(cohort.live, outcomes, strict=True):
+            begun = self.recover(run, found, _same) if isinstance(found, Exception) else found
             (point,) = run.anchors
             point.pending -= 1
             if not point.pending:
-                part.started.append((run.tree.index, point.node.owner))
+                cohort.started.append((run.tree.index, point.node.owner))
             if begun is None:
                 self.drop(run)
                 continue
             run.context.observation, run.context.info = begun
             if not self.retries:
                 run.anchors.pop().free()
-        part.live = [run for run in part.live if not run.dropped]
+        cohort.live = [run for run in cohort.live if not run.dropped]
 
-    def act(self, part: _Part) -> None:
-        """Decide the next step of every live path, and have the environments carry it out."""
+    def act(self, cohort: _Cohort) -> None:
+        """Decide the next step of every live path, and have the environments execute it."""
         began = time.perf_counter()
-        decided = list(zip(part.live, self.policy([run.context for run in part.live]), strict=True))
+        decided = list(zip(cohort.live, self.policy([run.context for run in cohort.live]), strict=True))
         self.clock.policy += time.perf_counter() - began
-        part.acting = [
+        cohort.acting = [
             _Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
         ]
-        while part.started:
-            self.let_go(part.started.pop())
-        carry_out = partial(self.attempt, [acting.step for acting in part.acting])
-        part.outcomes = self.background.submit(carry_out).result if self.background else carry_out
+        while cohort.started:
+            self.release(cohort.started.pop())
+        carry_out = partial(self.attempt, [acting.step for acting in cohort.acting])
+        cohort.outcomes = self.background.submit(carry_out).result if self.background else carry_out
 
-    def point(self, run: _Live, action: Action) -> _Point | None:
-        """Where the state in which the action was decided is captured: siblings start there, or may yet."""
+    def point(self, run: _LivePath, action: Action) -> _Checkpoint | None:
+        """Captured node in which the action was decided: siblings start there, or may yet."""
         count = self.schedule.now(run.tree, run.path, run.node, action)
         if not count and not self.schedule.watches(run.path):
             return None
         self.hold((run.tree.index, run.node.owner))
-        return _Point(run.node, run.context.memory, pending=count)
+        return _Checkpoint(run.node, run.context.memory, pending=count)
 
-    def advance(self, part: _Part, wait: Callable[[], list[Outcome]]) -> None:
-        """Wait for the steps of the paths, and take note of what they led to."""
+    def advance(self, cohort: _Cohort, wait: Callable[[], list[Outcome]]) -> None:
+        """Wait for the steps of the paths, and record their results."""
         began = time.perf_counter()
         outcomes = wait()
         self.account(time.perf_counter() - began, outcomes)
         acted = []
-        for acting, outcome in zip(part.acting, outcomes, strict=True):
+        for acting, outcome in zip(cohort.acting, outcomes, strict=True):
             found = None if isinstance(outcome, Exception) else outcome
             if isinstance(outcome, Exception) and not acting.run.dropped:
-                found = self.regain(acting.run, outcome, acting.step)
+                found = self.recover(acting.run, outcome, acting.step)
             if found is None:
                 self.drop(acting.run)
             acted.append((acting, found))
-        part.acting, part.outcomes = [], None
+        cohort.acting, cohort.outcomes = [], None
         for acting, found in acted:
             if acting.point is None:
                 continue
@@ -345,16 +345,16 @@ class Lockstep:
                 self.keep(acting.run, acting.point, found[1])
         going = []
         for acting, found in acted:
-            if found is not None and not acting.run.dropped and self.moved(acting.run, acting.action, found[0]):
+            if found is not None and not acting.run.dropped and self.append_step(acting.run, acting.action, found[0]):
                 going.append(acting.run)
         stays = set(map(id, going))
-        ended = [run for run in part.live if id(run) not in stays]
+        ended = [run for run in cohort.live if id(run) not in stays]
         for run in ended:
             self.end(run)
-        part.live = going
+        cohort.live = going
 
-    def moved(self, run: _Live, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
-        """Add what a step led to; whether the path goes on."""
+    def append_step(self, run: _LivePath, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
+        """Append the result of a step to the path; True if the path continues."""
         observation, reward, terminated, truncated, info = result
         edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
         edge.valid = action.valid and bool(info.get("valid_action", True))
@@ -371,8 +371,8 @@ class Lockstep:
         run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
         return not (terminated or truncated) and self.survives(run)
 
-    def survives(self, run: _Live) -> bool:
-        """Whether the schedule lets the path go on, by a coin where it is not sure."""
+    def survives(self, run: _LivePath) -> bool:
+        """True if the schedule lets the path continue, decided by a random draw where its probability is below 1."""
         node = run.node
         node.survival = self.schedule.survival(run.tree, run.path, node)
         if node.survival >= 1.0:
@@ -381,8 +381,8 @@ class Lockstep:
         node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
         return not node.stopped
 
-    def keep(self, run: _Live, point: _Point, seconds: float) -> None:
-        """A state was captured: siblings start there, or its path may yet ask for them once it has ended."""
+    def keep(self, run: _LivePath, point: _Checkpoint, seconds: float) -> None:
+        """Record a captured state: siblings start there, or its path may request them once it has ended."""
         run.tree.snapshots += 1
         run.tree.snapshot_seconds += seconds
         point.users = point.pending or 1
@@ -397,8 +397,8 @@ class Lockstep:
         else:
             run.points.append(point)
 
-    def end(self, run: _Live) -> None:
-        """The path has ended: ask where to fork it afterwards, and give its environment back."""
+    def end(self, run: _LivePath) -> None:
+        """End a path: ask the schedule where to fork it afterwards, and return its environment."""
         if run.dropped:
             return
         if not run.path.edges:
@@ -418,22 +418,22 @@ class Lockstep:
                 self.waiting += [(run.tree, point)] * point.pending
         self.leave(run)
 
-    def leave(self, run: _Live) -> None:
-        """Nothing of the path is needed any more but what waits to start from it."""
+    def leave(self, run: _LivePath) -> None:
+        """Release all states of a path, except those that waiting forks start from."""
         for point in run.points:
             point.free()
             if not point.pending:
-                self.let_go((run.tree.index, point.node.owner))
+                self.release((run.tree.index, point.node.owner))
         for point in run.anchors:
             point.free()
         run.points, run.anchors = [], []
-        self.let_go(run.context.path)
+        self.release(run.context.path)
         self.give(run.env)
 
     # Environments that fail.
 
-    def lead(self, run: _Live, anchor: _Point, go: Callable[[Begun], T]) -> T:
-        """Bring the path's environment from there to where the path is, and go on."""
+    def replay_to(self, run: _LivePath, anchor: _Checkpoint, go: Callable[[Begun], T]) -> T:
+        """Replay a path's actions on an environment, from a captured state to its present node, then continue."""
         started = anchor is run.anchors[0]
         seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
         begun = restore(run.env, anchor.snap, seed=seed)
@@ -444,8 +444,8 @@ class Lockstep:
                     raise Diverged(f"after {edge.action.text!r}, at step {edge.child.depth}")
         return go(begun)
 
-    def regain(self, run: _Live, error: Exception, go: Callable[[Begun], T]) -> T | None:
-        """What ``go`` gives with another environment, led to where the path was; None where too many have failed.
+    def recover(self, run: _LivePath, error: Exception, go: Callable[[Begun], T]) -> T | None:
+        """Result of ``go`` with another environment, replayed to the path's node; None after too many failures.
 
         The first begins at the last snapshot, those after it where the path started, in case that snapshot is at fault.
 
@@ -458,37 +458,37 @@ class Lockstep:
             self.discard(run.env)
             run.lost += 1
             if run.lost > self.retries:
-                self.note(self.failure(run, error, dropped=len(run.tree.offspring(run.path.key))))
+                self.record_failure(self.failure(run, error, dropped=len(run.tree.offspring(run.path.key))))
                 return None
-            self.note(self.failure(run, error))
+            self.record_failure(self.failure(run, error))
             began = time.perf_counter()
             try:
                 run.env = self.take()
-                (found,) = self.envs.call([partial(self.lead, run, run.anchors[-1 if run.lost == 1 else 0], go)])
+                (found,) = self.envs.call([partial(self.replay_to, run, run.anchors[-1 if run.lost == 1 else 0], go)])
                 return found
             except Exception as failed_again:
                 error = failed_again
             finally:
                 self.clock.snapshots += time.perf_counter() - began
 
-    def failure(self, run: _Live, error: Exception, dropped: int = 0) -> Failure:
-        """What happened on the path."""
+    def failure(self, run: _LivePath, error: Exception, dropped: int = 0) -> Failure:
+        """The failure record of a path."""
         return Failure(run.tree.index, run.path.key, run.node.depth, described(error), dropped)
 
-    def note(self, failure: Failure) -> None:
-        """For whoever asked, and for the log."""
+    def record_failure(self, failure: Failure) -> None:
+        """Record a failure for the caller and in the log."""
         self.failures.append(failure)
         cost = f"dropped paths: {failure.dropped}" if failure.dropped else "trying again with another"
         place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
         logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
 
-    def drop(self, run: _Live) -> None:
-        """The path, with whatever was forked off it, has never been."""
+    def drop(self, run: _LivePath) -> None:
+        """Remove a path and everything forked off it."""
         if run.dropped:
             return
         tree, keys = run.tree, run.tree.offspring(run.path.key)
         tree.remove(keys)
-        for other in (other for part in self.parts for other in part.live):
+        for other in (other for cohort in self.cohorts for other in cohort.live):
             if other.tree is tree and other.path.key in keys and not other.dropped:
                 other.dropped = True
                 self.leave(other)
@@ -501,13 +501,13 @@ class Lockstep:
             point.free()
             point.pending -= 1
             if not point.pending:
-                self.let_go((tree.index, point.node.owner))
+                self.release((tree.index, point.node.owner))
 
-    def forget(self, run: _Live, point: _Point) -> None:
-        """A state that was to be captured on a path which is dropped."""
+    def forget(self, run: _LivePath, point: _Checkpoint) -> None:
+        """Forget a state that was to be captured on a path which is removed."""
         if point.snap is not None:
             point.snap.release()
-        self.let_go((run.tree.index, point.node.owner))
+        self.release((run.tree.index, point.node.owner))
 
 
 def _same(begun: Begun) -> Begun:

@@ -1,4 +1,4 @@
-"""Rollout trees as data: nodes, edges, paths, and the trees that they make."""
+"""Rollout trees as data: nodes, edges, paths and trees."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Action:
     """One decision of a policy."""
 
     text: Any
-    """What ``env.step`` is given."""
+    """Argument of ``env.step``."""
     entropy: float = math.nan
-    """Entropy (nats) of the distribution that the decision began with: what entropy schedules branch by."""
+    """Entropy (nats) of the decision's first distribution: the criterion of entropy schedules."""
     logp: float = math.nan
     """Log-probability (nats) of the decision, summed over its tokens."""
     position: int = 0
@@ -26,16 +26,16 @@ class Action:
     tokens: int = 0
     """Tokens generated."""
     memory: Any = None
-    """Given back to the policy at the next step of this path, and of forks off that step. Never mutated."""
+    """State returned to the policy at the next step of this path, and of forks off that step. Never mutated."""
     data: Any = None
-    """Whatever else a trainer keeps of the decision."""
+    """Other data that a trainer keeps of the decision."""
     valid: bool = True
     """False where the policy's answer could not be read: the edge is then invalid whatever the environment says."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A state: where the policy acts next, or a leaf."""
+    """A state of the environment: a decision point of the policy, or a leaf."""
 
     depth: int
     observation: Any
@@ -50,13 +50,13 @@ class Node:
     value: float = 0.0
     """Estimate of the return from here, backed up from the leaves below by a trainer."""
     survival: float = 1.0
-    """Probability with which the path went on from here (`Schedule.survival`)."""
+    """Probability with which the path continued from here (`Schedule.survival`)."""
     stopped: bool = False
-    """Whether it did not."""
+    """True if the path did not continue."""
     luck: float = 0.0
-    """How much of ``value`` is luck of the decisions from here on, estimated (`Edge.control`)."""
+    """Part of ``value`` that is luck of the decisions from here on, estimated (`Edge.control`)."""
     ahead: Any = field(default=None, kw_only=True)
-    """What the ``look`` of `rollout` found here."""
+    """Result of `rollout`'s ``look`` at this node."""
     state_hash: Any = field(default=None, kw_only=True)
     """``info["state_hash"]``, equal for equal states, where the environment gives one."""
     features: Any = field(default=None, kw_only=True)
@@ -66,7 +66,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Edge:
-    """One action taken."""
+    """One action taken, from its node to the next."""
 
     path: PathKey
     parent: Node
@@ -80,19 +80,19 @@ class Edge:
     verdict: str = field(default="", kw_only=True)
     """``info["verdict"]``, where the environment gives one."""
     masked: bool = field(default=False, kw_only=True)
-    """``info["masked"]``: the episode ended here, and its rewards say nothing about what was done in it."""
+    """``info["masked"]``: the episode ended here, and its rewards say nothing about the actions in it."""
     suspicious: bool = field(default=False, kw_only=True)
-    """``info["suspicious"]`` is not empty: the reward may have been had by a trick."""
+    """``info["suspicious"]`` is not empty: the reward may have been obtained by a trick."""
     value: float = 0.0
-    """Estimate of the return of taking this action here, backed up likewise."""
+    """Estimate of the return of taking this action here, backed up like `Node.value`."""
     control: float = field(default=0.0, kw_only=True)
-    """How much more this action is estimated to be worth than the policy's average action here: 0 in expectation."""
+    """Estimated advantage of this action over the policy's average action here: 0 in expectation."""
     luck: float = field(default=0.0, kw_only=True)
-    """How much of ``value`` is luck of the decisions after this one, backed up from their ``control``."""
+    """Part of ``value`` that is luck of the decisions after this one, backed up from their ``control``."""
     advantage: float = 0.0
     weight: float = 1.0
     data: Any = None
-    """Whatever else a trainer keeps of the edge."""
+    """Other data that a trainer keeps of the edge."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class Path:
 
     @property
     def total_reward(self) -> float:
-        """Undiscounted return of the whole episode that ends here."""
+        """Undiscounted return of the whole episode that ends with this path."""
         return sum(edge.reward for edge in self.from_root())
 
 
@@ -139,7 +139,7 @@ class RolloutTree:
             yield from path.edges
 
     def offspring(self, key: PathKey) -> set[PathKey]:
-        """Keys of a path and of whatever was forked off it, directly or not."""
+        """Keys of a path and of all paths forked off it, directly or not."""
         keys = {key}
         for path in self.paths:  # those that a path was forked off come before it
             if path.start.owner in keys:
@@ -147,7 +147,7 @@ class RolloutTree:
         return keys
 
     def remove(self, keys: Collection[PathKey]) -> None:
-        """Take paths out, together with whatever was forked off them: it is as if they had never been."""
+        """Remove paths with all paths forked off them, as if they had never been sampled."""
         for path in self.paths:
             if path.key in keys and path.edges:
                 path.start.children.remove(path.edges[0])
@@ -155,12 +155,12 @@ class RolloutTree:
 
     @property
     def env_steps(self) -> int:
-        """Environment steps taken."""
+        """Number of environment steps taken."""
         return sum(len(path.edges) for path in self.paths)
 
     @property
     def tokens(self) -> int:
-        """Tokens generated."""
+        """Number of tokens generated."""
         return sum(edge.action.tokens for edge in self.edges())
 
     @property

@@ -17,7 +17,7 @@ from sandboxgym.tree.schedules import Schedule
 
 @dataclass(slots=True)
 class Context:
-    """What a policy is shown to decide: the present step of one path."""
+    """Input of a policy's decision: the present step of one path."""
 
     path: tuple[int, PathKey]
     """(task index, path key): unique within a rollout."""
@@ -31,32 +31,32 @@ class Context:
 
 
 class Policy(Protocol):
-    """Decides for all live paths at once: any function of the contexts.
+    """Protocol of policies: decide for all live paths at once, by any function of the contexts.
 
-    One that keeps something of its paths, to go on from it in their forks, may have a method ``release(path)`` as well:
-    it is called with `Context.path` once the path has ended and nothing will start from its states any more. A fork's
-    key is that of the path which reached its first state, followed by one pair.
+    One that keeps something of its paths, to continue from it in their forks, may have a method ``release(path)`` as
+    well: it is called with `Context.path` once the path has ended and nothing will start from its states any more. A
+    fork's key is that of the path which reached its first state, followed by one pair.
     """
 
     def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
-        """One action a context; None ends that path as truncated (no room left to act)."""
+        """One action per context; None ends that path as truncated (no room left to act)."""
 
 
 Look = Callable[[gym.Env[Any, Any], dict[str, Any]], Any]
-"""Looks ahead from a state, given its environment and info, once, before an action is carried out there; what it
+"""Looks ahead from a state, given its environment and info, once, before an action is executed there; what it
 returns becomes `Node.ahead`. It leaves the environment as it is (`sandboxgym.successors` does), may be called by
 several threads at once, and what it raises counts as raised by the environment."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """Wall-clock seconds that rollouts spent waiting, by what for; `rollout` adds to it."""
+    """Wall-clock seconds that rollouts spent waiting, by cause; `rollout` adds to it."""
 
     policy: float = 0.0
     steps: float = 0.0
     """Steps and resets of environments; those that work at the same time as others, or as the policy, count once."""
     snapshots: float = 0.0
-    """Snapshots and restores, likewise."""
+    """Snapshots and restores, counted like ``steps``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Failure:
     depth: int
     """Steps since the root."""
     error: str
-    """What it raised, or why there is no room."""
+    """The exception as text, or why there is no room."""
     dropped: int = 0
-    """Paths that this cost, those forked off it included; 0: the path went on."""
+    """Paths lost by the failure, those forked off it included; 0: the path continued."""
     too_long: bool = False
-    """Whether the policy could not act at all (`Policy` returned None for the first step)."""
+    """True if the policy could not act at all (`Policy` returned None for the first step)."""
 
 
 def rollout(
@@ -92,7 +92,7 @@ def rollout(
     failures: list[Failure] | None = None,
     look: Look | None = None,
 ) -> list[RolloutTree]:
-    """Roll out one tree a task.
+    """Roll out one tree per task.
 
     Paths advance in lockstep, one call of the policy for all that are live; paths that start while others run are
     rolled out in the next wave.
@@ -109,9 +109,9 @@ def rollout(
     not depend on what the policy does, no estimate is biased by it.
 
     Args:
-        envs: where live environments come from; all are given back at the end, also after an error.
+        envs: source of live environments; all are given back at the end, also after an error.
         policy: see `Policy`.
-        schedule: where to fork.
+        schedule: rule for forking.
         tasks: given to ``env.reset(options={"task": task})``; None resets without options.
         seed: key of all random streams (a trainer's seed and update number, say).
         indices: the tasks' numbers in a larger batch, of which these are a part (default 0, 1, …).

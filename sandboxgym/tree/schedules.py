@@ -1,4 +1,4 @@
-"""Schedules: where a rollout tree forks, and where a path ends early."""
+"""Schedules: rules for forking rollout trees, and for ending paths early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sandboxgym.tree.nodes import Action, Node, Path, RolloutTree
 
 
 class Schedule:
-    """Where to fork. This one never does: ``roots`` independent rollouts a task.
+    """A rule for forking. This one never does: ``roots`` independent rollouts per task.
 
     Args:
         roots: root paths of every task, or of each task by its index in the batch.
@@ -23,7 +23,7 @@ class Schedule:
             raise ValueError(f"expected at least one root path, found roots={roots}")
 
     def roots_of(self, index: int) -> int:
-        """Root paths of the task of this index; raises `ValueError` where it was given none."""
+        """Number of root paths for the task at this index; raises `ValueError` if the task has none."""
         if not isinstance(self.roots, Mapping):
             return self.roots
         if index not in self.roots:
@@ -31,21 +31,21 @@ class Schedule:
         return self.roots[index]
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """Siblings to start at ``node``, decided before ``action`` is executed: a causal rule.
+        """Number of siblings to start at ``node``, decided before ``action`` is executed: a causal rule.
 
         A sibling asks again at the node it starts from (``path.edges`` is empty then).
         """
         return 0
 
     def survival(self, tree: RolloutTree, path: Path, node: Node) -> float:
-        """Probability with which ``path`` goes on from ``node``, asked after each of its steps: Russian roulette.
+        """Probability with which ``path`` continues from ``node``, asked after each of its steps: Russian roulette.
 
         The coin has a stream of its own. A path that is stopped ends truncated at the node.
         """
         return 1.0
 
     def watches(self, path: Path) -> bool:
-        """Whether `after` is asked about this path: a snapshot is kept at each of its steps until it has ended."""
+        """True if `after` will be asked about this path: a snapshot is kept at each of its steps until it has ended."""
         return False
 
     def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
@@ -61,7 +61,7 @@ class ForkAt(Schedule):
         self.depths, self.width = frozenset(depths), width
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """``width - 1`` siblings at the depths that were asked for."""
+        """``width - 1`` siblings at each of the depths."""
         return self.width - 1 if path.key == (0, 0) and node.depth in self.depths else 0
 
 
@@ -77,10 +77,10 @@ class TopEntropy(Schedule):
         self.points, self.width = points, width
 
     def watches(self, path: Path) -> bool:
-        """The first path."""
+        """True for the first path."""
         return path.key == (0, 0)
 
     def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
-        """Its nodes of highest entropy; ties go to the earlier one."""
+        """The path's nodes of highest entropy; ties go to the earlier one."""
         ranked = sorted(path.edges, key=lambda edge: (-edge.action.entropy, edge.parent.depth))
         return [(edge.parent, self.width - 1) for edge in ranked[: self.points]]

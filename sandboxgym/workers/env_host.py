@@ -1,7 +1,8 @@
-"""The inside of a worker: environments in numbered slots, and the calls that are carried out on them.
+"""The worker's side: environments in numbered slots, and the calls executed on them.
 
-The vocabulary that an owner (``worker.py``) and its workers share: a `Call`, its `Outcome`, a `Shipped` snapshot, what
-can go wrong. Snapshots cross as their durable bytes, once: a host keeps the ones it took or was given last, by id.
+The vocabulary shared by an owner (``worker.py``) and its workers: a `Call`, its `Outcome`, a `Shipped` snapshot, typed
+failures. Snapshots cross as their durable bytes, once: a host keeps the most recent ones that it took or received, by
+id.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class EnvFailure(Exception):
 
 
 class WorkerDied(EnvFailure):
-    """The process of an environment ended; its state is lost but for snapshots."""
+    """The worker process of an environment ended; its state is lost except for snapshots."""
 
 
 class CallTimedOut(EnvFailure, TimeoutError):
@@ -49,7 +50,7 @@ class CallTimedOut(EnvFailure, TimeoutError):
 
 
 class RemoteTraceback(Exception):
-    """``__cause__`` of an exception that was raised in a worker: its traceback there."""
+    """Remote traceback of an exception raised in a worker, set as its ``__cause__``."""
 
     def __str__(self) -> str:
         return f"in the worker:\n\n{self.args[0]}"
@@ -57,7 +58,7 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an owner knows of an environment in a worker."""
+    """Facts that an owner knows of an environment in a worker."""
 
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
@@ -65,7 +66,7 @@ class Description:
     spec: EnvSpec | None
     render_mode: str | None
     snapshot_spec: SnapshotSpec | None
-    """None where the environment does not support snapshots."""
+    """Spec of the snapshots; None where the environment does not support them."""
 
 
 class Call(NamedTuple):
@@ -77,24 +78,24 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a call returned, or the exception that it raised."""
+    """Result of a call: the value that it returned, or the exception that it raised."""
 
     value: Any
     error: BaseException | None = None
 
     def get(self) -> Any:
-        """The value; raises the exception."""
+        """Return the value, or raise the exception."""
         if self.error is not None:
             raise self.error
         return self.value
 
 
 SnapKey = tuple[str, int]
-"""(id, number of wrappers' states) of a snapshot: what a worker finds a kept one by."""
+"""Key of a snapshot kept by a worker: (id, number of wrappers' states)."""
 
 
 class Shipped(NamedTuple):
-    """A snapshot on its way between an owner and a worker: its bytes, the object, or only the key of a kept one."""
+    """A snapshot in transit between an owner and a worker: its bytes, the object, or only the key of a kept one."""
 
     key: SnapKey | None
     data: bytes | None = None
@@ -102,16 +103,16 @@ class Shipped(NamedTuple):
 
 
 class NotKept(Exception):
-    """The worker does not keep (any more) the snapshot that was named by its key only."""
+    """The worker does not keep, or no longer keeps, the snapshot named by its key only."""
 
 
 def snapshot_key(snap: Any) -> SnapKey | None:
-    """The key of a `Snapshot`; None for a third party's handle, which is shipped whole each time."""
+    """Key of a `Snapshot`; None for a third party's handle, which is shipped whole each time."""
     return (snap.id, len(snap.layers)) if isinstance(snap, Snapshot) else None
 
 
 def env_maker(env: str | EnvSpec | MakeEnv, **kwargs: Any) -> MakeEnv:
-    """A function that makes the environment in any process: ``gym.make`` of an id or a spec, or a factory as it is.
+    """A function that makes the environment in any process: ``gym.make`` of an id or a spec, or a given factory.
 
     An id registered in this process only (not by a module that a worker imports) goes along as its spec.
     """
@@ -123,10 +124,10 @@ def env_maker(env: str | EnvSpec | MakeEnv, **kwargs: Any) -> MakeEnv:
 
 
 class Host:
-    """The environments of one worker, where the calls are carried out.
+    """The environments of one worker, on which calls are executed.
 
     Args:
-        keep: how many snapshots are kept, least recently used first out.
+        keep: number of snapshots kept, least recently used first out.
         ships: snapshots leave as bytes (another process), not as objects.
     """
 
@@ -138,11 +139,11 @@ class Host:
         self._ships = ships
 
     def perform(self, call: Call) -> Any:
-        """Carry out one call."""
+        """Execute one call."""
         return getattr(self, call.method)(call.slot, *call.args)
 
     def make(self, slot: int, make: MakeEnv) -> Description:
-        """A new environment for the slot; one that was there is closed."""
+        """Make a new environment in the slot, and close the one that was there."""
         with contextlib.suppress(Exception):  # of one that is done with
             self.close(slot)
         self._makes[slot] = make
@@ -162,7 +163,7 @@ class Host:
         return self._envs[slot].step(action)
 
     def snapshot(self, slot: int, streams: bool = False, drawn: Any = None) -> Any:
-        """Capture the whole stack, with ``streams`` also the spaces' random streams as they are then.
+        """Capture the whole stack, with ``streams`` also the present random streams of the spaces.
 
         ``drawn`` are those streams as they are on the owner's side, where the owner has drawn from them.
         """
@@ -172,12 +173,12 @@ class Host:
         return (shipped, self.streams(slot)) if streams else shipped
 
     def restore(self, slot: int, shipped: Shipped, seed: int | None, streams: bool = False) -> Any:
-        """Go to a captured state: its (observation, info), with ``streams`` also the spaces' random streams."""
+        """Return to a captured state: its (observation, info), with ``streams`` also the spaces' random streams."""
         started = restore(self._envs[slot], self._receive(shipped), seed=seed)
         return (started, self.streams(slot)) if streams else started
 
     def fork(self, slot: int, slots: Sequence[int], seed: int | None, streams: Any) -> None:
-        """Children of the environment into new slots."""
+        """Fork children of the environment into new slots."""
         self._put_streams(self._envs[slot], streams)
         self._envs.update(zip(slots, fork(self._envs[slot], len(slots), seed=seed), strict=True))
 
@@ -191,7 +192,7 @@ class Host:
         return self._envs[slot].render()
 
     def attribute(self, slot: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An attribute of the outermost layer that has it; if it is callable, what it returns."""
+        """An attribute of the outermost layer that has it, or the result of calling it if it is callable."""
         value = self._envs[slot].get_wrapper_attr(name)
         return value(*args, **kwargs) if callable(value) else value
 
@@ -203,7 +204,7 @@ class Host:
         seed: int | None,
         options: dict[str, Any] | None,
     ) -> Any:
-        """Restore or reset, then ``run(env, observation, info)``. An environment that fails at it is made anew."""
+        """Restore or reset, then call ``run(env, observation, info)``. An environment that fails then is made anew."""
         function = cloudpickle.loads(run) if isinstance(run, bytes) else run
         snap = None if shipped is None else self._receive(shipped)
 
@@ -221,13 +222,13 @@ class Host:
         return function(self._envs[slot], *started)
 
     def close(self, slot: int) -> None:
-        """Close the slot's environment, if any."""
+        """Close the slot's environment, if there is one."""
         env = self._envs.pop(slot, None)
         if env is not None:
             env.close()
 
     def close_all(self) -> None:
-        """Close every environment, also after one of them failed to."""
+        """Close every environment, even if closing one of them failed."""
         for slot in list(self._envs):
             with contextlib.suppress(Exception):
                 self.close(slot)
@@ -263,13 +264,13 @@ class Host:
 
 
 def snapshot_spec_of(env: AnyEnv) -> SnapshotSpec:
-    """What the snapshots of a stack's base cover; AttributeError where it has none."""
+    """Spec of the snapshots of a stack's base environment; raises AttributeError where it has none."""
     spec: SnapshotSpec = env.get_wrapper_attr("snapshot_spec")
     return spec
 
 
 def remember(kept: OrderedDict[SnapKey, Any], key: SnapKey, value: Any, most: int) -> None:
-    """Put into a mapping that forgets what was used longest ago; owner and worker do the same, so they agree."""
+    """Put into a least-recently-used mapping; owner and worker do the same, so their contents agree."""
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > most:

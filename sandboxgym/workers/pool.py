@@ -1,15 +1,15 @@
-"""A queue of jobs on environments in workers, which knows about snapshots.
+"""A queue of jobs on environments in workers, scheduled by the place of their snapshots.
 
-1. A job is a function ``run(env, observation, info)``. It is carried out next to an environment that was restored from
-   a snapshot, or reset, for it alone; what it returns or raises arrives in a `concurrent.futures.Future`.
-2. Siblings go where their snapshot is: its bytes are shipped once to a worker, which keeps it; an idle worker takes
+1. A job is a function ``run(env, observation, info)``. It is executed beside an environment that was restored from a
+   snapshot, or reset, for it alone; its result or exception arrives in a `concurrent.futures.Future`.
+2. Siblings run where their snapshot is: its bytes are shipped once to a worker, which keeps it; an idle worker takes
    over the jobs of busy ones.
-3. Seeds make a job's result independent of where and when it was carried out.
-4. When a worker dies, its job is carried out once more on a new one, then fails with `WorkerDied`; no other job is
-   affected. A job that takes too long fails with `CallTimedOut` at once.
+3. Seeds make a job's result independent of where and when it was executed.
+4. When a worker dies, its job is repeated once on a new one, then fails with `WorkerDied`; no other job is affected. A
+   job that takes too long fails with `CallTimedOut` at once.
 
-A whole episode, or a group of siblings, in one job is one message there and one back: cheap environments gain from
-processes only that way. `PooledEnvs` gives rollout trees (`tree/nodes.py`) environments in worker processes instead.
+A whole episode, or a group of siblings, in one job costs one message each way: cheap environments gain from processes
+only that way. `PooledEnvs` gives rollout trees (`tree/nodes.py`) environments in worker processes instead.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from sandboxgym.workers.env_host import (
     env_maker,
     snapshot_key,
 )
-from sandboxgym.workers.remote import Crew, RemoteEnv
+from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
 
 T = TypeVar("T")
 Run = Callable[[gym.Env[Any, Any], Any, dict[str, Any]], T]
-"""A job: is given an environment and the observation and info that it was restored or reset to."""
+"""A job: a function of an environment and the observation and info of its restore or reset."""
 
 _OLDEST_FIRST = 32
-"""Every so many jobs a worker takes the oldest one, so that none waits for ever behind siblings that keep coming."""
+"""Interval in jobs at which a worker takes the oldest one, so that none waits for ever behind new siblings."""
 
 _NOTHING = object()
 _FAREWELL = 10.0
@@ -75,23 +75,23 @@ class PoolStats:
     """Jobs that began at a snapshot."""
     resets: int = 0
     local: int = 0
-    """Of the restores, those on a worker that had the snapshot already."""
+    """Restores on a worker that had the snapshot already."""
     snapshots_shipped: int = 0
     bytes_shipped: int = 0
-    """Of those snapshots."""
+    """Bytes of snapshots shipped to workers."""
     busy_seconds: float = 0.0
-    """Summed over the workers."""
+    """Busy seconds, summed over the workers."""
     seconds: float = 0.0
-    """Since the pool was made."""
+    """Seconds since the pool was made."""
 
     @property
     def busy_share(self) -> float:
-        """Share of the workers' time in which they had work, 0 to 1."""
+        """Fraction of the workers' time spent on work, 0 to 1."""
         return self.busy_seconds / (self.seconds * self.workers) if self.seconds else 0.0
 
     @property
     def locality(self) -> float:
-        """Share of the restores for which nothing was shipped, 0 to 1."""
+        """Fraction of the restores that shipped no bytes, 0 to 1."""
         return self.local / self.restores if self.restores else 0.0
 
 
@@ -108,7 +108,7 @@ class _Job:
 
     @property
     def group(self) -> Any:
-        """Equal for siblings of one snapshot; None for a job that begins with a reset."""
+        """Group key, equal for siblings of one snapshot; None for a job that begins with a reset."""
         return None if self.snap is None else snapshot_key(self.snap) or id(self.snap)
 
 
@@ -117,14 +117,14 @@ class EnvPool:
 
     Args:
         env: an id, an ``EnvSpec`` or a function that makes the environment.
-        workers: how many (default: one a processor).
+        workers: number of workers (default: one per processor).
         mode: ``"process"``, or ``"thread"`` where environments wait (containers, network) more than they compute.
-        max_pending: jobs that may be queued, those being carried out not counted; see `submit`.
+        max_pending: jobs that may be queued, those being executed not counted; see `submit`.
         timeout: seconds that a job may take; None waits. In threads it costs a second thread a worker.
         create_timeout: likewise for starting a worker and making its environment.
         batch: most siblings that go to a worker in one message. More than 1 pays for jobs of less than a millisecond,
             and divides long jobs unevenly.
-        keep: how many snapshots a worker keeps.
+        keep: number of snapshots that a worker keeps.
         locality: False gives every job to the next free worker, in order.
         **kwargs: of ``gym.make`` or of the function.
 
@@ -203,7 +203,7 @@ class EnvPool:
             block: wait while ``max_pending`` jobs are queued; False raises instead.
 
         Returns:
-            A future: ``cancel()`` takes the job out of the queue, a running job goes on. It raises what the job
+            A future: ``cancel()`` takes the job out of the queue, a running job continues. It raises what the job
             raised, with the worker's traceback as ``__cause__``.
 
         Raises:
@@ -220,8 +220,8 @@ class EnvPool:
         """Queue one job for each of ``k`` siblings.
 
         Args:
-            snap: where they begin.
-            k: how many, at least 1.
+            snap: their initial state.
+            k: number of jobs, at least 1.
             run: the same for all.
             seed: sibling i gets ``sibling_seed(seed, i)``, as from ``env.fork(k, seed=seed)``; None clones the streams.
             block: as in `submit`; without it either all are queued or none.
@@ -233,7 +233,7 @@ class EnvPool:
 
     @staticmethod
     def as_completed(futures: Iterable[Future[T]], timeout: float | None = None) -> Iterator[Future[T]]:
-        """Futures in the order in which they end; see `concurrent.futures.as_completed`."""
+        """Futures in the order of completion; see `concurrent.futures.as_completed`."""
         return concurrent.futures.as_completed(futures, timeout)
 
     @property
@@ -265,7 +265,7 @@ class EnvPool:
             busy = list(self._busy)
         for job in dropped:
             if not job.future.cancel():  # it ran before, on a worker that died
-                job.future.set_exception(PoolClosed("the pool was closed before the job was carried out again"))
+                job.future.set_exception(PoolClosed("the pool was closed before the job was executed again"))
         for worker in busy:
             worker.interrupt()
         deadline = time.monotonic() + _FAREWELL
@@ -334,7 +334,7 @@ class EnvPool:
             self._groups.pop(group, None)
 
     def _next(self, worker: Worker) -> list[_Job] | None:
-        """What the worker does now; None once the pool is closed."""
+        """Next job of the worker; None once the pool is closed."""
         with self._changed:
             while not self._closed and (group := self._choose(worker)) is _NOTHING:
                 self._changed.wait()
@@ -350,7 +350,7 @@ class EnvPool:
             return jobs
 
     def _choose(self, worker: Worker) -> Any:
-        """The group to take a job from; `_NOTHING` if there is none, or none but for idle workers that are nearer.
+        """Group to take a job from; `_NOTHING` if there is none, or only some that an idle worker is nearer to.
 
         The worker's own, else the oldest that no worker holds, else the oldest that only busy workers hold.
         """
@@ -375,12 +375,12 @@ class EnvPool:
         return _NOTHING
 
     def _dispatch(self, worker: Worker) -> None:
-        """The thread of one worker."""
+        """Main loop of the thread of one worker."""
         while (jobs := self._next(worker)) is not None:
             began = time.monotonic()
             try:
                 self._carry_out(worker, jobs)
-            except BaseException as error:  # SystemExit in a job in this thread: the thread goes on
+            except BaseException as error:  # SystemExit in a job in this thread: the thread continues
                 worker.settle()
                 for job in jobs:
                     if not job.future.done():
@@ -454,7 +454,7 @@ class EnvPool:
             if not self._closed:
                 self._enqueue(job, first=True)
                 return
-        self._finish(job, None, PoolClosed("the pool was closed before the job was carried out"))
+        self._finish(job, None, PoolClosed("the pool was closed before the job was executed"))
 
     def _finish(self, job: _Job, value: Any, error: BaseException | None) -> None:
         with self._changed:
@@ -501,42 +501,42 @@ class PooledEnvs(Envs):
             "reset_timeout": reset_timeout,
             "create_timeout": create_timeout,
         }
-        self._crews = [Crew(ProcessWorker(), keep_on=True) for _ in range(count)]
-        for crew in self._crews:
-            crew.worker.start()
+        self._slots = [WorkerSlots(ProcessWorker(), keep_on=True) for _ in range(count)]
+        for shared in self._slots:
+            shared.worker.start()
         self._taken = [0] * count
         self._at: dict[int, int] = {}
         self._free: list[list[RemoteEnv]] = [[] for _ in range(count)]
         super().__init__(env_maker(env, **kwargs), threads=threads or max(2, min(64, 8 * count)))
 
     def take(self) -> gym.Env[Any, Any]:
-        """An environment in any state, on the worker with the fewest taken: reset or restore it."""
-        place = min(range(len(self._crews)), key=self._taken.__getitem__)
+        """A live environment in any state, on the worker with the fewest in use, to be reset or restored."""
+        place = min(range(len(self._slots)), key=self._taken.__getitem__)
         if self._free[place]:
             env = self._free[place].pop()
         else:
-            env = RemoteEnv(self._make, crew=self._crews[place], **self._settings)
+            env = RemoteEnv(self._make, shared=self._slots[place], **self._settings)
             self._made.append(env)
             self._at[id(env)] = place
         self._taken[place] += 1
         return env
 
     def give(self, env: gym.Env[Any, Any]) -> None:
-        """Back for the next path."""
+        """Return an environment, for use by the next path."""
         assert isinstance(env, RemoteEnv)
         place = self._at[id(env)]
         self._taken[place] -= 1
         self._free[place].append(env)
 
     def discard(self, env: gym.Env[Any, Any]) -> None:
-        """Not back, for it has failed: close it, whatever state it is in."""
+        """Close an environment that failed, whatever state it is in."""
         self._taken[self._at.pop(id(env))] -= 1
         super().discard(env)
 
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""
         with contextlib.ExitStack() as stack:
-            stack.callback(close_workers, [crew.worker for crew in self._crews])
+            stack.callback(close_workers, [shared.worker for shared in self._slots])
             super().close()
-        self._free = [[] for _ in self._crews]
+        self._free = [[] for _ in self._slots]
         self._at.clear()

@@ -1,4 +1,4 @@
-"""What a worker process runs: calls in through a pipe, outcomes out, until the owner wants an end or is gone."""
+"""Main program of a worker process: calls in through a pipe, outcomes out, until the owner closes it or is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRACE = 5.0
 
 
 def dumps(value: Any) -> bytes:
-    """Pickled plainly where that works, else with cloudpickle."""
+    """Pickle plainly where that works, else with cloudpickle."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:  # a local class, a lambda: pickle raises several types
@@ -32,11 +32,11 @@ def dumps(value: Any) -> bytes:
 
 
 class _Stop(BaseException):
-    """Raised by SIGTERM in a worker, through whatever the environment is doing."""
+    """Raised by SIGTERM in a worker, through whatever code of the environment is running."""
 
 
 def main() -> None:
-    """What a worker process runs."""
+    """Entry point of a worker process."""
     descriptor, owner, keep = map(int, sys.argv[1:4])
     sys.argv[1:] = []
     pipe: Connection[Any, Any] = Connection(descriptor)
@@ -84,7 +84,7 @@ def _dumps_error(error: BaseException) -> bytes:
 
 
 def _watch(descriptor: int, owner: int) -> None:
-    """End this process when its owner is gone: orderly if the environment lets it, else the hard way."""
+    """End this process when its owner is gone: in order if the environment allows it, else by force."""
     poll = select.poll()
     poll.register(descriptor, 0)  # only hang-up and error
     while not poll.poll(1000) and os.getppid() == owner:

@@ -1,11 +1,12 @@
-"""`RemoteEnv`: an environment in a worker process, used like one here.
+"""`RemoteEnv`: an environment in a worker process, used like a local one.
 
 1. ``reset``, ``step``, ``render``, ``snapshot``, ``restore`` and ``fork`` act on the whole stack in the worker, and
    exceptions come back with their own types.
-2. Its snapshots are those of the same stack here: they restore in an environment of the same id made by ``gym.make``,
-   and the other way round. Wrappers around the `RemoteEnv` are captured by `sandboxgym.snapshot` in addition.
-3. The random streams of ``action_space`` and ``observation_space`` are part of it, drawn from here or there.
-4. If the worker dies or is ended by a time-out, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
+2. Its snapshots are those of the same stack in this process: they restore in an environment of the same id made by
+   ``gym.make``, and the other way round. Wrappers around the `RemoteEnv` are captured by `sandboxgym.snapshot` in
+   addition.
+3. The random streams of ``action_space`` and ``observation_space`` are part of its state, drawn from in either process.
+4. If the worker dies or is ended by a timeout, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
    ``restore`` starts a new worker.
 """
 
@@ -26,8 +27,8 @@ from sandboxgym.workers.env_host import Description, MakeEnv, WorkerDied, env_ma
 from sandboxgym.workers.worker import Mode, Worker, make_worker
 
 
-class Crew:
-    """One worker and the slots in use on it. The worker ends with its last environment, unless it is kept on."""
+class WorkerSlots:
+    """One worker and its slots in use. The worker ends with its last environment, unless it is kept on."""
 
     def __init__(self, worker: Worker, *, keep_on: bool = False) -> None:
         self.worker = worker
@@ -36,14 +37,14 @@ class Crew:
         self._next = 0
 
     def join(self) -> int:
-        """A slot of its own for one more environment."""
+        """Take a slot for one more environment."""
         with self.worker.lock:
             self._next += 1
             self.slots.add(self._next)
             return self._next
 
     def leave(self, slot: int) -> None:
-        """The slot is free; the last one out closes the worker."""
+        """Free a slot; freeing the last one closes the worker."""
         with self.worker.lock:
             self.slots.discard(slot)
             last = not self.slots and not self.keep_on
@@ -52,7 +53,7 @@ class Crew:
 
 
 class RemoteEnv(gym.Env[Any, Any]):
-    """A proxy of an environment that lives in a worker process.
+    """Proxy of an environment that lives in a worker process.
 
     Calls are synchronous and may come from any thread, one at a time for each worker.
 
@@ -64,7 +65,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         fork_to: where `fork` puts the children: each in a new ``"process"``, or all in this one's ``"worker"``, which
             is cheaper, steps them in turn and needs no durable snapshots.
         mode: ``"thread"`` keeps it in a thread of this process instead.
-        crew: share this worker.
+        shared: the slots of a worker to share.
         **kwargs: of ``gym.make`` or of the function.
 
     Example:
@@ -86,7 +87,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         create_timeout: float | None = 300.0,
         fork_to: str = "process",
         mode: Mode = "process",
-        crew: Crew | None = None,
+        shared: WorkerSlots | None = None,
         **kwargs: Any,
     ) -> None:
         if fork_to not in ("process", "worker"):
@@ -97,14 +98,14 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._create_timeout = create_timeout
         self._fork_to = fork_to
         self._mode = mode
-        self._crew = crew or Crew(make_worker(mode))
-        self._slot = self._crew.join()
+        self._slots = shared or WorkerSlots(make_worker(mode))
+        self._slot = self._slots.join()
         self._generation = 0
         self._closed = False
         try:
             self._take_on(self._create())
         except BaseException:
-            self._crew.leave(self._slot)
+            self._slots.leave(self._slot)
             raise
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -121,7 +122,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         return self._call("render", timeout=self._timeout)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """An attribute of the environment in the worker, or what it returns when called."""
+        """An attribute of the environment in the worker, or the result of calling it."""
         return self._call("attribute", name, args, kwargs, timeout=self._timeout)
 
     def close(self) -> None:
@@ -131,8 +132,8 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._closed = True
         if self._living():
             with contextlib.suppress(Exception):
-                self._crew.worker.call(self._slot, "close", timeout=self._reset_timeout)
-        self._crew.leave(self._slot)
+                self._slots.worker.call(self._slot, "close", timeout=self._reset_timeout)
+        self._slots.leave(self._slot)
 
     @property
     def last(self) -> Transition:
@@ -141,7 +142,7 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     @property
     def snapshot_spec(self) -> SnapshotSpec:
-        """What snapshots of the base environment cover.
+        """Spec of the snapshots of the base environment.
 
         Raises:
             SnapshotNotSupported: it has none.
@@ -152,24 +153,24 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     def snapshot(self) -> Any:
         """Capture the whole stack in the worker; see `sandboxgym.snapshot`."""
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             shipped, streams = self._call("snapshot", True, self._drawn(), timeout=self._reset_timeout)
             self._put_streams(streams)
-            return self._crew.worker.receive(shipped)
+            return self._slots.worker.receive(shipped)
 
     def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Go to a captured state, in place; see `sandboxgym.restore`."""
-        with self._crew.worker.lock:
+        """Return to a captured state, in place; see `sandboxgym.restore`."""
+        with self._slots.worker.lock:
             self._revive()
             self._check_open()
-            started, streams = self._crew.worker.restore(
+            started, streams = self._slots.worker.restore(
                 self._slot, snap, seed, streams=True, timeout=self._reset_timeout
             )
             self._put_streams(streams)
         return started  # type: ignore[no-any-return]
 
     def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
-        """``k`` new environments at this state; see `SnapshotEnv.fork`. All or nothing."""
+        """Create ``k`` new environments at this state; see `SnapshotEnv.fork`. All or nothing."""
         if k < 1:
             raise ValueError(f"expected at least 1 fork, found k={k}")
         return self._fork_here(k, seed) if self._fork_to == "worker" else self._fork_apart(k, seed)
@@ -185,34 +186,34 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     @property  # type: ignore[misc]
     def np_random(self) -> Any:  # type: ignore[override]
-        """Not here: drawing from a copy would not advance the environment's own stream."""
+        """Unavailable: drawing from a copy would not advance the environment's own stream."""
         raise AttributeError("the random stream of a RemoteEnv is in its worker; seed it by reset(seed=…)")
 
     @property
     def np_random_seed(self) -> int | None:  # type: ignore[override]
-        """The seed of the environment in the worker."""
+        """Seed of the environment in the worker."""
         return self.call("np_random_seed")  # type: ignore[no-any-return]
 
     def _fork_here(self, k: int, seed: int | None) -> list[Self]:
-        crew = self._crew
-        with crew.worker.lock:
-            slots = [crew.join() for _ in range(k)]
+        shared = self._slots
+        with shared.worker.lock:
+            slots = [shared.join() for _ in range(k)]
             try:
                 self._call("fork", slots, seed, self._drawn(), timeout=self._reset_timeout)
             except BaseException:
                 for slot in slots:
-                    crew.leave(slot)
+                    shared.leave(slot)
                 raise
-            return [self._child(crew, slot) for slot in slots]
+            return [self._child(shared, slot) for slot in slots]
 
     def _fork_apart(self, k: int, seed: int | None) -> list[Self]:
         children: list[Self] = []
         snap = self.snapshot()
         try:
             for _ in range(k):
-                crew = Crew(make_worker(self._mode))
-                crew.worker.start()  # all side by side: they wait for their interpreters below
-                children.append(self._child(crew, crew.join()))
+                shared = WorkerSlots(make_worker(self._mode))
+                shared.worker.start()  # all side by side: they wait for their interpreters below
+                children.append(self._child(shared, shared.join()))
             for index, child in enumerate(children):
                 child.restore(snap, seed=None if seed is None else sibling_seed(seed, index))
         except BaseException:
@@ -221,15 +222,15 @@ class RemoteEnv(gym.Env[Any, Any]):
             raise
         return children
 
-    def _child(self, crew: Crew, slot: int) -> Self:
-        """A proxy for another environment like this one; one in a new worker is made by its first restore."""
+    def _child(self, shared: WorkerSlots, slot: int) -> Self:
+        """A proxy for another environment like this one; in a new worker its first restore makes it."""
         child = type(self).__new__(type(self))
         for name in ("_make", "_timeout", "_reset_timeout", "_create_timeout", "_fork_to", "_mode", "_closed"):
             setattr(child, name, getattr(self, name))
-        child._crew, child._slot = crew, slot
-        child._generation = crew.worker.generation if crew is self._crew else 0
+        child._slots, child._slot = shared, slot
+        child._generation = shared.worker.generation if shared is self._slots else 0
         child._take_on(self._described)
-        if crew is self._crew:
+        if shared is self._slots:
             child._put_streams(child._call("streams", timeout=self._timeout))
         return child
 
@@ -243,16 +244,16 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._synced = self._streams()
 
     def _create(self) -> Description:
-        with self._crew.worker.lock:
-            described = self._crew.worker.call(self._slot, "make", self._make, timeout=self._create_timeout)
-            self._generation = self._crew.worker.generation
+        with self._slots.worker.lock:
+            described = self._slots.worker.call(self._slot, "make", self._make, timeout=self._create_timeout)
+            self._generation = self._slots.worker.generation
         return described  # type: ignore[no-any-return]
 
     def _living(self) -> bool:
-        return self._crew.worker.alive and self._generation == self._crew.worker.generation
+        return self._slots.worker.alive and self._generation == self._slots.worker.generation
 
     def _revive(self) -> None:
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             if not self._closed and not self._living():
                 self._create()
 
@@ -262,16 +263,16 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     def _call(self, method: str, *args: Any, timeout: float | None) -> Any:
         self._check_open()
-        with self._crew.worker.lock:
+        with self._slots.worker.lock:
             if not self._living():
                 raise WorkerDied(f"{self} was lost with its worker: reset() or restore() starts a new one")
-            return self._crew.worker.call(self._slot, method, *args, timeout=timeout)
+            return self._slots.worker.call(self._slot, method, *args, timeout=timeout)
 
     def _streams(self) -> list[Any]:
         return randomness.capture_spaces(self.action_space, self.observation_space)
 
     def _drawn(self) -> list[Any] | None:
-        """The spaces' streams, if they were seeded or drawn from on this side since they were last equal."""
+        """The spaces' streams, if they were seeded or drawn from in this process since they were last synchronised."""
         streams = self._streams()
         if streams == self._synced:
             return None

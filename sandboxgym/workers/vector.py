@@ -1,13 +1,13 @@
 """`SnapshotVectorEnv`: many environments stepped together, each of which can be snapshotted, restored and forked.
 
-1. The modes (in this thread, in threads, in processes) give exactly the same transitions for the same seeds.
-2. Nothing resets by itself (unless ``autoreset=True``): a finished environment can be restored and goes on from there.
+1. The modes (in this thread, in threads, in processes) give exactly equal transitions for equal seeds.
+2. No environment resets by itself (unless ``autoreset=True``): a finished one can be restored and continues from there.
    Gymnasium's own vector environments discard the next action then; its ``AsyncVectorEnv`` returns stale ``Text``
    observations under its default shared memory. Here every observation is the one the environment returned.
 3. One environment that fails, hangs or dies does not stop the others: it is reported and its episode truncated.
-4. The environments of a worker that died go back to their last snapshot (taken or restored here).
+4. The environments of a worker that died return to their last snapshot (taken or restored here).
 
-It is a ``gymnasium.vector.VectorEnv`` with ``AutoresetMode.DISABLED``, whose ``reset`` and ``step`` take a mask.
+The class is a ``gymnasium.vector.VectorEnv`` with ``AutoresetMode.DISABLED``, whose ``reset`` and ``step`` take a mask.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ T = TypeVar("T")
 
 
 class EpisodeOver(Exception):
-    """An environment was to be stepped whose episode is over, or that was never reset, or that failed."""
+    """Step of an environment whose episode is over, that was never reset, or that failed."""
 
 
 class NotEnoughIdle(Exception):
-    """There are fewer idle environments than forks asked for."""
+    """Fewer environments are idle than forks were requested."""
 
 
 class _Durable(NamedTuple):
-    """What an environment goes back to when its worker dies."""
+    """Snapshot to which an environment returns when its worker dies."""
 
     snap: Any
     seed: int | None
@@ -123,7 +123,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         if n < 1 or not 1 <= count <= n:
             raise ValueError(f"expected at least one environment and 1 to {n} workers, found workers={workers}")
         if mode == "sync" and (timeout is not None or reset_timeout is not None):
-            raise ValueError("a time-out needs mode='thread' or 'process': mode='sync' cannot interrupt a step")
+            raise ValueError("a timeout needs mode='thread' or 'process': mode='sync' cannot interrupt a step")
         if on_error not in ("report", "raise"):
             raise ValueError(f"expected on_error to be 'report' or 'raise', found {on_error!r}")
         self.mode = mode
@@ -150,11 +150,11 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
 
     @classmethod
     def make(cls, env: str | EnvSpec | MakeEnv, num_envs: int, mode: Mode = "sync", **kwargs: Any) -> Self:
-        """``num_envs`` equal environments.
+        """Make ``num_envs`` equal environments.
 
         Args:
             env: an id, an ``EnvSpec`` or a factory.
-            num_envs: how many.
+            num_envs: number of environments.
             mode: see the class.
             **kwargs: of the class; all others are given to ``gym.make``, or to the factory.
         """
@@ -229,20 +229,20 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return self._observe(), rewards, terminated, truncated, self._batched(infos)
 
     def render(self) -> tuple[Any, ...]:
-        """What every environment renders."""
+        """Rendered frames of every environment."""
         return tuple(self._get({i: Call(i, "render") for i in range(self.num_envs)}, self._timeout).values())
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """An attribute of every environment, or what it returns when called with these arguments."""
+        """An attribute of every environment, or the results of calling it with these arguments."""
         calls = {i: Call(i, "attribute", (name, args, kwargs)) for i in range(self.num_envs)}
         return tuple(self._get(calls, self._timeout).values())
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The same as `call` without arguments."""
+        """An attribute of every environment: `call` without arguments."""
         return self.call(name)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """End the workers; what ``close`` calls, once."""
+        """End the workers; called once by ``close``."""
         close_workers(self._workers)
 
     def __enter__(self) -> Self:
@@ -252,33 +252,33 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         self.close()
 
     def __del__(self) -> None:
-        """Workers end with their owner by themselves; Gymnasium's would close here, while anything may be gone."""
+        """Do nothing: workers end with their owner; Gymnasium's version would close during interpreter shutdown."""
 
     # What Gymnasium does not have.
 
     @property
     def active(self) -> Bools:
-        """(n,) bool: which can be stepped: reset or restored, and neither finished nor failed since."""
+        """(n,) bool: environments that can be stepped: reset or restored, and neither finished nor failed since."""
         return self._active.copy()
 
     @property
     def infos_list(self) -> list[dict[str, Any]]:
-        """Every environment's own last info."""
+        """Last info of every environment."""
         return list(self._infos)
 
     @property
     def pids(self) -> list[int | None]:
-        """The process that each environment is in; None in this one, or while there is none."""
+        """Process id of each environment's worker; None in this process, or while there is none."""
         return [worker.pid for worker in self._of]
 
     @property
     def observations(self) -> Any:
-        """The batch of last observations."""
+        """Batch of the last observations."""
         return self._observe()
 
     @property
     def snapshot_spec(self) -> SnapshotSpec:
-        """What the environments' snapshots cover.
+        """Spec of the environments' snapshots.
 
         Raises:
             SnapshotNotSupported: they have none.
@@ -312,7 +312,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
     def restore(
         self, snaps: Mapping[int, Any], seeds: int | Mapping[int, int | None] | None = None
     ) -> tuple[Any, Infos]:
-        """Take environments to captured states, whatever state they are in.
+        """Restore environments to captured states, whatever state they are in.
 
         Args:
             snaps: snapshot for each index; one snapshot may go to many.
@@ -331,13 +331,13 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return self._observe(), self._batched(infos)
 
     def fork(self, snap: Any, k: int, *, seed: int | None = None) -> list[int]:
-        """Put ``k`` siblings at a captured state onto idle environments (not `active`), lowest index first.
+        """Fork ``k`` siblings of a captured state onto idle environments (not `active`), lowest index first.
 
         Their observations and infos are in `observations` and `infos_list`.
 
         Args:
             snap: of any of the environments, or of an equal one elsewhere.
-            k: how many, at least 1.
+            k: number of forks, at least 1.
             seed: None clones the random streams; sibling j gets ``sibling_seed(seed, j)``, as from ``env.fork``.
 
         Returns:
@@ -367,7 +367,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return chosen
 
     def idle(self, indices: Sequence[int]) -> None:
-        """Give up the episodes of these environments: they can be forked onto, and not be stepped."""
+        """Give up the episodes of these environments: they can then be forked onto, but not stepped."""
         self._active[[self._index(i) for i in indices]] = False
 
     # The mechanism.
@@ -480,12 +480,12 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
     def _perform(
         self, calls: Mapping[int, Call], timeout: float | None, *, again: Callable[[int], Call] | None = None
     ) -> tuple[dict[int, Outcome], dict[int, Infos]]:
-        """Carry out calls, in all workers side by side.
+        """Execute calls, in all workers side by side.
 
         Args:
             calls: at most one an environment.
             timeout: seconds for each.
-            again: makes the call anew for one more try after its worker died (not after a time-out).
+            again: makes the call anew for one more try after its worker died (not after a timeout).
 
         Returns:
             The outcomes, without those of workers that died, whose environments are all in the infos instead.
@@ -510,7 +510,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return outcomes, infos
 
     def _get(self, calls: Mapping[int, Call], timeout: float | None) -> dict[int, Any]:
-        """Values of calls that have no place in a batch for a failure: the first one is raised."""
+        """Values of calls whose results have no place for a failure: the first failure is raised."""
         outcomes, _ = self._perform(calls, timeout)
         for index in calls:
             if index not in outcomes:
@@ -520,7 +520,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
     def _exchange(
         self, calls: Mapping[int, Call], timeout: float | None
     ) -> tuple[dict[int, Outcome], dict[int, EnvFailure]]:
-        """Outcomes, and for every worker that died or was too slow the environment that it was busy with."""
+        """Outcomes, and for every worker that died or timed out the environment that it was executing."""
         outcomes: dict[int, Outcome] = {}
         lost: dict[int, EnvFailure] = {}
         shares = self._by_worker(calls)
@@ -547,7 +547,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return list(shares.values())
 
     def _revive(self, indices: Sequence[int]) -> dict[int, BaseException]:
-        """Make environments anew whose worker is another one by now; exceptions of those that cannot be made."""
+        """Remake environments whose worker was replaced; exceptions of those that cannot be made."""
         failures: dict[int, BaseException] = {}
         for index in indices:
             worker = self._of[index]
@@ -563,7 +563,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
     def _recover(
         self, culprit: int, during: str, error: EnvFailure, *, leave_out: Sequence[int] = ()
     ) -> dict[int, Infos]:
-        """Start a dead worker again and take its environments to their last snapshots; what to report of them."""
+        """Restart a dead worker and restore its environments to their last snapshots; the failures to report."""
         infos: dict[int, Infos] = {}
         worker = self._of[culprit]
         for index in (i for i in range(self.num_envs) if self._of[i] is worker):
@@ -603,7 +603,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 self._fail(index, "snapshot", outcome.error, infos)
 
     def _keep_durable(self, index: int, snap: Any, seed: int | None) -> None:
-        """Remember by a twin, which stays when the caller releases the snapshot."""
+        """Remember a snapshot by a copy that stays valid when the caller releases the original."""
         own = snap.layered(snap.layers) if isinstance(snap, Snapshot) else snap
         self._durable[index] = _Durable(own, seed)
         self._since_durable[index] = 0
@@ -674,7 +674,7 @@ _OPTIONS = (
 
 
 def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
-    """Infos in Gymnasium's vector format: an array a key, and under ``_key`` which environments have it.
+    """Infos in Gymnasium's vector format: an array per key, and under ``_key`` the mask of environments that have it.
 
     Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched likewise,
     all else is an array of objects (Gymnasium lets the first value decide, and casts or fails on later ones).
@@ -716,7 +716,7 @@ def _objects(values: Mapping[int, Any], n: int) -> NDArray[np.object_]:
 
 
 def _placeholder(space: gym.Space[Any]) -> Any:
-    """What stands for the observation of an environment that was never reset: zeros, or the empty text."""
+    """Observation in place of an environment that was never reset: zeros, or the empty text."""
     if isinstance(space, spaces.Text) or (not space.is_np_flattenable and space.contains("")):
         return ""
     empty = create_empty_array(space, n=1, fn=np.zeros)

@@ -1,15 +1,15 @@
-"""Environments in other threads and processes: what `SnapshotVectorEnv`, `RemoteEnv` and the pools share.
+"""Environments in other threads and processes, shared by `SnapshotVectorEnv`, `RemoteEnv` and the pools.
 
-1. A worker hosts one or more environments, each in a numbered slot, and carries out one call after the other.
+1. A worker hosts one or more environments, each in a numbered slot, and executes one call after the other.
 2. A worker process is a fresh interpreter, never a fork of this one: that is safe with threads, locks and PyTorch in
    the owner, needs no ``if __name__ == "__main__"`` in its script and does not import that script again. It imports
-   from where the owner does, and never from the working directory where the owner would not (`interpreter`).
-3. An exception in an environment comes back with its own type and the remote traceback as its ``__cause__``; the
-   worker goes on. A death or a time-out is a typed error; the next `Worker.post` starts a new worker.
+   from the owner's import path, and never from the working directory where the owner would not (`interpreter`).
+3. An exception in an environment comes back with its own type and the remote traceback as its ``__cause__``; the worker
+   continues. A death or a timeout is a typed error; the next `Worker.post` starts a new worker.
 4. No worker process outlives its owner, whatever ended it: a worker watches its pipe and its parent. (Linux'
    ``PR_SET_PDEATHSIG`` is not used: it fires when the *thread* that started the worker ends, and it leaves an
-   environment no chance to take down its own processes.)
-5. Snapshots cross as their durable bytes, once: a worker keeps the ones it took or was given last, by id.
+   environment no chance to end its own processes.)
+5. Snapshots cross as their durable bytes, once: a worker keeps the most recent ones that it took or received, by id.
 
 The owner and its workers trust each other (calls are pickled); nothing here listens on a network.
 """
@@ -58,7 +58,7 @@ _FAREWELL = 2.0
 
 
 class Worker(ABC):
-    """Carries out calls in the order posted. One caller at a time: hold ``lock`` where there may be several.
+    """A worker that executes calls in the order posted. One caller at a time: hold ``lock`` where there may be several.
 
     Attributes:
         generation: counts the starts; an environment made in an earlier generation is gone.
@@ -66,7 +66,7 @@ class Worker(ABC):
     """
 
     ships = False
-    """Whether snapshots cross as bytes."""
+    """True if snapshots cross as bytes."""
 
     def __init__(self, *, keep: int = 64) -> None:
         self.generation = 0
@@ -79,7 +79,7 @@ class Worker(ABC):
         self._pending = 0
 
     def start(self) -> None:
-        """Start, without waiting until it is ready. A worker that runs goes on."""
+        """Start the worker, without waiting until it is ready. No effect on one that runs."""
         if not self.alive:
             self.generation += 1
             self._held.clear()
@@ -87,7 +87,7 @@ class Worker(ABC):
             self._start()
 
     def post(self, calls: Sequence[Call]) -> None:
-        """Hand over calls; `take` gives one `Outcome` for each, in order. Starts the worker if it does not run."""
+        """Send calls; `take` gives one `Outcome` for each, in order. Starts the worker if it does not run."""
         self.start()
         self._since = time.monotonic()
         self._pending += len(calls)
@@ -115,13 +115,13 @@ class Worker(ABC):
         return outcome
 
     def settle(self) -> None:
-        """After an interruption: end the worker if outcomes are due, which would be taken for those of later calls."""
+        """After an interruption, end the worker if outcomes are due: they would be taken for those of later calls."""
         if self._pending and self.alive:
             self.kill()
         self._pending = 0
 
     def call(self, slot: int, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """One call: its value, or its exception raised."""
+        """Execute one call: return its value, or raise its exception."""
         with self.lock:
             try:
                 self.post([Call(slot, method, args)])
@@ -130,7 +130,7 @@ class Worker(ABC):
                 self.settle()
 
     def ship(self, snap: Any) -> Shipped:
-        """A snapshot for a call of `restore` or `run`: only its key if the worker keeps it.
+        """A snapshot as an argument of `restore` or `run`: only its key if the worker keeps it.
 
         Raises:
             SnapshotReleased: it was released.
@@ -162,13 +162,13 @@ class Worker(ABC):
         return None
 
     def holds(self, key: SnapKey | None) -> bool:
-        """Whether the worker keeps the snapshot."""
+        """True if the worker keeps the snapshot."""
         return key in self._held
 
     def restore(
         self, slot: int, snap: Any, seed: int | None, *, streams: bool = False, timeout: float | None = None
     ) -> Any:
-        """`Host.restore`, with the bytes if the worker turns out not to keep them."""
+        """Call `Host.restore`, again with the bytes if the worker turns out not to keep them."""
         with self.lock:
             try:
                 return self.call(slot, "restore", self.ship(snap), seed, streams, timeout=timeout)
@@ -177,20 +177,20 @@ class Worker(ABC):
                 return self.call(slot, "restore", self.ship(snap), seed, streams, timeout=timeout)
 
     def forget(self, snap: Any) -> None:
-        """Ship the bytes next time."""
+        """Forget that the worker keeps a snapshot, so that its bytes are shipped next time."""
         self._held.pop(snapshot_key(snap), None)  # type: ignore[arg-type]
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it runs; an environment of an earlier `generation` is gone all the same."""
+        """True if the worker runs; an environment of an earlier `generation` is gone all the same."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End at once; environments are closed later, if at all."""
+        """End the worker at once, without waiting for environments to close."""
 
     def interrupt(self) -> None:  # noqa: B027  # only a process can be
-        """From another thread than the one that waits in `take`: let it find the worker dead, where that can be."""
+        """From another thread than the one waiting in `take`: make it find the worker dead, where possible."""
 
     @abstractmethod
     def ask_to_close(self) -> None:
@@ -198,7 +198,7 @@ class Worker(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the environments and end, within seconds. Idempotent."""
+        """Close the environments and end the worker, within seconds. Idempotent."""
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -211,7 +211,7 @@ class Worker(ABC):
 
 
 class InlineWorker(Worker):
-    """Carries out calls in the caller's own thread, when their outcome is taken. Time-outs do not apply."""
+    """A worker in the caller's own thread, executing calls when their outcome is taken. Timeouts do not apply."""
 
     def __init__(self, *, keep: int = 64) -> None:
         super().__init__(keep=keep)
@@ -220,7 +220,7 @@ class InlineWorker(Worker):
 
     @property
     def alive(self) -> bool:
-        """Whether there are environments."""
+        """True if there are environments."""
         return self._host is not None
 
     def kill(self) -> None:
@@ -231,12 +231,12 @@ class InlineWorker(Worker):
         self._posted.clear()
 
     def settle(self) -> None:
-        """Forget calls that were not carried out."""
+        """Drop calls that were not executed."""
         self._posted.clear()
         self._pending = 0
 
     def ask_to_close(self) -> None:
-        """Nothing to do ahead."""
+        """Do nothing: there is no thread to prepare."""
 
     def close(self) -> None:
         """Close the environments."""
@@ -258,9 +258,9 @@ class InlineWorker(Worker):
 
 
 class ThreadWorker(Worker):
-    """Carries out calls in a thread of its own.
+    """A worker in a thread of its own.
 
-    A thread cannot be ended from outside: after a time-out it is left alone, closes its environments when the call
+    A thread cannot be ended from outside: after a timeout it is left alone, closes its environments when the call
     returns, and a new thread with new environments takes its place. Threads are daemons, so they do not keep the
     interpreter from exiting.
     """
@@ -274,11 +274,11 @@ class ThreadWorker(Worker):
 
     @property
     def alive(self) -> bool:
-        """Whether the present thread takes calls."""
+        """True if the present thread takes calls."""
         return self._calls is not None
 
     def kill(self) -> None:
-        """Leave the thread alone; it ends after its present call."""
+        """Abandon the thread; it ends after its present call."""
         self._end()
         self._calls = None
 
@@ -324,7 +324,7 @@ def _serve_thread(host: Host, calls: queue.SimpleQueue[Call | None], outcomes: q
 
 
 class ProcessWorker(Worker):
-    """Carries out calls in a process of its own: a fresh interpreter with this one's ``sys.path``.
+    """A worker in a process of its own: a fresh interpreter with this one's ``sys.path``.
 
     Factories, options and jobs are pickled with cloudpickle, so functions and classes of ``__main__`` and lambdas
     work. ``OMP_NUM_THREADS`` is 1 in the worker unless it is set: there are many workers to a machine.
@@ -341,12 +341,12 @@ class ProcessWorker(Worker):
 
     @property
     def alive(self) -> bool:
-        """Whether a process was started and not found dead."""
+        """True if a process was started and not found dead."""
         return self._process is not None
 
     @property
     def pid(self) -> int | None:
-        """Of the present process."""
+        """Process id of the present worker process."""
         return self._process.pid if self._process is not None else None
 
     def kill(self) -> None:
@@ -357,7 +357,7 @@ class ProcessWorker(Worker):
         self._process = self._pipe = None
 
     def interrupt(self) -> None:
-        """Kill the process; the waiting thread cleans up."""
+        """Kill the process; the thread waiting for it cleans up."""
         process = self._process
         if process is not None and os.getpid() == self._owner:
             process.kill()
@@ -369,7 +369,7 @@ class ProcessWorker(Worker):
                 self._pipe.send_bytes(b"")
 
     def close(self) -> None:
-        """Ask the process to end; kill it if it has not within some seconds."""
+        """Ask the process to end, and kill it after some seconds."""
         process = self._process
         if process is not None and os.getpid() == self._owner:
             self.ask_to_close()
@@ -433,7 +433,7 @@ class ProcessWorker(Worker):
 
 
 def _dumps_args(call: Call) -> bytes:
-    """Plain pickle for what is only data; cloudpickle where there may be code of ``__main__``."""
+    """Plain pickle for pure data; cloudpickle where there may be code of ``__main__``."""
     if call.method in ("make", "reset", "attribute", "run"):
         packed: bytes = cloudpickle.dumps(call.args)
         return packed
@@ -455,7 +455,7 @@ def _end_process(process: subprocess.Popen[bytes], pipe: Connection[Any, Any], o
 
 
 def make_worker(mode: Mode, *, keep: int = 64) -> Worker:
-    """A worker of the kind.
+    """Make a worker of a kind.
 
     Raises:
         ValueError: the mode is none of ``"sync"``, ``"thread"``, ``"process"``.
@@ -467,7 +467,7 @@ def make_worker(mode: Mode, *, keep: int = 64) -> Worker:
 
 
 def close_workers(workers: Sequence[Worker]) -> None:
-    """Close all, side by side."""
+    """Close all workers, side by side."""
     for worker in workers:
         worker.ask_to_close()
     for worker in workers:

@@ -1,10 +1,10 @@
-"""What a snapshot must know about a class of wrappers: which attributes are state, and what its last output was.
+"""Codecs of wrapper classes: the attributes that are state, and the reconstruction of a wrapper's last output.
 
 1. A registered wrapper's state is captured as plain data and restored; its settings must be equal to restore.
-2. `restore` returns what the wrapper last returned: recomputed from its restored state (`WrapperCodec.observe`) or,
-   where that is impossible, remembered by the wrapper from then on (`WrapperCodec.remember`).
-3. A wrapper of a class that nobody registered is taken as stateless if it has no attributes of its own; otherwise it
-   is refused by name.
+2. `restore` returns the wrapper's last output: recomputed from its restored state (`WrapperCodec.observe`) or, where
+   that is impossible, remembered by the wrapper from then on (`WrapperCodec.remember`).
+3. A wrapper whose class is not registered is taken as stateless if it has no attributes of its own; otherwise it is
+   refused by name.
 
 `gymnasium` registers the wrappers of Gymnasium; `stack` walks the stack.
 """
@@ -27,12 +27,12 @@ AnyWrapper = gym.Wrapper[Any, Any, Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """How an attribute that is not plain data by itself becomes such, and back.
+    """Conversion of an attribute that is not plain data to plain data and back.
 
     Attributes:
         read: from the attribute to plain data that shares nothing mutable with it.
         write: from the present attribute and plain data to the attribute; changes neither.
-        fits: whether plain data, from an untrusted file perhaps, can be written where the present attribute is.
+        fits: tells whether plain data, from an untrusted file perhaps, can be written where the present attribute is.
     """
 
     read: Callable[[Any], Any]
@@ -42,15 +42,15 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class WrapperCodec:
-    """Which attributes of a wrapper are state, and which must be equal for a snapshot to fit.
+    """The attributes of a wrapper that are state, and those that must be equal for a snapshot to fit.
 
     Attributes:
         state: names of attributes that are captured and restored.
         config: names of attributes compared on restore, as `sandboxgym.core.comparable` sees them.
         types: of those state attributes that are checked before they are restored.
         adapters: for state attributes that are not plain data, or need more than a check of their type.
-        fits: whether plain values of all state attributes, by name and from an untrusted file perhaps, can be those of
-            a wrapper; called after each was checked by itself.
+        fits: tells whether plain values of all state attributes, by name and from an untrusted file perhaps, can be
+            those of a wrapper; called after each was checked by itself.
         observe: from the wrapper, with its state restored, and the ``(observation, info)`` that the environment
             inside returned last, to the one that the wrapper returned last. Must not change the wrapper.
         remember: the last ``(observation, info)`` cannot be recomputed, so the wrapper keeps a copy of it from each
@@ -78,7 +78,7 @@ BY_NAME: dict[str, WrapperCodec] = {}
 
 
 def register_wrapper(wrapper: type[AnyWrapper], codec: WrapperCodec = WrapperCodec()) -> None:
-    """Teach the stack walk a wrapper class; without a codec it is declared stateless.
+    """Register a wrapper class for the stack walk; without a codec it is declared stateless.
 
     The class alone is meant, not its subclasses. Register before environments are wrapped in it: see
     `WrapperCodec.remember`. A class that has no state needs it only if its ``step`` or ``reset`` changes observations
@@ -121,7 +121,7 @@ def name_of(wrapper: AnyWrapper) -> str:
 
 
 def attributes(wrapper: AnyWrapper) -> dict[str, Any]:
-    """All that a wrapper holds, in ``__slots__`` too."""
+    """All attributes of a wrapper, those in ``__slots__`` included."""
     slots = [name for name in _slots(cast(Any, type(wrapper))) if hasattr(wrapper, name)]
     return {**vars(wrapper), **{name: getattr(wrapper, name) for name in slots}}
 
@@ -152,19 +152,19 @@ _PLAIN = (gym.Wrapper, gym.ObservationWrapper, gym.ActionWrapper, gym.RewardWrap
 def output(
     wrapper: AnyWrapper, codec: WrapperCodec, observation: Any, info: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """What ``wrapper``, in a restored state, returned last; shares nothing mutable with it."""
+    """Last output of ``wrapper`` in a restored state, sharing nothing mutable with it."""
     if codec.remember:
         return copied(getattr(wrapper, OUTPUT))  # type: ignore[no-any-return]
     return (observation, info) if codec.observe is None else codec.observe(wrapper, observation, info)
 
 
 def observation_of(wrapper: Any, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The last output of an ``ObservationWrapper`` whose method ``observation`` changes nothing."""
+    """Last output of an ``ObservationWrapper`` whose method ``observation`` changes nothing."""
     return wrapper.observation(observation), info
 
 
 def _completed(kind: type[Any], codec: WrapperCodec) -> WrapperCodec:
-    """The defaults of `WrapperCodec.remember` spelled out, and the class made to remember."""
+    """Fill in the defaults of `WrapperCodec.remember`, and make the class remember."""
     observe, remember = codec.observe, codec.remember
     if observe is None and remember is None and codec.refused is None:
         observes = issubclass(kind, gym.ObservationWrapper)
@@ -180,13 +180,13 @@ def _completed(kind: type[Any], codec: WrapperCodec) -> WrapperCodec:
 
 @functools.cache
 def _implied(kind: Any) -> WrapperCodec:
-    """For a class without attributes of its own: it cannot have been made to remember in time."""
+    """Codec implied by a class without attributes of its own, which cannot have been made to remember in time."""
     observes = _is_plain(kind) and issubclass(kind, gym.ObservationWrapper)
     return WrapperCodec(observe=observation_of if observes else None, remember=False)
 
 
 def _is_plain(kind: type[Any]) -> bool:
-    """Whether ``reset`` and ``step`` are those of Gymnasium's base classes."""
+    """True if ``reset`` and ``step`` are those of Gymnasium's base classes."""
     owners = [next(base for base in kind.__mro__ if name in vars(base)) for name in ("reset", "step")]
     return all(owner in _PLAIN for owner in owners)
 
@@ -204,7 +204,7 @@ def _remembering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def walk(env: Any) -> Iterator[AnyWrapper]:
-    """The wrappers around an environment, outermost first."""
+    """Iterate over the wrappers around an environment, outermost first."""
     while isinstance(env, gym.Wrapper):
         yield env
         env = env.env

@@ -1,11 +1,11 @@
 """Every wrapper that Gymnasium 1.4 exports, classified: captured, stateless, or refused.
 
-The rule (item 5 of the contract): whatever can change a later observation, reward or flag is restored, so running
-statistics are. Pure records are not rewound: the queues and the episode count of `RecordEpisodeStatistics` go on.
-Times are kept as durations, for clocks mean nothing in another process.
+The rule (item 5 of the contract): state that can change a later observation, reward or flag is restored, so running
+statistics are. Pure records are not rewound: the queues and the episode count of `RecordEpisodeStatistics` continue.
+Times are kept as durations, for clock readings mean nothing in another process.
 
-Functions given to the ``Transform…`` wrappers are taken to be pure; what they remember by themselves is not captured.
-Wrappers that Gymnasium imports on demand (they need other array libraries) are known by name and not imported here.
+Functions given to the ``Transform…`` wrappers are taken to be pure; their own state is not captured. Wrappers that
+Gymnasium imports on demand (they need other array libraries) are known by name and not imported here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Output = tuple[Any, dict[str, Any]]
 _NUMBER = (int, float, np.number, np.ndarray)
 _INTEGER = (int, np.integer)
 _MOST = 2**30
-"""Steps, far from where a wrapper's 32 bits end."""
+"""Largest step count, far below the overflow of a wrapper's 32 bits."""
 _SETTINGS = ("_saved_kwargs",)  # the constructor's arguments, which every wrapper of Gymnasium records
 
 
@@ -70,7 +70,7 @@ def _is_sum(_: Any, value: Any) -> bool:
 
 
 def _resembles(model: Any, value: Any) -> bool:
-    """Whether a value has the structure of another: keys, lengths, shapes, numbers or text, but not precisions."""
+    """True if a value has the structure of another: keys, lengths, shapes, numbers or text, but not precisions."""
     if isinstance(model, Mapping):
         return (
             isinstance(value, dict)
@@ -88,13 +88,13 @@ def _resembles(model: Any, value: Any) -> bool:
 
 
 def _are_alike(present: Any, value: Any) -> bool:
-    """Whether all observations in a queue resemble each other, and those that are there now."""
+    """True if all observations in a queue resemble each other, and the present ones."""
     models = [*list(present)[:1], *value[:1]]
     return all(_resembles(model, each) for model in models for each in value)
 
 
 def _sticks(wrapper: Any, values: Mapping[str, Any]) -> bool:
-    """Whether there is an action to repeat, if one is to be."""
+    """Check that there is an action to repeat, if one is to be repeated."""
     space, action = wrapper.env.action_space, values["last_action"]
     if action is None:
         return not values["is_sticky_actions"]
@@ -147,7 +147,7 @@ def _stacked(wrapper: Any, observation: Any, info: dict[str, Any]) -> Output:
 
 
 def _normalized(wrapper: Any, observation: Any, info: dict[str, Any]) -> Output:
-    """With the statistics as they were then, which had already seen this observation."""
+    """The observation normalised with the restored statistics, which already include it."""
     rms = wrapper.obs_rms
     return np.float32((observation - rms.mean) / np.sqrt(rms.var + wrapper.epsilon)), info
 
@@ -159,7 +159,7 @@ def _converted(wrapper: Any, observation: Any, info: dict[str, Any]) -> Output:
 
 
 def _compare_with_restored(checker: Any, transition: Output) -> None:
-    """`PassiveEnvChecker` compares its next transition with the one before, which it only has after its own reset."""
+    """Make a restored `PassiveEnvChecker` compare its next transition: it does so only after its own reset."""
     checker._previous_data = None if checker.checked_data_reuse else copied(transition)
 
 

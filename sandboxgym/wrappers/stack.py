@@ -1,4 +1,4 @@
-"""Snapshots through any stack of wrappers.
+"""Snapshots through any stack of wrappers: the functions `snapshot`, `restore` and `fork`, and `SnapshotWrapper`.
 
 A wrapper that can change a later observation, reward or flag is part of the environment's state: restoring the base
 alone would give a `TimeLimit` the wrong deadline. `snapshot`, `restore` and `fork` walk the whole stack, whatever is
@@ -21,8 +21,7 @@ from typing import Any, Self, TypeVar, cast
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym import randomness
-from sandboxgym import serialization as durable
+from sandboxgym import randomness, serialization
 from sandboxgym.brief import brief
 from sandboxgym.core import (
     ATOMS,
@@ -98,7 +97,7 @@ def snapshot(env: AnyEnv) -> Snapshot:
 
 
 def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
-    """Go to the captured state, in place, wrappers included; see `SnapshotEnv.restore`.
+    """Return to the captured state, in place, wrappers included; see `SnapshotEnv.restore`.
 
     Returns:
         The (observation, info) that ``env``, its outermost wrapper included, had last returned when captured.
@@ -148,7 +147,7 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
 
 
 def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
-    """``k`` new environments at this state, each in the same stack of wrappers; see `SnapshotEnv.fork`.
+    """Create ``k`` new environments at this state, each in an equal stack of wrappers; see `SnapshotEnv.fork`.
 
     Raises:
         SnapshotNotSupported: naming the wrapper that cannot be captured, or copied.
@@ -171,11 +170,11 @@ def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
 
 
 _WATCHING = (gym.wrappers.PassiveEnvChecker, gym.wrappers.OrderEnforcing)
-"""Wrappers that hand on every result as it is."""
+"""Wrappers that return every result unchanged."""
 
 
 def successors(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
-    """What ``env.step`` would return for each of these actions, wrappers included; nothing changes by it.
+    """Results of ``env.step`` for each of these actions, wrappers included; the state stays unchanged.
 
     From a snapshot: step, restore, and so on. What wrappers only record (`RecordEpisodeStatistics`) is not rewound.
     Where the base environment computes them without taking them (its ``successors`` is its own), and nothing but a
@@ -206,7 +205,7 @@ def successors(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
 
 
 def outcomes(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
-    """`successors`, without what an agent reads where the base environment can leave it out: `SnapshotEnv.outcomes`."""
+    """`successors` without observations, where the base environment can leave them out: `SnapshotEnv.outcomes`."""
     wrappers, base = _stack(env)
     if isinstance(base, SnapshotEnv) and type(base).outcomes is not SnapshotEnv.outcomes and _only_limited(wrappers):
         return _limited(wrappers, base.outcomes(actions))
@@ -214,7 +213,7 @@ def outcomes(env: AnyEnv, actions: Sequence[Any]) -> list[Transition]:
 
 
 def _only_limited(wrappers: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether nothing but a `TimeLimit` changes what the base environment returns."""
+    """True if no wrapper but a `TimeLimit` changes the results of the base environment."""
     return all(type(wrapper) in (*_WATCHING, gym.wrappers.TimeLimit) for wrapper, _ in wrappers)
 
 
@@ -240,7 +239,7 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
 
     @property
     def snapshot_spec(self) -> SnapshotSpec:
-        """What snapshots of the base environment cover."""
+        """Spec of the snapshots of the base environment."""
         spec: SnapshotSpec = _base(self).snapshot_spec
         return spec
 
@@ -271,7 +270,7 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
 
 
 class StackSnapshot:
-    """A third party's snapshot handle together with the wrappers' states; lives in memory only.
+    """A third party's snapshot handle with the wrappers' states; lives in memory only.
 
     It has the attributes of `Snapshot`; ``digest`` and ``nbytes`` only where the handle has them.
     """
@@ -292,13 +291,13 @@ class StackSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of what the handle and the wrappers hold."""
+        """Bytes held by the handle and the wrappers."""
         nbytes: int = self.handle.nbytes
         return nbytes + len(_packed(self.layers))
 
     @property
     def released(self) -> bool:
-        """Whether the handle was released, where it can be."""
+        """True if the handle was released, where it can be."""
         return bool(getattr(self.handle, "released", False))
 
     def save(self, path: Any) -> None:
@@ -325,7 +324,7 @@ class StackSnapshot:
 
 
 def _packed(layers: tuple[Layer, ...]) -> bytes:
-    return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
+    return serialization.pack([[layer.name, layer.config, layer.state] for layer in layers])
 
 
 # Walking the stack.
@@ -334,7 +333,7 @@ _Coded = tuple[AnyWrapper, WrapperCodec]
 
 
 def _base(env: AnyEnv) -> Any:
-    """The base environment."""
+    """The base environment of a stack."""
     if not isinstance(env, gym.Env):
         raise TypeError(f"expected a gymnasium.Env, found {type(env).__qualname__}")
     while isinstance(env, gym.Wrapper):
@@ -347,13 +346,13 @@ def _base(env: AnyEnv) -> Any:
 
 
 def _stack(env: AnyEnv) -> tuple[list[_Coded], Any]:
-    """The wrappers that matter with their codecs, outermost first, and the base environment."""
+    """The relevant wrappers with their codecs, outermost first, and the base environment."""
     base = _base(env)
     return [(wrapper, codec_of(wrapper)) for wrapper in walk(env) if not isinstance(wrapper, SnapshotWrapper)], base
 
 
 def _captures_stack(base: Any) -> bool:
-    """Whether the snapshots of ``base`` include wrappers inside it: a proxy of an environment in another process."""
+    """True if the snapshots of ``base`` include wrappers inside it: a proxy of an environment in another process."""
     return bool(getattr(base, "captures_stack", False))
 
 
@@ -398,7 +397,7 @@ _Held = tuple[dict[str, Any], Any, list[Any]]
 
 
 def _held(wrapper: AnyWrapper, codec: WrapperCodec) -> _Held:
-    """What `_apply` replaces, to put it back: the attributes themselves, for it changes none of them in place."""
+    """The attributes that `_apply` replaces, for a rollback: by reference, since it changes none of them in place."""
     streams = [] if _adds_no_space(wrapper) else randomness.capture_spaces(*_spaces_of(wrapper), but=_inside(wrapper))
     return {name: getattr(wrapper, name) for name in codec.state}, vars(wrapper).get(OUTPUT), streams
 
@@ -414,7 +413,7 @@ def _put_back(wrapper: AnyWrapper, held: _Held) -> None:
 
 
 def _spaces_of(wrapper: AnyWrapper) -> tuple[gym.Space[Any] | None, gym.Space[Any] | None]:
-    """The spaces that a wrapper shows instead of those of what is inside it."""
+    """The spaces that a wrapper shows in place of those of the environment inside it."""
     return wrapper._action_space, wrapper._observation_space
 
 
@@ -423,14 +422,14 @@ def _adds_no_space(wrapper: AnyWrapper) -> bool:
 
 
 def _inside(wrapper: AnyWrapper) -> set[int]:
-    """The spaces of what is inside the wrapper, by id; they may be parts of its own."""
+    """The spaces of the environment inside the wrapper, by id; they may be parts of its own."""
     if _adds_no_space(wrapper):
         return set()
     return {id(space) for space in randomness.spaces_in(wrapper.env.action_space, wrapper.env.observation_space)}
 
 
 def _materialise(wrapper: AnyWrapper) -> None:
-    """Streams that nothing was drawn from yet are made now: else every restore would make its own."""
+    """Create streams that were never drawn from, else every restore would create its own."""
     if not _adds_no_space(wrapper):
         randomness.materialise(*_spaces_of(wrapper), but=_inside(wrapper))
 
@@ -445,7 +444,7 @@ def _reseed(wrappers: Sequence[_Coded], seed: int) -> None:
 def _restore_foreign(
     base: Any, handle: Any, seed: int | None, through: Callable[[Any, dict[str, Any]], Output], *, undoable: bool
 ) -> Output:
-    """Restore a base whose ``restore`` knows nothing of the wrappers; put it back if what they make of it fails."""
+    """Restore a third party's base; roll it back if the wrappers then fail."""
     undo = None
     if undoable:
         with contextlib.suppress(ResetNeeded):
@@ -463,7 +462,7 @@ def _restore_foreign(
 
 
 def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, trusted: bool) -> None:
-    """That the layers fit, and if they come from a file that they hold what `_capture` returns."""
+    """Check that the layers fit, and that layers from a file hold the types of `_capture`."""
     if len(wrappers) != len(layers) or any(name_of(w) != layer.name for (w, _), layer in zip(wrappers, layers)):
         mine, theirs = [name_of(wrapper) for wrapper, _ in wrappers], [layer.name for layer in layers]
         raise SnapshotMismatch(
@@ -486,7 +485,7 @@ def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, truste
 
 @contextlib.contextmanager
 def _refusing(who: str, *, trusted: bool) -> Iterator[None]:
-    """What content from a file makes ``who`` raise becomes `SnapshotCorrupt`."""
+    """Turn exceptions that untrusted content makes ``who`` raise into `SnapshotCorrupt`."""
     try:
         yield
     except Exception as error:
@@ -524,7 +523,7 @@ def _is_state(wrapper: AnyWrapper, codec: WrapperCodec, content: Any) -> bool:
 
 
 def _rewrap(env: AnyEnv, base: AnyEnv) -> AnyEnv:
-    """The stack around ``env`` rebuilt around ``base``, in the same state, nothing mutable shared.
+    """Rebuild the stack around ``env`` around ``base``, in an equal state, with nothing mutable shared.
 
     What refers to an environment, wrapper or space of the original refers to its twin then, also from within
     functions: those that wrappers make of themselves would otherwise show the original to its forks.
@@ -567,7 +566,7 @@ def _twin(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebound(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """The function with twins for the originals that it closes over."""
+    """The function with copies in place of the originals in its closure."""
     memo[id(function)] = function  # it may close over itself
     cells = [_rebound_cell(cell, memo) for cell in function.__closure__ or ()]
     if all(new is old for new, old in zip(cells, function.__closure__ or ())):

@@ -215,7 +215,7 @@ def enforce(
     """One look at boxes with these limits of bytes; what is known then."""
     watched = {}
     for backend, nbytes in limits.items():
-        box = backend.box
+        box = backend.container
         assert box is not None
         init, groups = _whose(backend)
         watched[init] = Watch(str(box.layer.files), nbytes=nbytes, files=NONE, pidfd=box.pidfd, groups=groups)
@@ -232,7 +232,7 @@ def enforce(
 def ended(backend: OverlayBackend) -> bool:
     """Whether a box was killed, which takes a moment."""
     deadline = time.monotonic() + 5
-    note = Path(backend.box.layer.path, accountant.FULL)  # type: ignore[union-attr]
+    note = Path(backend.container.layer.path, accountant.FULL)  # type: ignore[union-attr]
     while note.exists() and backend.live and time.monotonic() < deadline:
         time.sleep(0.01)
     return not backend.live
@@ -274,7 +274,7 @@ def test_who_hides_growth_is_ended_and_not_the_largest(make: Maker) -> None:
 
 
 def _whose(backend: OverlayBackend) -> tuple[int, list[str]]:
-    box = backend.box
+    box = backend.container
     assert box is not None
     return box.pid, box.group.paths if box.group else []
 

@@ -353,7 +353,7 @@ def test_a_tree_restores_any_number_of_times_after_any_detour(backend: DockerBac
 def test_twins_do_not_see_each_other(backend: DockerBackend) -> None:
     run(backend, "echo parent >/file")
     tree = backend.freeze(keep_processes=True)
-    twin = backend.twin()
+    twin = backend.sibling()
     twin.start(tree)
     run(twin, "echo child >/file; echo child >/tmp/file; echo x >/dev/shm/file")
     assert backend.read_file("/file") == b"parent\n"
@@ -374,7 +374,7 @@ def test_freezing_with_processes_disturbs_none(backend: DockerBackend) -> None:
     later = int(backend.read_file("/tmp/count"))
     until(lambda: int(backend.read_file("/tmp/count")) > later)
     assert process.wait(0) is None
-    twin = backend.twin()
+    twin = backend.sibling()
     twin.start(tree)
     assert int(twin.read_file("/tmp/count")) <= later and twin.processes() == []
     twin.close()
@@ -490,7 +490,7 @@ from sandboxgym.sandbox.docker.backend import DockerBackend
 backend = DockerBackend(sys.argv[1])
 backend.start()
 trees = [backend.freeze(keep_processes=True)]
-twin = backend.twin()
+twin = backend.sibling()
 twin.start(trees[0])
 trees.append(twin.freeze(keep_processes=True))
 print(backend._ownership.path.name, flush=True)

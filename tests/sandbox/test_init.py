@@ -13,8 +13,7 @@ from components import missing
 from sandbox.overlay_boxes import Maker, box, make, rootless, sh  # noqa: F401 - fixtures
 
 from sandboxgym.sandbox.overlay import init as box_module
-from sandboxgym.sandbox.overlay import init_binary
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import init_binary, ipc
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
@@ -119,7 +118,7 @@ def test_the_small_one_takes_little_memory(make: Maker, compiled: Path) -> None:
     box = make()
     box.start()
     assert sh(box, "echo up") == "up"  # an answer, so the program runs
-    lines = Path(f"/proc/{box.box.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
+    lines = Path(f"/proc/{box.container.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
     private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
     assert 0 < private < 300  # kB
 
@@ -150,10 +149,10 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
 @pytest.mark.parametrize("terminal", [False, True])
 def test_requests_are_read_as_they_were_written(terminal: bool) -> None:
     env = {"PATH": "/bin", "EMPTY": "", "LINES": "a\nb", "BYTES": os.fsdecode(b"\xff")}
-    packed = wire.pack_spawn(["sh", "", "-c"], env, cwd="/a b", terminal=terminal, adopts=True)
-    read = wire.unpack_spawn(packed)
+    packed = ipc.pack_spawn(["sh", "", "-c"], env, cwd="/a b", terminal=terminal, adopts=True)
+    read = ipc.unpack_spawn(packed)
     assert (read["argv"], read["env"], read["cwd"], read["path"]) == (["sh", "", "-c"], env, "/a b", "/bin")
     assert (read["terminal"], read["adopts"]) == (terminal, terminal)
     for bad in ({"A=B": ""}, {"": "x"}, {"A": "\0"}):
         with pytest.raises(ValueError, match="expected"):
-            wire.pack_spawn(["true"], bad, cwd="/", terminal=False, adopts=False)
+            ipc.pack_spawn(["true"], bad, cwd="/", terminal=False, adopts=False)

@@ -85,7 +85,7 @@ def typed(sandbox: Sandbox, text: str) -> str:
 
 def box_of(sandbox: Sandbox) -> Any:
     backend: Any = sandbox.backend
-    return backend.box
+    return backend.container
 
 
 def bringers() -> set[int]:
@@ -152,8 +152,8 @@ def test_what_it_is_brought_from_stays_until_it_is_there(make: Maker) -> None:
     box = make()
     digest = typed(box, DIGEST)
     snap = box.snapshot(strict=True)
-    assert snap.whole is not None
-    place = snap.whole.image.path
+    assert snap.checkpoint is not None
+    place = snap.checkpoint.image.path
     box.restore(snap)
     snap.release()
     pages = box_of(box).pages
@@ -221,7 +221,7 @@ box.interact("python3 -q -i", timeout=300, until=">>> $")
 box.interact("x = bytes([7]) * (200 << 20)\\n", timeout=300, until=">>> $")
 (child,) = box.fork(1, strict=True, start=True)
 pids = [info.pid for one in (box, child) for info in one.backend.processes()]
-assert child.backend.box.pages >= 0
+assert child.backend.container.pages >= 0
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 os.kill(os.getpid(), 9)
 """

@@ -149,7 +149,7 @@ def test_groups_go_with_their_boxes(make: Maker) -> None:
     made = [make() for _ in range(5)]
     for backend in made:
         backend.start()
-    used = [path for backend in made for path in backend.box.group.paths]  # type: ignore[union-attr]
+    used = [path for backend in made for path in backend.container.group.paths]  # type: ignore[union-attr]
     assert all(os.path.isdir(path) for path in used)
     for backend in made:
         backend.close()

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from sandboxgym import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym import serialization as durable
+from sandboxgym import SnapshotCorrupt, SnapshotMismatch, serialization
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxFull
 from sandboxgym.sandbox.copy.backend import CopyBackend
 from sandboxgym.sandbox.files import archive, members
@@ -359,7 +358,7 @@ def test_a_shells_state_with_other_words_is_corrupt(changes: dict[str, Any]) -> 
 
 
 def packed(**changes: Any) -> bytes:
-    return durable.pack({"version": 1, "base": "empty", "tree": plain([]), "shell": None, "lossy": [], **changes})
+    return serialization.pack({"version": 1, "base": "empty", "tree": plain([]), "shell": None, "lossy": [], **changes})
 
 
 @pytest.mark.parametrize(

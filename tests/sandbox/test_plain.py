@@ -226,7 +226,7 @@ def test_a_tree_restores_any_number_of_times_after_any_detour(backend: CopyBacke
 def test_twins_do_not_see_each_other_not_even_through_absolute_links(backend: CopyBackend) -> None:
     run(backend, 'echo parent >file; ln -s "$SANDBOX_ROOT/file" link')
     tree = backend.freeze(keep_processes=True)
-    twin = backend.twin()
+    twin = backend.sibling()
     twin.start(tree)
     run(twin, "echo child >link")
     assert twin.read_file("/file") == b"child\n"

@@ -35,7 +35,7 @@ for backend in backends:
     command = "setsid sleep 1000 & sleep 1000 & mkdir -p " + "deep/" * 500 + "; sleep 1000"
     backend.spawn(["bash", "-c", command], env=backend.env)
 groups = runtime().groups
-pids = [runtime().process.pid, *(backend.box.pid for backend in backends)]
+pids = [runtime().process.pid, *(backend.container.pid for backend in backends)]
 print(json.dumps({
     "processes": [(pid, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) for pid in pids],
     "zygote": runtime().process.pid,
@@ -217,7 +217,7 @@ def test_a_killed_init_ends_one_box_only(make: Maker) -> None:
         backend.start()
     for _ in range(20):
         victim = rng.choice(boxes)
-        os.kill(victim.box.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(victim.container.pid, signal.SIGKILL)  # type: ignore[union-attr]
         with pytest.raises((SandboxClosed, SandboxUnavailable)):
             for _ in range(1000):
                 sh(victim, "true")

@@ -112,8 +112,8 @@ def test_root_inside_is_nobody_outside(make: Maker, rootless: bool) -> None:
     assert sh(backend, "id -u; touch /old/own; chown 1000:7 /old/own; stat -c %u:%g /old/own; cat /old/file") == (
         "0\n1000:7\nfrom below"
     )
-    assert backend.box is not None
-    on_disk = os.stat(backend.box.layer.files / "old/own")
+    assert backend.container is not None
+    on_disk = os.stat(backend.container.layer.files / "old/own")
     assert (on_disk.st_uid, on_disk.st_gid) == (1000, 7)
 
 

@@ -1,4 +1,4 @@
-"""Level 5: snapshots outlive the process, fit only where they belong, and are safe to load."""
+"""Level 5: snapshots outlive the process, fit only their own environment, and are safe to load."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from sandboxgym.conformance.harness.scenario import (
     release,
     show_outcome,
 )
-from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, put, take
+from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, restore, snapshot
 from sandboxgym.conformance.supervision import scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
 _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
-"""What a loader may raise on bytes that are no snapshot; other types mean that it ran into them blindly."""
+"""Exceptions that a loader may raise on bytes that are no snapshot; other types show a missing check."""
 
 
 def savable(subject: Subject) -> str | None:
-    """Why its snapshots cannot be saved and loaded; None if they can."""
+    """Reason why an environment's snapshots cannot be saved and loaded; None if they can."""
     with opened(subject) as env:
         env.reset(seed=1, options=subject.options(0))
-        snap = take(env)
+        snap = snapshot(env)
         try:
             if not callable(getattr(snap, "save", None)) or not callable(getattr(type(snap), "load", None)):
                 return f"snapshots ({type(snap).__qualname__}) have no save() and load()"
@@ -209,7 +209,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     blind="Restarts of the machine; files that others delete later.",
 )
 def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Another process plays control runs, saves snapshots and goes on. They are loaded and restored here: while it
+    """Another process plays control runs, saves snapshots and continues. They are loaded and restored here: while it
     lives and is further on, after it was killed (SIGKILL), after one ended without closing its environments, and after
     one closed them (and, where other hosts are declared, its temporary folder was deleted). The whole future is
     compared.
@@ -253,7 +253,7 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], saved: list[Any], when: str) -> int:
-    """Restore what another process saved, and compare; unless it played something else than is played here."""
+    """Restore the snapshots of another process, and compare; unless that process saw other outcomes than this one."""
     compared = 0
     for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
         if first_difference(
@@ -279,7 +279,7 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], sa
 def _same_there(
     scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: other_process.Child, unlike: bool
 ) -> int:
-    """Compare what another process gave after a restore; ``unlike``: even without snapshots it gives something else."""
+    """Compare the outcomes of another process after a restore; ``unlike``: they differ even without snapshots."""
     returned, last = outcomes[0], walk.expected[point - 1]
     pairs = list(zip(walk.expected[point : walk.end], outcomes[1:], range(point, walk.end)))
     if scene.subject.normalize is None and last.raised is None:
@@ -308,7 +308,7 @@ def _same_there(
 
 
 def _relative(subject: Subject, job: other_process.Job, child: other_process.Child) -> bool:
-    """Whether the environment cannot even be made and played in another working directory."""
+    """True if the environment cannot be made and played in another working directory."""
     try:
         other_process.run(subject, [job], child)
     except (other_process.Broken, other_process.Unreachable):
@@ -338,7 +338,7 @@ class _Foreign(SnapshotEnv[Any, Any]):
 
 
 class _ForeignHandle:
-    """What another package may call a snapshot."""
+    """A snapshot handle of another package."""
 
     id, parent, kind, env_id, digest, nbytes = "0", None, "memory", "Foreign-v0", "0", 1
     state: dict[str, Any] = {}  # noqa: RUF012
@@ -354,8 +354,8 @@ class _ForeignHandle:
 )
 def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Restores what was taken from another environment, and through another stack of wrappers: it must raise, and the
-    environment must go on as if nothing had happened. What was taken from one made with other arguments (numbers and
-    flags of the factory or class, changed one at a time) must raise too, or go on exactly like there.
+    environment must continue as if nothing had happened. What was taken from one made with other arguments (numbers and
+    flags of the factory or class, changed one at a time) must raise too, or continue exactly as there.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -381,7 +381,7 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
             for name, handle in wrong.items():
                 scene.note(f"# restore of a snapshot of {name}, which raises")
                 try:
-                    put(twin, handle)
+                    restore(twin, handle)
                 except Exception as error:
                     raised[name] = type(error).__qualname__
                     if not isinstance(error, SnapshotError) and isinstance(error, (AssertionError, NameError)):
@@ -396,12 +396,12 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
 
 
 def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one other argument, if it plays.
+    """The environment made with one argument changed, if it can be played.
 
     Args:
         subject: as it is made else.
         steps: of its control runs.
-        numbers: how many others are tried for one.
+        numbers: alternatives tried per number.
     """
     make: Any = subject.make_env
     given: dict[str, Any] = {}
@@ -452,7 +452,7 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
             scene.play(env, mine.ops[:half])
             scene.note(f"# restore of a snapshot of an environment with {name}")
             try:
-                put(env, foreign.snaps[point])
+                restore(env, foreign.snaps[point])
             except Exception as error:
                 if mine.repeatable:
                     scene.expect(env, own, half, f"after a snapshot of an environment with {name} was refused")
@@ -481,7 +481,7 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
 )
 def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Cuts, flips and extends the bytes of a saved snapshot, some hundred times, and puts a pickle with a payload in
-    its place: each must be refused with a typed error, nothing may run, the environment must go on unharmed; what is
+    its place: each must be refused with a typed error, nothing may run, the environment must continue unharmed; what is
     still accepted must restore the very same state.
     """
     control = subject.control(0, budget.steps)
@@ -504,7 +504,7 @@ def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
             file.write_bytes(data)
             try:
                 loaded = type(snap).load(file)
-                result = put(env, loaded)
+                result = restore(env, loaded)
             except _TYPED as error:
                 kind = type(error).__qualname__
                 refused[kind] = refused.get(kind, 0) + 1
@@ -546,7 +546,7 @@ def _mutants(good: bytes, rng: np.random.Generator, count: int) -> Iterator[tupl
 
 
 class _Payload:
-    """Unpickled, it makes a directory."""
+    """A pickle payload that makes a directory when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -597,7 +597,7 @@ def released(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
         (fork,) = scene.fork(env, 1)
         scene.release(snap)
         snap.release()
-        for name, use in (("restore", lambda: put(env, snap)), ("save", lambda: snap.save(os.devnull))):
+        for name, use in (("restore", lambda: restore(env, snap)), ("save", lambda: snap.save(os.devnull))):
             if name == "save" and not callable(getattr(snap, "save", None)):
                 continue
             scene.note(f"# {name} of the released snapshot, which raises")

@@ -1,7 +1,8 @@
-"""Level 2: what environments of one process share carries nothing from one fork to another.
+"""Level 2: state shared by environments of one process carries nothing from one fork to another.
 
-Each check lets forks act, sees whether others behave as if nothing had happened, and, where they do not, names what
-was changed in between. What changes without an effect (a cache that fills) is told in the evidence and is no fault.
+Each check lets forks act, tests whether others behave as if nothing had happened, and, where they do not, names the
+shared state that changed in between. A change without an effect (a cache that fills) is listed in the evidence and is
+no fault.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Look = Callable[[AnyEnv], dict[str, Any]]
 def _disturbed(
     subject: Subject, budget: Budget, rng: np.random.Generator, look: Look, what: str, rounds: int = 4
 ) -> tuple[int, list[str]]:
-    """Let forks act between two looks; fail, naming what changed, where the source or a sibling then differs."""
+    """Let forks act between two observations; fail, naming the change, where the source or a sibling then differs."""
     seen: set[str] = set()
     done = 0
     for index in budget.spending(rounds, at_least=2):
@@ -176,7 +177,7 @@ def _shared(captured: bool) -> dict[str, Any]:
 
 
 def _operate(scene: Scene, subject: Subject, budget: Budget) -> Iterator[str]:
-    """What a tree consists of, one call after the other; the names of the calls, that of a reset first."""
+    """Perform the operations of a tree, one after the other; the names of the calls, that of a reset first."""
     env, other = scene.make(), scene.make()
     ops = subject.control(0, budget.steps).ops
     for each in (env, other):

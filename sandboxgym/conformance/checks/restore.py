@@ -1,4 +1,4 @@
-"""Level 1: after ``restore`` the future is what it was going to be, however one got there."""
+"""Level 1: after ``restore`` the future equals the uninterrupted one, for every way to the restore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sandboxgym.conformance.harness.scenario import (
     streams,
 )
 from sandboxgym.conformance.harness.whole import whole_episodes
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, snapshot
 from sandboxgym.conformance.supervision import scratch
 
 SHORT = 4
@@ -38,7 +38,7 @@ SHORT = 4
 
 
 def points_of(control: Control, rng: np.random.Generator, middle: int = 2) -> list[int]:
-    """Where snapshots are taken: after the reset, in the middle, before the last step, after the end of the episode."""
+    """Moments of snapshots: after the reset, in the middle, before the last step, after the end of the episode."""
     last = control.last
     inside = rng.integers(1, last, size=middle).tolist() if last > 1 else []
     points = {1, *inside, max(1, last - 1), last}
@@ -53,7 +53,7 @@ def controls(subject: Subject, budget: Budget) -> list[Control]:
 
 
 def in_time(budget: Budget, pool: Sequence[Control]) -> Iterator[Control]:
-    """Control runs one after another: the first two (one on-policy, one not), the others while the time suffices."""
+    """Iterate over control runs: the first two (one on-policy, one not), the others while time remains."""
     return (pool[index] for index in budget.spending(len(pool), at_least=2))
 
 
@@ -103,7 +103,7 @@ def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -
 
 @contextmanager
 def perturbed(scene: Scene, rng: np.random.Generator) -> Iterator[None]:
-    """Other global random streams, one more environment variable and a later time: none may matter to a restore."""
+    """Change global random streams, an environment variable and the time: a restore must not depend on them."""
     seed = int(rng.integers(2**31))
     states = random.getstate(), np.random.get_state()
     name = f"SANDBOXGYM_CONFORMANCE_{seed}"
@@ -199,7 +199,7 @@ def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str
 
 
 def finds(trials: int) -> dict[str, Any]:
-    """The rate of faults that so many trials would have found with probability 0.999."""
+    """The smallest rate of faults that so many trials would have found with probability 0.999."""
     return {"would find (99.9 %) a fault in": f"1 of {max(1, int(1 / (1 - 0.001 ** (1 / max(1, trials)))))}"}
 
 
@@ -346,7 +346,7 @@ def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 def _quiet_between(control: Control, start: int, end: int) -> bool:
-    """Whether the calls after the end of the episode raised, so that leaving them out changes nothing."""
+    """True if the calls after the end of the episode raised, so that leaving them out changes nothing."""
     return all(outcome.raised for outcome in control.outcomes[start:end])
 
 
@@ -544,7 +544,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
 
 
 def _again(scene: Scene, env: AnyEnv, snap: Any, ops: Sequence[Op], budget: Budget) -> int:
-    """Restores with one seed, hundreds of times; how many."""
+    """Restore with one seed hundreds of times; the number."""
     first: list[Outcome] = []
     for index in budget.spending(budget.repeats, seconds=budget.seconds / 2, at_least=10):
         with scene.iteration(index):
@@ -594,7 +594,7 @@ def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 
 
 Grow = Callable[[Scene, Control, int, list[Walk], np.random.Generator], int]
-"""How `diverging` gets from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
+"""Step of `diverging` from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
 
 
 def diverging(
@@ -627,7 +627,7 @@ def diverging(
 
 
 def own_future(scene: Scene, env: AnyEnv, control: Control) -> Walk:
-    """The control run itself as what is expected of an environment."""
+    """The control run itself, as the expected future of an environment."""
     return Walk(env, control, {}, [], control.outcomes, comparable(scene.subject, control))
 
 
@@ -666,7 +666,7 @@ def _by_restore(scene: Scene, control: Control, point: int, parted: list[Walk], 
 
 
 def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
-    """Whether branches give here what they give in a process of their own, if a control run itself does."""
+    """True if branches give the same here and in a process of their own, provided that a control run does."""
     control = subject.control(0, SHORTEST)
     plain = other_process.Job(control.seed, control.ops[: control.last])
     jobs = [plain, *(other_process.Job(branch.control.seed, branch.control.ops) for branch in told)]
@@ -775,7 +775,7 @@ def live_source(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
 
 
 def _moving_on(subject: Subject, control: Control, ahead: int, rng: np.random.Generator) -> int:
-    """The source is some calls ahead when it is restored from, and then moves in turn with the restored one."""
+    """Restore from a source that is some calls ahead, and then moves in turn with the restored environment."""
     with Scene(subject) as scene:
         source, worker = scene.start(control), scene.start(control)
         own = own_future(scene, source, control)
@@ -802,7 +802,7 @@ def _moving_on(subject: Subject, control: Control, ahead: int, rng: np.random.Ge
 
 
 def _shared(subject: Subject, pair: tuple[Control, Control], rng: np.random.Generator) -> int:
-    """Two sources, two workers that restore from either, any of them moves next."""
+    """Two sources, two workers that restore from either, moved in random order."""
     with Scene(subject) as scene:
         sources: list[list[Any]] = []
         kept: list[tuple[Any, Walk, int]] = []
@@ -831,7 +831,7 @@ def _shared(subject: Subject, pair: tuple[Control, Control], rng: np.random.Gene
 
 
 def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> int:
-    """The source lives and moves in a thread of its own while the others are restored and move here."""
+    """Keep the source in a thread of its own while the others are restored and moved here."""
     point = int(rng.integers(1, max(2, control.last // 2)))
     ready, leave = threading.Event(), threading.Event()
     handed: list[Any] = []
@@ -844,7 +844,7 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
             try:
                 source = scene.start(control)  # here: some can be used in the thread alone that has made them
                 scene.play(source, control.ops[:point])
-                handed.extend((take(source), scene.name(source)))
+                handed.extend((snapshot(source), scene.name(source)))
                 ready.set()
                 for index in range(point, comparable(subject, control)):
                     found = subject.call(source, control.ops[index])[0]
@@ -883,7 +883,7 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
 
 
 def _across(subject: Subject, control: Control) -> str | int:
-    """The restored one lives in another process, the source here."""
+    """Restore in another process, with the source here."""
     point = max(1, control.last // 3)
     with Scene(subject) as scene, scratch.folder() as folder:
         source = scene.start(control)

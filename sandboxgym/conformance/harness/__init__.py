@@ -1,1 +1,1 @@
-"""Control runs and what they are compared with: scenarios, branches, other processes, random generators."""
+"""Control runs and their comparisons: scenarios, branches, other processes, random generators."""

@@ -1,8 +1,8 @@
-"""Branches: other actions than a control run took, with the truth of each from an environment that was never restored.
+"""Branches: actions that differ from a control run's, with expected outcomes from an environment never restored.
 
-The branches of one point are made to catch what is remembered by the wrong key: they differ in their first steps and
-then, at the same moments, take the same actions. What is kept by the number of steps, by depth, or by depth and action
-then answers one branch with what belongs to another.
+The branches of one point are made to catch state remembered under the wrong key: they differ in their first steps and
+then, at the same moments, take the same actions. A value stored by the number of steps, by depth, or by depth and
+action then answers one branch with the value of another.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def branches(
     """Branches of a control run from ``point`` on, each played in a new environment that is then closed.
 
     Args:
-        scene: where they are played.
+        scene: plays the branches.
         control: the run whose first ``point`` calls they share.
         point: calls before they part, at least 1.
         rng: draws the actions.
         palette: actions of every kind; the branches take some of them at the same moments.
-        width: how many.
+        width: number of branches.
         length: steps of each, less where the episode ends.
     """
     first = [canonical(op.value) for op in control.ops[point : point + 1] if op.kind == "step"]
@@ -57,7 +57,7 @@ def branches(
 def _common(
     control: Control, point: int, rng: np.random.Generator, palette: Sequence[Any], length: int
 ) -> list[tuple[Any, ...]]:
-    """What the branches of one point take at the same moments, where they can: the control's actions, or every kind."""
+    """Actions of all branches of one point at the same moments, where possible: the control's, or one per kind."""
     own = [(op.value,) if op.kind == "step" else () for op in control.ops[point : min(control.last, point + length)]]
     own += [()] * (length - len(own))
     if not palette or rng.random() < 0.4:
@@ -110,7 +110,7 @@ def _branch(
 
 
 def _possible(action: Any, info: Any) -> bool:
-    """Whether the environment offers an action, where it says what it offers."""
+    """True if the environment offers an action, where it declares what it offers."""
     if not isinstance(info, dict):
         return True
     if (commands := info.get("admissible_commands")) is not None and isinstance(action, str):
@@ -122,7 +122,7 @@ def _possible(action: Any, info: Any) -> bool:
 
 
 def pictured(subject: Subject) -> Subject | None:
-    """The subject with its picture as part of what is compared after each call; None where it cannot be drawn.
+    """The subject with its rendered picture compared after each call; None where it cannot be rendered.
 
     Pictures that differ in two uninterrupted runs are no part of it either.
     """

@@ -1,4 +1,4 @@
-"""What an environment returned, as values that compare with ``==``: exactly, types and dtypes included.
+"""Canonical form of outputs: values that compare with ``==``, exactly, types and dtypes included.
 
 NaN equals NaN, 0.0 is not -0.0, ``np.float32(1)`` is not ``1.0``; the order of a dict or a set does not matter.
 """
@@ -90,7 +90,7 @@ def _shown(value: np.generic) -> str:
 
 
 def difference(expected: Canonical, found: Canonical, path: str = "") -> str | None:
-    """Where two canonical values first differ, in words; None if they are equal."""
+    """First difference of two canonical values, in words; None if they are equal."""
     if expected == found:
         return None
     both = isinstance(expected, tuple) and isinstance(found, tuple) and len(expected) == len(found) == 2
@@ -117,7 +117,7 @@ def difference(expected: Canonical, found: Canonical, path: str = "") -> str | N
 
 
 def both_arrays(expected: Canonical, found: Canonical) -> bool:
-    """Whether both are arrays without objects."""
+    """True if both values are arrays without objects."""
     return all(
         isinstance(v, tuple) and len(v) == 4 and v[0] == "array" and isinstance(v[3], bytes) for v in (expected, found)
     )
@@ -137,7 +137,7 @@ def _arrays(expected: Canonical, found: Canonical) -> str:
 
 
 def rows(expected: Mapping[str, Canonical], found: Mapping[str, Canonical]) -> list[dict[str, Any]]:
-    """Two sets of canonical values field by field, for a table: entries of dicts that differ have rows of their own.
+    """Table of two sets of canonical values field by field; entries of dicts that differ have rows of their own.
 
     Returns:
         Rows with the strings ``field``, ``expected``, ``found`` and the flag ``differs``.
@@ -167,7 +167,7 @@ def _entries(value: Canonical) -> dict[str, Canonical] | None:
 
 
 def literal(value: Any) -> str:
-    """Python that makes a value again, types and dtypes included; it needs NumPy as ``np`` at most."""
+    """Python source of a value, types and dtypes included; it needs at most NumPy as ``np``."""
     kind = type(value)
     if kind is float and (value != value or value in (float("inf"), float("-inf"))):
         return f"float({str(value)!r})"
@@ -190,7 +190,7 @@ def literal(value: Any) -> str:
 
 
 def show(value: Canonical, limit: int = 160) -> str:
-    """A canonical value for people."""
+    """A canonical value as readable text."""
     text = repr(_plain(value))
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -221,7 +221,7 @@ def _plain(value: Canonical) -> Any:
 
 
 class _Text(str):
-    """Shown without quotes."""
+    """Text shown without quotes."""
 
     def __repr__(self) -> str:
         return str(self)

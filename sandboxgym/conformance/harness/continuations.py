@@ -1,14 +1,15 @@
-"""Random continuations of a state, and how to draw them with and without a restore.
+"""Random continuations of a state, sampled with and without a restore.
 
 The samples are drawn in one of three designs, which the evidence names:
 
 - *replayed*: the controls are replays from ``reset(seed)`` to the very state of the snapshot, where ``np_random`` is
-  replaced, and every other generator that the environment leads to gets other bits; against ``restore(snap, seed=…)``.
-  For environments that repeat from a seed.
-- *replayed, no seed*: the same, against snapshots of that state, each with other streams, restored and forked without a
-  seed: for environments whose streams are not declared captured, where the default call must vary as the future does.
-- *live*: whole runs, each from a new environment and another seed, that were never interrupted; against such runs in
-  which a snapshot was taken on the way, a detour walked and the snapshot restored. Any environment allows this: if
+  replaced, and every other generator that the environment leads to gets other bits; compared with ``restore(snap,
+  seed=…)``. For environments that repeat from a seed.
+- *replayed, no seed*: the same, compared with snapshots of that state, each with other streams, restored and forked
+  without a seed: for environments whose streams are not declared captured, where the default call must vary as the
+  future does.
+- *live*: whole runs, each from a new environment and another seed, that were never interrupted; compared with such runs
+  in which a snapshot was taken on the way, a detour walked and the snapshot restored. Any environment allows this: if
   snapshots are faithful, the past and the future together have one distribution.
 """
 
@@ -31,27 +32,27 @@ from sandboxgym.conformance.harness.scenario import (
     renew_streams,
     seed_spaces,
 )
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, fork, restore, snapshot
 
 NEAR = 3
 """Transitions of each future that are compared whole; of the rest, the return, the length and the end."""
 PILOT = 12
-"""Futures drawn at a place to see whether anything is random there."""
+"""Futures drawn at a place to find out whether it is random."""
 PLACES = {"quick": 1, "full": 2}
 """Places at which a budget draws futures."""
 
 
 class Future(NamedTuple):
-    """A random continuation: what the tests look at."""
+    """A random continuation, reduced to the values that the tests use."""
 
     past: int
-    """Hash of all that came before."""
+    """Hash of the past."""
     whole: tuple[int, ...]
     """Hashes of the first `NEAR` transitions; shorter where the episode ended."""
     fields: tuple[tuple[int, ...], ...]
-    """Of each of them: hashes of observation, reward, flags, info and hidden state."""
+    """Hashes of observation, reward, flags, info and hidden state of each of these transitions."""
     numbers: tuple[tuple[float, ...], ...]
-    """Of each of them: reward and numeric observation."""
+    """Reward and numeric observation of each of these transitions."""
     total: float
     """Return to the end."""
     length: int
@@ -61,7 +62,7 @@ class Future(NamedTuple):
 
 @dataclass
 class Policy:
-    """The same function of what was returned in every future: the only randomness is the environment's."""
+    """Policy of all futures, a fixed function of the outputs: the only randomness is the environment's."""
 
     subject: Subject
     first: Any
@@ -106,7 +107,7 @@ def _step(env: AnyEnv, action: Any) -> tuple[Any, ...] | None:
 
 
 def _numbers(*values: Any, most: int = 16) -> Iterator[float]:
-    """The numbers in nested values, at most 16 each; text has none."""
+    """Numbers in nested values, at most 16 each; text has none."""
     for value in values:
         if isinstance(value, dict):
             yield from _numbers(*[value[key] for key in sorted(value, key=str)])
@@ -121,7 +122,7 @@ def _numbers(*values: Any, most: int = 16) -> Iterator[float]:
 
 @dataclass
 class Place:
-    """A state, how to draw its futures with and without a restore, and how it was reached."""
+    """A state, its samplers of futures with and without a restore, and the way to it."""
 
     name: str
     design: str
@@ -132,20 +133,20 @@ class Place:
     drawn: Callable[[int], Future]
     """A future after a restore."""
     again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """In the live design: an uninterrupted future of a run from always the same seed."""
+    """In the live design: an uninterrupted future of a run from one fixed seed."""
     drawn_again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """And a restored one, each restore with another seed."""
+    """In the live design: a restored future of that run, each restore with another seed."""
     uninterrupted: list[Future] = field(default_factory=list)
     restored: list[Future] = field(default_factory=list)
 
 
 def seed_of(*key: int) -> int:
-    """A seed that depends on all of some numbers."""
+    """A seed that depends on all of the given numbers."""
     return int(np.random.SeedSequence(key).generate_state(1)[0]) % 2**31
 
 
 def renew(env: AnyEnv, seed: int) -> None:
-    """Fresh streams, of the spaces too."""
+    """Replace the random streams by fresh ones, those of the spaces too."""
     renew_streams(env, seed)
     seed_spaces(env, seed)
 
@@ -159,7 +160,7 @@ def reach(subject: Subject, env: AnyEnv, control: Control, point: int, seed: int
 
 
 def policy_at(subject: Subject, env: AnyEnv, control: Control, point: int, limit: int) -> Policy:
-    """The policy of all futures from one moment of a control run; it begins with that run's next action."""
+    """Policy of all futures from one moment of a control run; it begins with that run's next action."""
     following = control.ops[point] if point < len(control.ops) else control.ops[0]
     space = copy.deepcopy(env.action_space)
     seed = seed_of(subject.seed, point, 5)
@@ -169,7 +170,7 @@ def policy_at(subject: Subject, env: AnyEnv, control: Control, point: int, limit
 
 
 def _reusable(subject: Subject, control: Control) -> bool:
-    """Whether a used environment that is reset runs like a new one (not with running statistics in a wrapper)."""
+    """True if a used environment that is reset runs like a new one (not with running statistics in a wrapper)."""
     with opened(subject) as env:
         for trial in range(2):
             reach(subject, env, control, 1)
@@ -183,10 +184,10 @@ def _reusable(subject: Subject, control: Control) -> bool:
 
 
 def replayed(subject: Subject, control: Control, point: int, budget: Budget, stack: contextlib.ExitStack) -> Place:
-    """The first design; its environments are closed with ``stack``."""
+    """Place of the replayed design; its environments are closed with ``stack``."""
     source = stack.enter_context(opened(subject))
     reach(subject, source, control, point)
-    snap = take(source)
+    snap = snapshot(source)
     stack.callback(release, snap)
     policy = policy_at(subject, source, control, point, budget.steps)
     used = stack.enter_context(opened(subject)) if _reusable(subject, control) else None
@@ -203,14 +204,14 @@ def replayed(subject: Subject, control: Control, point: int, budget: Budget, sta
             return uninterrupted(env, index)
 
     def drawn(index: int) -> Future:
-        put(source, snap, seed_of(subject.seed, index, 7))
+        restore(source, snap, seed_of(subject.seed, index, 7))
         return policy.follow(source, 0)
 
     return Place(f"after {point} calls, {control.name}", "replayed", control, point, draw, drawn)
 
 
 def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.ExitStack) -> Place:
-    """The second design, at a place of the first; its environments are closed with ``stack``."""
+    """Place of the design without seeds, at a replayed one; its environments are closed with ``stack``."""
     control, point = place.control, place.point
     source = stack.enter_context(opened(subject))
     reach(subject, source, control, point)
@@ -221,15 +222,15 @@ def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.E
             reach(subject, env, control, point)
             renew(env, seed_of(subject.seed, index, 12))
             if index % 2:
-                (child,) = branch(env, 1)
+                (child,) = fork(env, 1)
                 try:
                     return policy.follow(child, 0)
                 finally:
                     child.close()
-            snap = take(env)
+            snap = snapshot(env)
             try:
                 _step(env, policy.first)
-                put(env, snap)
+                restore(env, snap)
                 return policy.follow(env, 0)
             finally:
                 release(snap)
@@ -238,19 +239,19 @@ def unseeded(subject: Subject, place: Place, budget: Budget, stack: contextlib.E
 
 
 def live(subject: Subject, control: Control, point: int, budget: Budget) -> Place:
-    """The third design."""
+    """Place of the live design."""
     with opened(subject) as env:
         policy = policy_at(subject, env, control, point, budget.steps)
 
-    def run(seed: int, interrupt: bool, restore: int) -> Future:
+    def run(seed: int, interrupt: bool, restore_seed: int) -> Future:
         with opened(subject) as env:
             past = hash(tuple(reach(subject, env, control, point, seed)))
             if interrupt:
-                snap = take(env)
+                snap = snapshot(env)
                 try:
                     for _ in range(2):
                         _step(env, policy.first)
-                    put(env, snap, restore if subject.capabilities.rng else None)
+                    restore(env, snap, restore_seed if subject.capabilities.rng else None)
                 finally:
                     release(snap)
             return policy.follow(env, past)
@@ -271,7 +272,7 @@ def live(subject: Subject, control: Control, point: int, budget: Budget) -> Plac
 
 
 def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tuple[list[Place], str]:
-    """Where futures are random, most varied first transitions first; the reason where nowhere."""
+    """Places with random futures, most varied first transitions first; the reason if there are none."""
     found: list[tuple[int, Place]] = []
     tried = 0
     for index in range(2):
@@ -307,13 +308,13 @@ def places(subject: Subject, budget: Budget, stack: contextlib.ExitStack) -> tup
 
 
 def _variety(draw: Callable[[int], Future], budget: Budget) -> tuple[int, int]:
-    """How many different futures a few draws give, and how many draws that were."""
+    """Number of different futures in a few draws, and the number of draws."""
     seen = [draw(10**6 + trial).whole for trial in budget.spending(PILOT, at_least=PILOT // 2)]
     return len(set(seen)), len(seen)
 
 
 def _replaceable(subject: Subject, control: Control) -> bool:
-    """Whether ``np_random`` can be replaced (a proxy's may be another environment's)."""
+    """True if ``np_random`` can be replaced (a proxy's may be another environment's)."""
     with opened(subject) as env:
         reach(subject, env, control, 1)
         try:

@@ -1,10 +1,10 @@
 """Controls found by search: long episodes, every way of ending, rare actions and events.
 
-1. A search only proposes actions. What is compared with is recorded from a reset, without any snapshot, so that faulty
-   snapshots cost coverage and never a verdict.
-2. It goes back to promising moments with the environment's own snapshots, as a tree does; where these raise, what plain
-   episodes have reached is all there is.
-3. It is bounded in calls and in seconds of the processor, and made once for all checks of a run.
+1. A search only proposes actions. The control is recorded from a reset, without any snapshot, so that faulty snapshots
+   cost coverage and never a verdict.
+2. It returns to promising moments with the environment's own snapshots, as a tree does; where these raise, the coverage
+   is that of plain episodes.
+3. It is bounded in calls and in processor seconds, and made once for all checks of a run.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ import numpy as np
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.harness.canonical import Items, canonical, show
 from sandboxgym.conformance.harness.scenario import choose, control_seed, opened, record, release, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, restore, snapshot
 from sandboxgym.conformance.supervision.clock import Stopwatch
 
 CALLS = {"quick": 4000, "full": 40000}
 """Calls that a search may make, over all starts."""
 BEYOND = 12
-"""Steps that a control goes on after what it was chosen for."""
+"""Steps of a control beyond the event for which it was chosen."""
 VALUES = 8
 """Values of one kind (rewards, texts in info) that count as different events."""
 DEATHS = 60
 """Ends in a row without a longer episode, after which the search for one gives up."""
 PLACES = 48
-"""Observations that count as different places to go on from."""
+"""Observations that count as different places to continue from."""
 
 Feature = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a search found."""
+    """Result of a search."""
 
     controls: tuple[Control, ...]
-    """Recorded runs that together reach the most, endings first."""
+    """Recorded runs that together cover the most, endings first."""
 
     events: tuple[tuple[int, ...], ...]
-    """Of each of them, how many calls were made when something happened for the first time."""
+    """Numbers of calls before each new event, per control."""
 
     palette: tuple[Any, ...]
     """One action of each kind that was taken."""
 
     reached: dict[str, Any]
-    """For reports: what the recorded runs reached."""
+    """Coverage of the recorded runs, for reports."""
 
 
 @dataclass
 class _Moment:
-    """Where a search can go on."""
+    """A moment from which a search can continue."""
 
     path: tuple[Any, ...]
     """The actions since the reset."""
@@ -70,7 +70,7 @@ _found: weakref.WeakKeyDictionary[Subject, dict[tuple[Budget, int], Coverage]] =
 
 
 def coverage(subject: Subject, budget: Budget) -> Coverage:
-    """What the search of a run found, made when first asked for."""
+    """Coverage by the search of a run, made at the first request."""
     known = _found.setdefault(subject, {})
     key = (replace(budget, seconds=0.0, total=0.0), subject.seed)  # checks of one run may have other limits
     if key not in known:
@@ -125,7 +125,7 @@ def _longest(control: Control, budget: Budget) -> int:
 
 
 def ending(control: Control) -> str:
-    """How the first episode of a control run ended."""
+    """Ending of the first episode of a control run."""
     if control.ended is None:
         return "not reached"
     last = control.outcomes[control.ended - 1]
@@ -150,7 +150,7 @@ def _counted(values: Iterator[str]) -> Iterator[tuple[str, int]]:
 
 
 def kind(action: Any) -> Any:
-    """What sort of an action it is: the number, the verb of a command, else its type."""
+    """Kind of an action: the number, the verb of a command, else its type."""
     if isinstance(action, (bool, int, np.integer)):
         return int(action)
     if isinstance(action, str):
@@ -159,7 +159,7 @@ def kind(action: Any) -> Any:
 
 
 def _news(control: Control, seen: set[Feature]) -> Iterator[int]:
-    """How many calls were made when a recorded run first showed something; ``seen`` is what others showed."""
+    """Number of calls after which a recorded run first showed a new feature; ``seen`` holds those of the others."""
     for index in range(1, control.last):
         op, outcome = control.ops[index], control.outcomes[index]
         features: set[Feature] = {("action", kind(op.value)), ("raised", outcome.raised)}
@@ -172,7 +172,7 @@ def _news(control: Control, seen: set[Feature]) -> Iterator[int]:
 
 
 def _features(action: Any, raw: tuple[Any, ...], total: float) -> Iterator[Feature]:
-    """What a step showed."""
+    """Features of a step."""
     observation, reward, terminated, truncated, info = raw
     yield ("action", kind(action))
     if terminated or truncated:
@@ -202,13 +202,13 @@ class _Search:
     calls: int = 0
     stopped: str = ""
     paths: dict[Feature, tuple[tuple[Any, ...], frozenset[Feature]]] = field(default_factory=dict)
-    """By what was seen first: the actions, and all that they showed."""
+    """Paths by the feature that they showed first: the actions, and all their features."""
     archive: list[_Moment] = field(default_factory=list)
     _values: dict[Any, set[Feature]] = field(default_factory=dict)
     _length: int = 4
 
     def run(self) -> None:
-        """Plain episodes, then a long one that goes back from every end, then bursts from where something was new."""
+        """Run plain episodes, then a long one that returns from every end, then bursts from new features."""
         quick = CALLS.get(self.budget.name, CALLS["quick"])
         self.most = quick // self.starts if self.index else quick
         self.watch = Stopwatch()
@@ -230,7 +230,7 @@ class _Search:
             self.stopped = f"{type(error).__qualname__}: {error}"[:200]
 
     def late(self) -> bool:
-        """Whether the search has had its share."""
+        """True if the search has used its share."""
         limit = self.budget.seconds / 2
         waited = self.watch.elapsed > (2 if self.budget.waits else 6) * limit
         return self.calls >= self.most or waited or self.watch.busy > limit
@@ -251,7 +251,7 @@ class _Search:
     def _new(
         self, path: tuple[Any, ...], raw: tuple[Any, ...], total: float, seen: frozenset[Feature]
     ) -> tuple[bool, frozenset[Feature]]:
-        """Enter what the last step of a path showed; whether any of it was new, and all that the path has shown."""
+        """Record the features of a path's last step; True if any was new, and all features of the path."""
         news = False
         mine = set()
         for feature in _features(path[-1], raw, total):
@@ -284,14 +284,14 @@ class _Search:
                 return
 
     def _survive(self, env: AnyEnv) -> None:
-        """One long episode: from every end but a truncation back by ever more steps."""
+        """Play one long episode: from every end but a truncation, return by ever more steps."""
         raw = self._reset(env)
         if raw is None:
             return
         path: tuple[Any, ...] = ()
         seen: frozenset[Feature] = frozenset()
         total, deaths = 0.0, 0
-        marks = [_Moment(path, raw, total, seen, take(env))]
+        marks = [_Moment(path, raw, total, seen, snapshot(env))]
         best: tuple[tuple[Any, ...], frozenset[Feature]] = (path, seen)
         try:
             while len(path) < self.longest and deaths < DEATHS and not self.late():
@@ -309,9 +309,9 @@ class _Search:
                     for _ in range(min(len(marks) - 1, deaths // 3)):
                         release(marks.pop().snap)
                     path, raw, total, seen = marks[-1].path, marks[-1].raw, marks[-1].total, marks[-1].seen
-                    put(env, marks[-1].snap)
+                    restore(env, marks[-1].snap)
                 elif len(path) % 2 == 0:
-                    marks.append(_Moment(path, raw, total, seen, take(env)))
+                    marks.append(_Moment(path, raw, total, seen, snapshot(env)))
                     if len(marks) > 64:
                         release(marks.pop(1).snap)
         finally:
@@ -324,11 +324,11 @@ class _Search:
         raw = self._reset(env)
         if raw is None:
             return
-        self.archive.append(_Moment((), raw, 0.0, frozenset(), take(env)))
+        self.archive.append(_Moment((), raw, 0.0, frozenset(), snapshot(env)))
         while not self.late():
             recent = self.archive[-8:] if self.rng.random() < 0.5 else self.archive
             moment = recent[int(self.rng.integers(len(recent)))]
-            put(env, moment.snap)
+            restore(env, moment.snap)
             path, total, seen = moment.path, moment.total, moment.seen
             current: tuple[Any, ...] | None = moment.raw
             for _ in range(min(30, int(self.rng.geometric(0.15)))):
@@ -341,7 +341,7 @@ class _Search:
                 total += _number(current[1])
                 news, seen = self._new(path, current, total, seen)
                 if news and not (current[2] or current[3]) and len(self.archive) < 200:
-                    self.archive.append(_Moment(path, current, total, seen, take(env)))
+                    self.archive.append(_Moment(path, current, total, seen, snapshot(env)))
 
 
 def _number(reward: Any) -> float:
@@ -349,7 +349,7 @@ def _number(reward: Any) -> float:
 
 
 def _chosen(searches: list[_Search], count: int) -> list[tuple[_Search, tuple[Any, ...]]]:
-    """The paths that together show the most: one of each ending, the longest, then by what they add."""
+    """The paths with the largest joint coverage: one of each ending, the longest, then by their additions."""
     candidates = [
         (search, *found) for search in searches for found in {id(it[0]): it for it in search.paths.values()}.values()
     ]
@@ -376,5 +376,5 @@ def _chosen(searches: list[_Search], count: int) -> list[tuple[_Search, tuple[An
 
 
 def _telling(features: frozenset[Feature]) -> set[Feature]:
-    """Features that a report's reader would call an event."""
+    """Features that a reader of the report would call an event."""
     return {feature for feature in features if feature[0] not in ("place", "return")}

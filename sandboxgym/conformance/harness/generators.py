@@ -1,12 +1,12 @@
-"""All random generators that an environment leads to, found by looking: where they are, their bits, new bits for them.
+"""All random generators that an environment's attributes lead to: their paths, their bits, new bits for them.
 
 1. The walk follows attributes (instance dictionaries, ``__slots__``), containers, closures, defaults, bound methods and
    partial functions. It calls nothing of the environment's: no property, no ``__getattr__``, no ``__iter__`` but those
    of built-in containers.
 2. It enters no module and no class, goes in the order of distance, and stops after `MOST` objects.
-3. A generator is told by its bit generator: two `numpy.random.Generator` over one are one stream. Those of a space and
-   the process's global ones are not among them: `scenario.streams` and `process_globals.global_streams` are
-   about these.
+3. A generator is identified by its bit generator: two `numpy.random.Generator` over one are one stream. Those of a
+   space and the process's global ones are excluded: `scenario.streams` and `process_globals.global_streams` cover
+   these.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import numpy as np
 from sandboxgym.conformance.harness.canonical import Canonical, canonical
 
 MOST = 20_000
-"""Objects that a walk looks at."""
+"""Objects that a walk visits at most."""
 WIDEST = 4_096
-"""Items of one container that it looks at."""
+"""Items of one container that it visits at most."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
 _LEGACY = np.random.RandomState
@@ -41,10 +41,10 @@ class Stream:
     path: str
     kind: str
     source: Any
-    """What holds the bits: two paths lead to one stream where this is one object."""
+    """Holder of the bits: two paths lead to one stream if this is one object."""
 
     def bits(self) -> Canonical:
-        """The state."""
+        """State of the generator."""
         if self.kind == "python":
             return canonical(self.source.getstate())
         if self.kind == "torch":
@@ -55,11 +55,11 @@ class Stream:
 
     @property
     def renewable(self) -> bool:
-        """Whether its bits can be replaced in place; a key of jax is a value."""
+        """True if its bits can be replaced in place; a key of jax is a value."""
         return self.kind != "jax"
 
     def renew(self, seed: int) -> None:
-        """Other bits, in place."""
+        """Replace the bits in place."""
         if self.kind == "python":
             self.source.seed(seed)
         elif self.kind == "torch":
@@ -68,13 +68,13 @@ class Stream:
             self.source.state = type(self.source)(seed).state
 
     def save(self) -> Any:
-        """What `load` takes."""
+        """The state for `load`."""
         if self.kind == "python":
             return self.source.getstate()
         return self.source.get_state() if self.kind == "torch" else self.source.state
 
     def load(self, state: Any) -> None:
-        """Put bits back, in place."""
+        """Set a saved state in place."""
         if self.kind == "python":
             self.source.setstate(state)
         elif self.kind == "torch":
@@ -84,10 +84,10 @@ class Stream:
 
 
 def find(env: Any, only: Collection[str] | None = None) -> dict[str, Stream]:
-    """The generators that an environment leads to, by path; one that several paths lead to is under the nearest.
+    """Find the generators that an environment leads to, by path; one with several paths is under the nearest.
 
     Args:
-        env: where the walk begins.
+        env: start of the walk.
         only: end the walk when there is one under each of these paths.
     """
     found: dict[str, Stream] = {}
@@ -164,7 +164,7 @@ def _global() -> set[int]:
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with paths; of a space nothing."""
+    """Values that an object holds, with paths; of a space nothing."""
     kind = type(value)
     if isinstance(value, gym.Space):
         return
@@ -231,7 +231,7 @@ def _attributes(path: str, value: Any, kind: type[Any]) -> Iterator[tuple[str, A
 
 
 def _dictionary(value: Any, kind: type[Any]) -> dict[Any, Any] | None:
-    """The instance's dictionary, past anything that the class put in its place."""
+    """The instance's dictionary, even if the class hides it."""
     for base in kind.__mro__:
         descriptor = vars(base).get("__dict__")
         if isinstance(descriptor, (types.GetSetDescriptorType, types.MemberDescriptorType)):

@@ -1,4 +1,4 @@
-"""Masks of actions, as environments give them in ``info`` or in the observation, in the form that Gymnasium samples by.
+"""Masks of actions, from ``info`` or the observation, converted to the form that Gymnasium samples by.
 
 `gymnasium.Space.sample` takes an array of int8 for a Discrete or MultiBinary space, a tuple of such for a
 MultiDiscrete one, and a dict or tuple of masks for Dict and Tuple spaces. Booleans, other integers, lists and, for
@@ -23,7 +23,7 @@ def given(observation: Any, info: Any) -> Any:
 
 
 def sample(space: gym.Space[Any], mask: Any) -> Any:
-    """An action that a mask allows; any action where the mask isn't one of this space or allows nothing."""
+    """Sample an action that a mask allows; any action where the mask does not fit this space or allows nothing."""
     try:
         return space.sample(mask=understood(space, mask))
     except ValueError:
@@ -31,7 +31,7 @@ def sample(space: gym.Space[Any], mask: Any) -> Any:
 
 
 def understood(space: gym.Space[Any], mask: Any) -> Any:
-    """A mask as Gymnasium takes it; None where it allows everything.
+    """A mask in Gymnasium's form; None where it allows everything.
 
     Raises:
         ValueError: it doesn't fit the space, or leaves no action.

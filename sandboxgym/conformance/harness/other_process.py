@@ -1,4 +1,4 @@
-"""The same calls in other processes: another interpreter, hash seed, working directory and environment.
+"""Replays in other processes: another interpreter, hash seed, working directory and environment.
 
 A job goes to the child as a file made by this process, and its answer comes back as one; both are pickles, which
 neither side takes from anybody else. The child gets this process's import path and makes the environment by name.
@@ -30,7 +30,7 @@ TIMEOUT = 120
 
 
 class Unreachable(Exception):
-    """Other processes cannot make the environment, or cannot be told how."""
+    """Other processes cannot make the environment, or it has no name to make it by."""
 
 
 class Broken(Exception):
@@ -46,12 +46,12 @@ class Job:
     restored: Any = None
     """A snapshot as made by `carried`."""
     points: tuple[int, ...] = ()
-    """For `save`: after how many calls a snapshot is saved."""
+    """For `save`: numbers of calls after which a snapshot is saved."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """How the other process differs."""
+    """Differences of the other process."""
 
     hash_seed: str = "0"
     folder: str | None = None
@@ -61,7 +61,7 @@ class Child:
 def run(
     subject: Subject, jobs: Sequence[Job], child: Child = Child(), *, separate: bool = False
 ) -> list[list[Outcome]]:
-    """The outcomes of each job, all in one child, or each in a fork of it that has made no environment before.
+    """Run jobs, all in one child, or each in a fork of it that has made no environment before; their outcomes.
 
     The first outcome of a job with a snapshot is that of ``restore``.
 
@@ -78,7 +78,7 @@ Started = tuple["subprocess.Popen[bytes]", "tempfile.TemporaryDirectory[str]"]
 def start(
     subject: Subject, jobs: Sequence[Job], child: Child, *, separate: bool = False, role: Sequence[str] = ()
 ) -> Started:
-    """Begin what `run` does; `finish` has the outcomes. Or, in another role, what `main` calls for it."""
+    """Start the child of `run`; `finish` has the outcomes. In another role, start another function of `main`."""
     if subject.make_spec is None:
         raise Unreachable("the factory has no importable name (give make_spec)")
     folder = scratch.folder()
@@ -108,7 +108,7 @@ def popen(
 
 
 def finish(started: Started) -> list[list[Outcome]]:
-    """The outcomes of what was begun with `start`; see `run`."""
+    """Outcomes of the child started with `start`; see `run`."""
     process, folder = started
     with folder:
         try:
@@ -136,15 +136,15 @@ def _answer(kind: str, content: Any) -> list[Any]:
 def saver(
     subject: Subject, jobs: Sequence[Job], folder: Path, *, closes: bool, stays: bool, variables: Mapping[str, str]
 ) -> Iterator[tuple[list[tuple[list[tuple[str, str, Any]], list[Outcome]]], Callable[[], None]]]:
-    """Another process that plays jobs and saves their snapshots.
+    """Context of another process that plays jobs and saves their snapshots.
 
     What it saved and what its calls gave, by job, and a way to end it.
 
     Args:
         subject: made there anew.
         jobs: each with its points; afterwards two more of its calls are made, so that its environment is further on.
-        folder: where the files go.
-        closes: whether it closes its environments before it ends.
+        folder: for the files.
+        closes: close the environments at the end.
         stays: whether it lives until it is ended, and then is killed; else it ends by itself, before this returns.
         variables: of its environment.
 
@@ -175,14 +175,14 @@ def saver(
 
 
 def registered(spec: MakeSpec) -> Any:
-    """How an id is registered here, for a process in which it is not; None for factories."""
+    """Registration of an id, for a process in which it is missing; None for factories."""
     import gymnasium as gym
 
     return gym.registry.get(spec.target) if spec.is_id else None
 
 
 def stateless(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes without what the oracle saw, which other processes do not have."""
+    """Outcomes without the oracle's states, which other processes do not have."""
     return [outcome._replace(state=None) for outcome in outcomes]
 
 
@@ -190,7 +190,7 @@ def stateless(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def carried(snap: Any, folder: str | Path, name: str) -> tuple[str, str, Any]:
-    """A snapshot on its way: by its own ``save`` and ``load``, by its bytes, or pickled.
+    """A snapshot in transit: by its own ``save`` and ``load``, by its bytes, or pickled.
 
     Raises:
         Unreachable: none of these works; the message says why.
@@ -217,7 +217,7 @@ def carried(snap: Any, folder: str | Path, name: str) -> tuple[str, str, Any]:
 
 
 def pickled(snap: Any) -> tuple[str, str, Any] | None:
-    """A snapshot on its way as a pickle, as pools of workers send it; None where it refuses that."""
+    """A snapshot in transit as a pickle, as pools of workers send it; None where it refuses that."""
     try:
         return ("pickle", "", pickle.dumps(snap))
     except Exception:
@@ -240,7 +240,7 @@ def arrived(parcel: tuple[str, str, Any]) -> Any:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do the job in a folder."""
+    """Entry point of the child: do the job in a folder."""
     folder = Path(arguments[0])
     if len(arguments) > 1 and arguments[1] == "hold":
         hold(folder)
@@ -273,7 +273,7 @@ def _save(
 ) -> tuple[list[tuple[str, str, Any]], list[Outcome]]:
     """Play a job in an environment that is kept, with snapshots saved on the way."""
     from sandboxgym.conformance.harness.scenario import quiet, seed_spaces
-    from sandboxgym.conformance.subject import take
+    from sandboxgym.conformance.subject import snapshot
 
     with quiet():
         env = subject.make_env()
@@ -283,7 +283,7 @@ def _save(
         for count, op in enumerate(job.ops[: max(job.points) + 2], start=1):
             outcomes.append(subject.call(env, op)[0])
             if count in job.points:
-                parcels.append(carried(take(env), folder, f"saved-{len(kept)}-{count}"))
+                parcels.append(carried(snapshot(env), folder, f"saved-{len(kept)}-{count}"))
         return parcels, outcomes
 
 
@@ -324,21 +324,21 @@ def subject_of(spec: MakeSpec, registration: Any, hooks: Mapping[str, Any]) -> S
 
 def _outcomes(subject: Subject, job: Job) -> Iterator[Outcome]:
     from sandboxgym.conformance.harness.scenario import opened, seed_spaces
-    from sandboxgym.conformance.subject import put
+    from sandboxgym.conformance.subject import restore
 
     with opened(subject) as env:
         seed_spaces(env, job.seed)
         if job.restored is not None:
-            observation, info = put(env, arrived(job.restored))
+            observation, info = restore(env, arrived(job.restored))
             yield subject.outcome(env, observation, 0.0, False, False, info)
         for op in job.ops:
             yield subject.call(env, op)[0]
 
 
 def hold(folder: Path) -> None:
-    """Make an environment, snapshots and forks, say so, and wait to be killed; or close all and end."""
+    """Make an environment, snapshots and forks, report that, and wait to be killed; or close all and end."""
     spec, registration, jobs, hooks, _ = pickle.loads((folder / "job").read_bytes())
-    from sandboxgym.conformance.subject import branch, take
+    from sandboxgym.conformance.subject import fork, snapshot
 
     try:
         subject = subject_of(spec, registration, hooks)
@@ -349,11 +349,11 @@ def hold(folder: Path) -> None:
             env.close()
             (folder / "ready").write_text("ready")
             return
-        snaps = [take(env)]
-        children = branch(env, 2)
+        snaps = [snapshot(env)]
+        children = fork(env, 2)
         for child in children:
             subject.call(child, jobs[0].ops[-1] if jobs[0].ops[-1].kind == "step" else jobs[0].ops[0])
-            snaps.append(take(child))
+            snaps.append(snapshot(child))
         (folder / "ready").write_text("ready")
     except BaseException:
         (folder / "failed").write_text(traceback.format_exc()[-2000:])

@@ -1,4 +1,4 @@
-"""What environments of one process share, as values to compare: class attributes, module globals, files, the process.
+"""State shared by environments of one process, as comparable values: class attributes, globals, files, settings.
 
 A change of these alone is no fault (a cache may fill). It names the hazard where the behaviour of a sibling changed.
 """
@@ -38,7 +38,7 @@ _LARGEST = 1 << 20
 
 
 def classes(env: AnyEnv) -> list[type[Any]]:
-    """The classes of all layers and their bases, without those of Gymnasium and of the protocol."""
+    """Classes of all layers and their bases, without those of Gymnasium and of the protocol."""
     found: dict[type[Any], None] = {}
     for layer in layers(env):
         for kind in type(layer).__mro__:
@@ -85,7 +85,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def surroundings() -> dict[str, Canonical]:
-    """What a process has one of: variables, directory, umask, import path, handlers, limits, settings of libraries."""
+    """State of the whole process: variables, directory, umask, import path, handlers, limits, settings of libraries."""
     mask = os.umask(0o022)
     os.umask(mask)
     found: dict[str, Canonical] = {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
@@ -141,13 +141,13 @@ def _root() -> Canonical:
 
 
 def _name(value: Any) -> str:
-    """A function or an object, by what it is rather than by where it lies in memory."""
+    """A function or an object, identified by its nature rather than by its address in memory."""
     kind = type(value)
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', kind.__qualname__)}"
 
 
 def _of(module: str, look: Callable[[Any], Canonical]) -> Canonical:
-    """A setting of a module that is loaded; one that is not has none."""
+    """A setting of a module that is loaded; None of one that is not."""
     loaded = sys.modules.get(module)
     try:
         return None if loaded is None else look(loaded)
@@ -184,7 +184,7 @@ def _handlers() -> dict[int, Any]:
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """Puts back what a check may leave changed of `surroundings`: all of it that a process can put back."""
+    """Restore the parts of `surroundings` that a check may leave changed, as far as a process can."""
     folder, variables, path = os.getcwd(), dict(os.environ), sys.path[:]
     handlers = _handlers()
     undo: list[Callable[[], Any]] = [
@@ -235,7 +235,7 @@ def put_back() -> Iterator[None]:
 
 
 def _again(write: Callable[[Any], Any], wanted: Any, read: Callable[[], Any]) -> None:
-    """Writes a setting only where it is another one: writing has effects of its own."""
+    """Write a setting only where it differs: writing has effects of its own."""
     if read() != wanted:
         write(wanted)
 
@@ -260,13 +260,13 @@ def global_streams() -> dict[str, Canonical]:
 
 
 def places() -> list[Path]:
-    """Where files of this process usually are: temporary folders and the working directory."""
+    """Usual places of this process's files: temporary folders and the working directory."""
     found = [Path(tempfile.gettempdir()), Path("/dev/shm"), Path.cwd()]
     return [path for path in dict.fromkeys(found) if path.is_dir()]
 
 
 def names(paths: list[Path]) -> set[Path]:
-    """The entries of some folders, not of those inside."""
+    """Entries of some folders, not of those inside."""
     entries: set[Path] = set()
     for path in paths:
         try:
@@ -302,7 +302,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def private_temporary() -> Iterator[Path]:
-    """Temporary files of this process go to a folder of its own, so that other processes are not counted."""
+    """Context with a temporary folder for this process alone, so that other processes' files are not counted."""
     made = scratch.folder()
     path = Path(made.name)
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")

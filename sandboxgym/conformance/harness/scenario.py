@@ -1,4 +1,4 @@
-"""Control runs and scenes: what is compared with what, and the script that shows a difference again.
+"""Control runs and scenes: calls on environments, compared, with a script that reproduces a difference.
 
 1. A `Scene` performs calls on environments and writes each down as a line of Python. When a comparison fails, these
    lines, followed by the same calls on an uninterrupted environment, are the counterexample.
@@ -23,7 +23,18 @@ import numpy as np
 from sandboxgym.conformance.check import Failed
 from sandboxgym.conformance.harness import generators, masks
 from sandboxgym.conformance.harness.canonical import Canonical, canonical, difference, literal, rows, show
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, branch, layers, methods, put, take
+from sandboxgym.conformance.subject import (
+    AnyEnv,
+    Control,
+    Op,
+    Outcome,
+    Subject,
+    fork,
+    layers,
+    methods,
+    restore,
+    snapshot,
+)
 from sandboxgym.conformance.supervision.clock import Stopwatch
 
 AFTER_END = 2
@@ -36,7 +47,7 @@ NEXT_EPISODE = 4
 
 
 def control_seed(subject: Subject, index: int) -> int:
-    """The seed that the ``index``-th control run is reset with."""
+    """Seed with which the ``index``-th control run is reset."""
     return int(np.random.SeedSequence([subject.seed, index]).generate_state(1)[0]) % 2**31
 
 
@@ -44,7 +55,7 @@ def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()
     """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it.
 
     Args:
-        subject: what is recorded.
+        subject: to record.
         index: decides the seed, the reset options, and how actions are chosen.
         steps: of the first episode at most.
         planned: its first actions, where they are not chosen on the way.
@@ -102,7 +113,7 @@ def choose(
     rng: np.random.Generator,
     on_policy: bool,
 ) -> Any:
-    """An action: the action source's, or, off-policy, every second time a sample of the action space."""
+    """Choose an action: the action source's, or, off-policy, every second time a sample of the action space."""
     if not on_policy and rng.random() < 0.5:
         return space.sample()
     if subject.actions is not None:
@@ -122,9 +133,7 @@ def replay(subject: Subject, seed: int, ops: Sequence[Op]) -> list[Outcome]:
 
 
 def noise(subject: Subject) -> str:
-    """Why futures differ by themselves: not repeatable from a seed, or random through streams that can be found, or
-    through others that a seed decides (`seeds`).
-    """
+    """Reason why futures differ by themselves: no repetition from a seed, or known or unknown streams."""
     for index in (0, 1):
         control = subject.control(index, 60)
         if not control.repeatable:
@@ -145,7 +154,7 @@ def noise(subject: Subject) -> str:
 
 
 def renew_streams(env: AnyEnv, seed: int) -> None:
-    """Fresh bits for ``np_random`` and every other generator that the environment leads to, not for spaces.
+    """Give fresh bits to ``np_random`` and every other generator that the environment leads to, not to spaces.
 
     Raises:
         AttributeError, TypeError: ``np_random`` cannot be replaced, and no generator was found.
@@ -163,7 +172,7 @@ def renew_streams(env: AnyEnv, seed: int) -> None:
 
 @contextlib.contextmanager
 def opened(subject: Subject) -> Iterator[AnyEnv]:
-    """A new environment, closed in the end."""
+    """A new environment, closed at the end of the context."""
     with quiet():
         env = subject.make_env()
         try:
@@ -174,7 +183,7 @@ def opened(subject: Subject) -> Iterator[AnyEnv]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings: those of ``step`` after the end of an episode are provoked."""
+    """Suppress warnings: those of ``step`` after the end of an episode are provoked."""
     level = gym.logger.min_level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -186,18 +195,18 @@ def quiet() -> Iterator[None]:
 
 
 def seed_spaces(env: AnyEnv, seed: int) -> None:
-    """Seed the spaces of every layer, all differently: alike, nobody would see that one was restored from another."""
+    """Seed the spaces of every layer, all differently: with equal seeds, a mix-up in a restore would not show."""
     for _, space, offset in _spaces_of_layers(env):
         space.seed(seed + offset)
 
 
 def seeding(name: str, env: AnyEnv, seed: int) -> str:
-    """The line of a script that does what `seed_spaces` does."""
+    """Line of a script that does the work of `seed_spaces`."""
     return ", ".join(f"{name}.{path}.seed({seed + offset})" for path, _, offset in _spaces_of_layers(env))
 
 
 def _spaces_of_layers(env: AnyEnv) -> Iterator[tuple[str, gym.Space[Any], int]]:
-    """Each space once, with how it is reached from the outermost layer and what its seed is above the first's.
+    """Each space once, with its path from the outermost layer and the offset of its seed.
 
     A wrapper that changes the space of observations hides the one below, whose stream is captured too.
     """
@@ -211,7 +220,7 @@ def _spaces_of_layers(env: AnyEnv) -> Iterator[tuple[str, gym.Space[Any], int]]:
 
 
 def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str | None:
-    """Where two runs first differ, in words."""
+    """First difference of two runs, in words."""
     for index, (one, other) in enumerate(zip(expected, found)):
         if one != other:
             return f"call {index}: {outcome_difference(one, other)}"
@@ -221,7 +230,7 @@ def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> s
 
 
 def outcome_difference(expected: Outcome, found: Outcome) -> str:
-    """How two outcomes differ, field by field."""
+    """Differences of two outcomes, field by field."""
     if expected.raised != found.raised:
         return f"expected {_kind(expected)}, {_kind(found)} was found"
     differing = [
@@ -237,7 +246,7 @@ def _kind(outcome: Outcome) -> str:
 
 
 def streams(env: AnyEnv) -> dict[str, Canonical]:
-    """The bit states of all random streams of all layers and their spaces; those not yet made are None."""
+    """Bit states of all random streams of all layers and their spaces; None for those not yet made."""
     found: dict[str, Canonical] = {}
     for depth, layer in enumerate(layers(env)):
         name = f"{type(layer).__name__}#{depth}"
@@ -264,7 +273,7 @@ def known_seed(env: AnyEnv) -> Any:
 
 
 def _own_stream(layer: Any) -> Any:
-    """A layer's ``np_random`` as far as it is made: Gymnasium's attribute, or a property of the author's own."""
+    """A layer's ``np_random`` if it is made: Gymnasium's attribute, or a property of the author's own."""
     own = vars(layer).get("_np_random") if hasattr(layer, "__dict__") else None
     if own is None and getattr(type(layer), "np_random", None) not in (gym.Env.np_random, gym.Wrapper.np_random):
         with contextlib.suppress(Exception):  # before the first reset it may have none
@@ -296,23 +305,23 @@ class Walk:
     env: AnyEnv
     control: Control
     snaps: dict[int, Any]
-    """By the number of calls made before each was taken."""
+    """Snapshots by the number of calls before each."""
     outcomes: list[Outcome]
     expected: Sequence[Outcome]
     """The control's outcomes where it is repeatable, else this run's own."""
 
     end: int
-    """How many calls can be compared: without captured streams only those before the next episode starts."""
+    """Number of comparable calls: without captured streams only those before the next episode starts."""
 
     @property
     def points(self) -> list[int]:
-        """Where the snapshots were taken."""
+        """Numbers of calls at which the snapshots were taken."""
         return sorted(self.snaps)
 
 
 @dataclass
 class Scene:
-    """Environments, snapshots and what was done with them. Use it as a context manager."""
+    """Environments, snapshots and the calls made on them. Use it as a context manager."""
 
     subject: Subject
     lines: list[str] = field(default_factory=list)
@@ -362,13 +371,13 @@ class Scene:
     # Calls.
 
     def make(self) -> AnyEnv:
-        """A new environment."""
+        """Make a new environment."""
         env = self.subject.make_env()
         self.lines.append(f"{self._named(env)} = make_env()")
         return env
 
     def start(self, control: Control) -> AnyEnv:
-        """A new environment at the start of a control run, its spaces seeded, before the first call."""
+        """Make an environment at the start of a control run, its spaces seeded, before the first call."""
         env = self.make()
         self.seed_spaces(env, control.seed)
         return env
@@ -384,7 +393,7 @@ class Scene:
         return self.subject.call(env, op)[0]
 
     def perform(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
-        """Perform one call; what it returned, canonical and as it came (None if it raised)."""
+        """Perform one call; its output, canonical and raw (None if it raised)."""
         self._write_op(env, op)
         return self.subject.call(env, op)
 
@@ -403,13 +412,13 @@ class Scene:
         self.lines.append(
             f"{name} = {source}.snapshot()" if methods(env) else f"{name} = sandboxgym.snapshot({source})"
         )
-        snap = take(env)
+        snap = snapshot(env)
         self._taken += 1
         self._snaps[id(snap)] = (snap, name)
         return snap
 
     def adopt(self, snap: Any, expression: str) -> Any:
-        """Take over a snapshot made otherwise: loaded, say."""
+        """Take over a snapshot made otherwise, by loading for example."""
         name = f"snap{self._taken}"
         self._taken += 1
         self.lines.append(f"{name} = {expression}")
@@ -417,20 +426,20 @@ class Scene:
         return snap
 
     def restore(self, env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Restore a snapshot; what ``restore`` returned."""
+        """Restore a snapshot; the output of ``restore``."""
         named = "" if seed is None else f", seed={seed}"
         name = self.name(env)
         handle = self.snap_name(snap)
         own = f"{name}.restore({handle}{named})"
         self.lines.append(own if methods(env) else f"sandboxgym.restore({name}, {handle}{named})")
-        result = put(env, snap, seed)
+        result = restore(env, snap, seed)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             self.fail(f"restore() must return (observation, info), it returned {result!r:.200}")
         return result
 
     def fork(self, env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
         """Fork an environment."""
-        children = branch(env, k, seed)
+        children = fork(env, k, seed)
         names = ", ".join(self._named(child) for child in children)
         named = "" if seed is None else f", seed={seed}"
         name = self.name(env)
@@ -467,12 +476,12 @@ class Scene:
         self._released.discard(id(snap))
 
     def note(self, line: str) -> None:
-        """A line for the script."""
+        """Add a line to the script."""
         self.lines.append(line)
 
     @contextlib.contextmanager
     def iteration(self, index: int) -> Iterator[None]:
-        """One of many alike, numbered from 0: those that passed become one loop in the script."""
+        """Context of one of many equal iterations, from 0: those that passed become one loop in the script."""
         if index == 0:
             self._loop = len(self.lines)
         mark = self._loop + bool(index)
@@ -499,11 +508,11 @@ class Scene:
         return Walk(env, control, snaps, outcomes, self.expected(control, outcomes), comparable(self.subject, control))
 
     def expected(self, control: Control, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        """The truth: the control's outcomes where it is repeatable, else those of the run itself."""
+        """Expected outcomes: the control's where it is repeatable, else those of the run itself."""
         return control.outcomes if control.repeatable else outcomes
 
     def alone(self, control: Control, point: int, suffix: Sequence[Op]) -> Walk:
-        """The calls of a control run up to ``point`` and then others, in an environment of their own; no snapshots."""
+        """Outcomes of a control's calls up to ``point`` and then others, in a new environment; no snapshots."""
         env = self.start(control)
         ops = (*control.ops[:point], *suffix)
         outcomes = self.play(env, ops)
@@ -513,11 +522,11 @@ class Scene:
         return Walk(env, other, {}, outcomes, outcomes, len(ops))
 
     def followed(self, control: Control, following: Control, calls: int | None = None) -> Walk:
-        """A control run, or its first ``calls``, and then the first episode of another one; no snapshots."""
+        """Outcomes of a control run, or its first ``calls``, and then of another one's first episode; no snapshots."""
         return self.alone(control, len(control.ops) if calls is None else calls, following.ops[: following.last])
 
     def expect(self, env: AnyEnv, walk: Walk, point: int, what: str, *, calls: int | None = None) -> int:
-        """Play the control run's calls from ``point`` on; fail where they differ from what is expected.
+        """Play the control run's calls from ``point`` on; fail where the outcomes differ from the expected ones.
 
         Returns:
             How many calls were compared.
@@ -530,7 +539,7 @@ class Scene:
         return end - point
 
     def expect_raw(self, env: AnyEnv, walk: Walk, index: int, what: str) -> tuple[tuple[Any, ...], Outcome] | None:
-        """Like `expect` for one call; what it returned, as it came and canonical (None if it raised)."""
+        """Like `expect` for one call; its output, raw and canonical (None if it raised)."""
         op = walk.control.ops[index]
         self._write_op(env, op)
         found, raw = self.subject.call(env, op)
@@ -569,21 +578,21 @@ class Scene:
         raise Failed(f"{what}: call {index} differs{after}: {text}", evidence, self.script(walk, env, index))
 
     def fail(self, message: str, evidence: dict[str, Any] | None = None) -> None:
-        """Fail, with what was done so far as the counterexample."""
+        """Fail, with the calls so far as the counterexample."""
         raise Failed(message, evidence, self.script())
 
     # Names and the script.
 
     def name(self, env: AnyEnv) -> str:
-        """The name of an environment in the script."""
+        """Name of an environment in the script."""
         return self._envs[id(env)][1]
 
     def snap_name(self, snap: Any) -> str:
-        """The name of a snapshot in the script."""
+        """Name of a snapshot in the script."""
         return self._snaps[id(snap)][1]
 
     def rename(self, snap: Any, name: str) -> None:
-        """Another expression for a snapshot in the script."""
+        """Set another expression for a snapshot in the script."""
         self._snaps[id(snap)] = (snap, name)
 
     def _named(self, env: AnyEnv) -> str:
@@ -598,7 +607,7 @@ class Scene:
         self.lines.append(written(self.name(env), op))
 
     def script(self, walk: Walk | None = None, env: AnyEnv | None = None, index: int | None = None) -> str:
-        """What was done, as runnable Python."""
+        """The calls so far, as runnable Python."""
         head = ["", "import sandboxgym", ""]
         if self.subject.source is not None:
             head += self.subject.source.splitlines()
@@ -626,14 +635,14 @@ class Scene:
 
 
 def comparable(subject: Subject, control: Control) -> int:
-    """How many calls of a control run a restore must repeat."""
+    """Number of calls of a control run that a restore must repeat."""
     if subject.capabilities.rng or control.ended is None:
         return len(control.ops)
     return next(index for index, op in enumerate(control.ops) if index and op.kind == "reset")
 
 
 def show_outcome(outcome: Outcome) -> str:
-    """An outcome for people."""
+    """An outcome as readable text."""
     if outcome.raised is not None:
         return f"{outcome.raised} raised"
     names = [name for name in Outcome._fields if name not in ("raised", "state")]
@@ -647,7 +656,7 @@ def release(snap: Any) -> None:
 
 
 def written(name: str, op: Op) -> str:
-    """A call as Python."""
+    """A call as Python source."""
     if op.kind == "step":
         action = int(op.value) if isinstance(op.value, np.integer) else op.value
         return f"{name}.step({literal(action)})"
@@ -659,7 +668,7 @@ def written(name: str, op: Op) -> str:
 
 
 def folded(lines: Sequence[str]) -> Iterator[str]:
-    """The lines with runs of steps of one environment as loops."""
+    """Lines with runs of steps of one environment folded into loops."""
     index = 0
     while index < len(lines):
         name, step, _ = lines[index].partition(".step(")

@@ -1,9 +1,9 @@
-"""Whether a seed given to ``restore`` or ``fork`` decides what happens, told by futures and not by kinds of generators.
+"""Effect of a seed given to ``restore`` or ``fork``, measured by futures and not by kinds of generators.
 
-1. A draw may come from anything: a private space, an integer key, a generator of one's own arithmetic. What counts as
-   randomness under a seed is that futures differ from seed to seed while each seed repeats its own.
-2. What a seed must not change is all that it does not decide. Where every seed gives one and the same future, and that
-   is not the captured one, something else was changed.
+1. A draw may come from anything: a private space, an integer key, a generator of one's own arithmetic. Randomness under
+   a seed means that futures differ from seed to seed while each seed repeats its own.
+2. A seed must change nothing that it does not decide. Where every seed gives one and the same future, and that is not
+   the captured one, something else was changed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.harness import generators
 from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces, streams
-from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, restore, snapshot
 from sandboxgym.core import SnapshotEnv
 
 VARY = 16
 """Of `LEAST` restores with seeds that must differ from a future for forks that never do to be at fault."""
 
 OTHER_DRAWS = "runs with other draws differ"
-"""How `Subject.noise` begins where streams that were recognised decide what happens."""
+"""Prefix of `Subject.noise` if recognised streams affect the outcomes."""
 OTHER_SEEDS = "restores with other seeds differ"
-"""How it begins where streams that nobody recognises do."""
+"""Prefix of `Subject.noise` if unrecognised streams do."""
 
 TRIED = 3
 """Seeds by which it is found out beforehand whether seeds decide anything."""
@@ -37,38 +37,38 @@ LEAST = 64
 
 
 def random_by(noise: str) -> bool:
-    """Whether futures are random and repeat from a seed."""
+    """True if futures are random and repeat from a seed."""
     return noise.startswith((OTHER_DRAWS, OTHER_SEEDS))
 
 
 def reseeds(env: AnyEnv) -> bool:
-    """Whether an environment has a ``_reseed`` of its own: it draws from more than ``np_random`` and the spaces."""
+    """True if an environment has a ``_reseed`` of its own: it draws from more than ``np_random`` and the spaces."""
     base = env.unwrapped
     return isinstance(base, SnapshotEnv) and type(base)._reseed is not SnapshotEnv._reseed
 
 
 def recognised(env: AnyEnv) -> list[str]:
-    """The streams that looking finds: ``np_random`` and the spaces of each layer, generators wherever they are kept."""
+    """Recognised streams: ``np_random`` and the spaces of each layer, generators wherever they are kept."""
     found = [name for name, bits in streams(env).items() if bits is not None]
     return found + [path for path in generators.find(env) if not path.endswith("._np_random")]
 
 
 def told(env: AnyEnv) -> str:
-    """In words: by what it was decided that nothing is random."""
+    """Grounds on which nothing was found to be random, in words."""
     names = ", ".join(recognised(env)[:6]) or "none"
     own = "has a _reseed of its own" if reseeds(env) else "has no _reseed of its own"
     return f"streams recognised: {names}; other bits in them change no future; the environment {own}"
 
 
 def decided(subject: Subject, random: bool) -> dict[str, str]:
-    """For the evidence: by what futures were decided to be random, where no stream that was recognised shows it."""
+    """Futures by which randomness was found where no recognised stream shows it, for the evidence."""
     if not random or subject.noise.startswith(OTHER_DRAWS):
         return {}
     return {"decided by": "seeds give different futures, each its own again; no stream that was recognised does"}
 
 
 def by_seed(subject: Subject) -> str:
-    """How futures of distinct seeds differ where each seed repeats its own; empty where none is seen to.
+    """Difference between futures of distinct seeds where each seed repeats its own; empty where none is seen.
 
     What a restore without a seed does not repeat either proves nothing about seeds; neither does what raises.
     """
@@ -89,11 +89,11 @@ def _by_seed(subject: Subject, index: int) -> str:
     with opened(subject) as env:
         seed_spaces(env, control.seed)
         subject.call(env, control.ops[0])
-        snap = take(env)
+        snap = snapshot(env)
         try:
 
             def future(seed: int | None) -> list[Outcome]:
-                put(env, snap, seed)
+                restore(env, snap, seed)
                 return [subject.call(env, op)[0] for op in ops]
 
             if subject.capabilities.rng and first_difference(control.outcomes[1 : control.last], future(None)):
@@ -119,12 +119,12 @@ def must_decide(
     captured: Any,
     rng: np.random.Generator,
 ) -> None:
-    """Fail unless futures differ from seed to seed, each seed repeating its own; asked where one was not the captured.
+    """Fail unless futures differ from seed to seed, each repeating its own; called where one was not the captured.
 
     Args:
         scene: of the calls.
         env: whose streams are named.
-        budget: how many seeds are tried.
+        budget: limits the number of seeds.
         call: with a seed; it changed the future.
         future: from a seed to the future that it gives.
         captured: the future without a seed.

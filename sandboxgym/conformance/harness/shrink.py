@@ -1,11 +1,11 @@
-"""Shortens the script of a failure to the fewest calls that still show it.
+"""Shrinking of a failure's script to the fewest calls that still show it.
 
-1. A script is a list of statements on environments and snapshots. Which resets and steps an environment has behind it
-   follows from them, through snapshots, restores and forks; so the control, a new environment that makes these calls
-   and nothing else, is known for whatever statements are left out.
-2. What counts is that the last call differs from the control's. A failure of another kind (streams, files, a digest),
-   or in environments that do not repeat themselves, keeps the script that it has.
-3. Every script that is handed out was executed as it stands, but for the factory, which is the subject's own.
+1. A script is a list of statements on environments and snapshots. The resets and steps in an environment's history
+   follow from them, through snapshots, restores and forks; so the control, a new environment that makes these calls and
+   nothing else, is known whatever statements are left out.
+2. The criterion is that the last call differs from the control's. A failure of another kind (streams, files, a digest),
+   or in environments that do not repeat themselves, keeps its original script.
+3. Every returned script was executed as it stands, except for the factory, which is the subject's own.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Shrunk(NamedTuple):
 
     script: str
     statements: int
-    """How many were needed, the control's not counted."""
+    """Number of calls needed, without the control's."""
     difference: list[dict[str, Any]]
     """Expected against found, field by field; see `values.rows`."""
 
 
 def shrunk(subject: Subject, script: str, *, seconds: float) -> Shrunk | None:
-    """The shortest script that shows the same; None where this one does not show that a call differs from a control.
+    """The shortest script that shows the failure; None where this one shows no call that differs from a control.
 
     Args:
-        subject: what failed.
+        subject: that failed.
         script: as `Scene.script` writes it.
         seconds: of the processor, or `WAITING` times as many on the wall, after which no further one is tried.
     """
@@ -141,7 +141,7 @@ def _target(statement: ast.stmt) -> str | None:
 
 
 def _calls(node: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-    """The calls in a statement: on which variable, of which method. Functions of sandboxgym count as methods."""
+    """Calls in a statement: the variable and the method. Functions of sandboxgym count as methods."""
     for call in ast.walk(node):
         method = call.func if isinstance(call, ast.Call) else None
         if isinstance(call, ast.Call) and isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name):
@@ -152,7 +152,7 @@ def _calls(node: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def _touched(statement: ast.stmt) -> str | None:
-    """The environment whose step, reset or restore a statement is."""
+    """Environment whose step, reset or restore a statement is."""
     if not isinstance(statement, ast.Expr):
         return None
     return next((name for name, what, _ in _calls(statement) if what in ("step", "reset", "restore")), None)
@@ -169,7 +169,7 @@ class _Difference(NamedTuple):
 
 @dataclass
 class _Run:
-    """Statements being executed, and what each environment and snapshot has behind it."""
+    """Statements being executed, with the history of each environment and snapshot."""
 
     subject: Subject
     made: list[Any] = field(default_factory=list)
@@ -201,7 +201,7 @@ class _Run:
         self.follow(statement)
 
     def follow(self, statement: ast.stmt) -> None:
-        """Keep the books."""
+        """Update the histories after a statement."""
         assigned = _assigned(statement)
         if "make_env()" in ast.unparse(statement):
             self.behind.update((name, []) for name in assigned)
@@ -228,7 +228,7 @@ class _Run:
                 self.behind[name] = None if past is None else [*past, statement.value]
 
     def outcome(self, name: str, expression: ast.expr) -> Outcome:
-        """What a call gives, in canonical form."""
+        """Output of a call, in canonical form."""
         code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<counterexample>", "eval")
         env = self.names[name]
         try:
@@ -259,7 +259,7 @@ def _quietly(call: Callable[[], Any]) -> None:
 
 
 def _shows(subject: Subject, body: Sequence[ast.stmt]) -> _Difference | None:
-    """How the last call differs from what a control gives; None if it does not, or if that cannot be told."""
+    """Difference of the last call from a control's; None if there is none, or if it cannot be told."""
     from sandboxgym.conformance.runner import preserved  # which offers what this module finds
 
     last = body[-1]
@@ -293,7 +293,7 @@ def _shows(subject: Subject, body: Sequence[ast.stmt]) -> _Difference | None:
 
 
 def _normal(history: Sequence[ast.expr]) -> list[ast.expr]:
-    """The calls with one and the same name for the environment, wherever they were made."""
+    """Calls with one and the same name for the environment, wherever they were made."""
     found = []
     for each in history:
         names = [inner.id for inner in ast.walk(each) if isinstance(inner, ast.Name) and inner.id not in ("np",)]
@@ -305,7 +305,7 @@ def _normal(history: Sequence[ast.expr]) -> list[ast.expr]:
 
 
 def _fewest(statements: Sequence[ast.stmt], still: _Still, over: Callable[[], bool]) -> Sequence[ast.stmt]:
-    """A part of the statements that shows the same and of which none can be left out."""
+    """Minimal subset of the statements that shows the failure."""
     kept, parts = list(statements), 2
     while kept:
         size = -(-len(kept) // parts)
@@ -324,7 +324,7 @@ def _fewest(statements: Sequence[ast.stmt], still: _Still, over: Callable[[], bo
 
 
 def _simplified(statements: Sequence[ast.stmt], still: _Still, over: Callable[[], bool]) -> Sequence[ast.stmt]:
-    """The same with calls alone, and with loops that run fewer times, or once and then without what is not needed."""
+    """The statements with calls alone, and with loops that run fewer times, or once and then reduced."""
     kept = list(statements)
     for index, each in enumerate(kept):
         bare = _bare(each)
@@ -346,7 +346,7 @@ def _simplified(statements: Sequence[ast.stmt], still: _Still, over: Callable[[]
 
 
 def _bare(statement: ast.stmt) -> ast.stmt | None:
-    """The reset or step alone of a statement that does something with what it returns."""
+    """The reset or step alone of a statement that uses its output."""
     calls = [call for _, what, call in _calls(statement) if what in ("step", "reset")]
     if len(calls) != 1 or not isinstance(statement, ast.Expr) or statement.value is calls[0]:
         return None

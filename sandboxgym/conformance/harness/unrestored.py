@@ -1,7 +1,7 @@
-"""Attributes of a `SnapshotEnv` that change while it is played and that a restore does not bring back.
+"""Attributes of a `SnapshotEnv` that change during play and that a restore does not bring back.
 
 Such a difference alone is no fault: it may be a cache, or a record that nothing depends on. So it is no verdict; the
-report names it, because what is not in the captured state is beyond the trials of `strength`.
+report names it, because state outside the capture is beyond the trials of `strength`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import numpy as np
 
 from sandboxgym.conformance.harness.canonical import canonical
 from sandboxgym.conformance.harness.scenario import opened, release, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, restore, snapshot
 from sandboxgym.core import SnapshotEnv
 
 Path = tuple[str, ...]
 
 DEPTH, WIDTH, ELEMENTS = 4, 64, 20_000
-"""How deep attributes are looked into, how many keys or attributes a value may have for that, how many elements a
-container may have to be compared."""
+"""Limits of the search: depth of attributes, keys or attributes of a value, elements of a compared container."""
 SAMPLES = 12
-"""Moments of a run at which attributes are looked at."""
+"""Moments of a run at which attributes are read."""
 
 _INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", "np_random", "_np_random", "_np_random_seed"}
 _OWN = {"_last", "_was_reset", "_lineage", "_fits", "_arguments"}
-"""What `SnapshotEnv` itself keeps."""
+"""Attributes of `SnapshotEnv` itself."""
 _FOREIGN = ("logging", "threading", "subprocess", "concurrent", "multiprocessing", "asyncio", "numpy.random", "random")
 """Modules of whose objects the attributes are no state."""
 _SCALARS = (bool, int, float, complex, str, bytes, bytearray, np.generic, enum.Enum)
@@ -39,12 +38,12 @@ _ABSENT = object()
 
 
 def unrestored(subject: Subject, runs: Sequence[Control], over: Callable[[], bool] = lambda: False) -> dict[Path, str]:
-    """Paths of attributes that change in play, differ after a restore and are not in the captured state, and where.
+    """Paths of attributes that change in play, differ after a restore and are not captured, with the places found.
 
     Args:
-        subject: what is certified.
+        subject: to certify.
         runs: control runs to follow; the first is followed whatever the time.
-        over: whether the time is up.
+        over: True once the time is up.
     """
     found: dict[Path, str] = {}
     for number, control in enumerate(runs):
@@ -71,17 +70,17 @@ def _differing(subject: Subject, env: AnyEnv, other: AnyEnv, control: Control) -
             state = env.unwrapped._capture()  # type: ignore[attr-defined]
             captured = set(_names(state))
             release(state)
-            snap = take(env)
+            snap = snapshot(env)
         if number % every == 0 or number == len(control.ops):
             looks.append(attributes(env.unwrapped))
     try:
-        put(env, snap)
+        restore(env, snap)
         here = attributes(env.unwrapped)
         seed_spaces(other, control.seed + 1)
         start = control.ops[0]._replace(value=(control.seed + 1, control.ops[0].value[1]))
         for op in (start, *(op for op in control.ops[1:3] if op.kind == "step")):
             subject.call(other, Op(*op))
-        put(other, snap)
+        restore(other, snap)
         there = attributes(other.unwrapped)
     finally:
         release(snap)
@@ -126,7 +125,7 @@ def _look(value: Any, path: Path, found: dict[Path, Any], seen: set[int]) -> Non
 
 
 def _elements(value: Any) -> float:
-    """How many elements nested plain containers have; infinitely many where something else is in them."""
+    """Number of elements in nested plain containers; infinite where they hold another type."""
     if value is None or isinstance(value, _SCALARS):
         return 1
     if isinstance(value, np.ndarray):
@@ -142,7 +141,7 @@ def _elements(value: Any) -> float:
 
 
 def _names(state: Any, depth: int = 3) -> Iterator[str]:
-    """Names of what is in a captured state."""
+    """Names in a captured state."""
     if isinstance(state, dict):
         items = [(key, item) for key, item in state.items() if isinstance(key, str)]
     elif dataclasses.is_dataclass(state) and not isinstance(state, type):

@@ -11,15 +11,15 @@ from sandboxgym.conformance.subject import Control, Subject
 LONGEST = {"quick": 5000, "full": 20_000}
 """Steps of an episode, by budget."""
 SECONDS = {"quick": 0.5, "full": 5.0}
-"""How long playing it once may take."""
+"""Seconds that playing the episode once may take."""
 ROOM = 2**26
-"""Bytes that what its calls return may have."""
+"""Bytes that the outputs of its calls may have."""
 RUNS = 2
-"""How many are recorded: one of actions as they are chosen, one with other actions among them."""
+"""Recorded runs: one with the chosen actions, one mixed with others."""
 
 
 def affordable(subject: Subject, budget: Budget) -> int:
-    """The number of steps that an episode may have, by what a call of the first control run takes."""
+    """Number of steps that an episode may have, by the time of a call in the first control run."""
     control = subject.control(0, budget.steps)
     size = len(pickle.dumps(control.outcomes)) / len(control.outcomes)
     seconds = SECONDS.get(budget.name, SECONDS["quick"]) / max(control.seconds / len(control.ops), 1e-7)
@@ -27,7 +27,7 @@ def affordable(subject: Subject, budget: Budget) -> int:
 
 
 def whole_episodes(subject: Subject, budget: Budget) -> tuple[Control, ...]:
-    """Runs up to an end that the usual ones do not reach, recorded when first asked for; none where that takes long."""
+    """Runs up to an end that the usual ones do not reach, recorded at the first request; none where that takes long."""
     key = (budget.name, budget.steps)
     if key not in subject._whole:
         found: list[Control] = []

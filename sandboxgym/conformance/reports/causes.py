@@ -1,7 +1,7 @@
-"""Failures that probably have one cause, told as one.
+"""Failures grouped by their probable cause.
 
-What says so is where they show: the same fields of a transition, the same line of the environment's code in a
-traceback. Streams that a restore loses explain the futures that differ then.
+Failures have one probable cause if they show in one place: the same fields of a transition, the same line of the
+environment's code in a traceback. Streams that a restore loses explain the futures that differ then.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _FIELD = re.compile(r"\b(observation|reward|terminated|truncated|info|state|last
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _STREAM = "random stream"
 _FUTURE = "the future"
-"""Where a failure shows that names no field."""
+"""Place of a failure that names no field."""
 CLEAR = 30
-"""Lines of a script that a person reads at once."""
+"""Lines of a script that a person reads at a glance."""
 
 
 class Cause(NamedTuple):
-    """Failures that probably have one cause."""
+    """Failures with one probable cause."""
 
     checks: tuple[str, ...]
-    """Their ids, that which tells most first."""
+    """Ids of the failed checks, the most informative first."""
     what: str
-    """Where all of them show; empty where nothing says so."""
+    """Common place of the failures; empty where there is none."""
 
     @property
     def root(self) -> str:
@@ -35,7 +35,7 @@ class Cause(NamedTuple):
 
 
 def causes(failures: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Group failed results, in their JSON form; groups and what they hold are in the order of the results."""
+    """Group failed results, in their JSON form; groups and their members are in the order of the results."""
     signs = [signature(result) for result in failures]
     lost = any(f"{_STREAM} np_random" in found for found in signs)
     groups: list[list[int]] = []  # of the numbers of results
@@ -75,7 +75,7 @@ def _cause(group: Sequence[int], failures: Sequence[Mapping[str, Any]], signs: S
 
 
 def signature(result: Mapping[str, Any]) -> set[str]:
-    """Where a failure shows, in words that two failures of one cause have in common."""
+    """Place of a failure, in words that two failures of one cause have in common."""
     evidence = result["evidence"]
     if isinstance(stream := evidence.get("stream"), str):
         return {f"{_STREAM} {stream.rpartition('.')[2].lstrip('_')}"}
@@ -94,5 +94,5 @@ def signature(result: Mapping[str, Any]) -> set[str]:
 
 
 def _general(place: str) -> str:
-    """A place without the numbers in it: which element of an array differs is chance."""
+    """A place without the numbers in it: the index of a differing array element is chance."""
     return re.sub(r"\[\d+\]", "", place)

@@ -1,4 +1,4 @@
-"""What a run left out as a whole, for the head of its report: no end of an episode, no reset options, few snapshots."""
+"""Omissions of a whole run, for the head of its report: no end of an episode, no reset options, few snapshots."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sandboxgym.conformance.harness.scenario import opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers
 
 MANY = 1000
-"""Snapshots held at once from which on nothing is said of their number."""
+"""Snapshots held at once from which on their number is no caveat."""
 _PASSING = ("gymnasium.core", "gymnasium.wrappers", "sandboxgym.core", "sandboxgym.wrappers")
 """Modules whose ``reset`` only hands options on."""
 
 
 def caveats(report: Mapping[str, Any]) -> list[str]:
-    """Those of a report in its JSON form."""
+    """Caveats of a report in its JSON form."""
     results = {result["id"]: result for result in report["results"]}
     found = []
     if ended := unended(results):
@@ -41,7 +41,7 @@ def unended(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def reset_options(subject: Subject) -> str:
-    """Which reset options are read and were never given, as the source of ``reset`` says; empty if there are none."""
+    """Reset options that the source of ``reset`` reads and that were never given; empty if there are none."""
     given = subject.reset_options or []
     known = {key for options in ([given] if isinstance(given, dict) else given) for key in options}
     with opened(subject) as env:
@@ -57,7 +57,7 @@ def reset_options(subject: Subject) -> str:
 
 
 def options_read(env: AnyEnv) -> set[str] | None:
-    """Keys of the options that some layer's ``reset`` reads, as far as its source shows them; None if it reads none.
+    """Options keys read by some layer's ``reset``, as far as its source shows them; None if it reads none.
 
     Raises:
         OSError, TypeError, SyntaxError: the source cannot be read.
@@ -78,7 +78,7 @@ def options_read(env: AnyEnv) -> set[str] | None:
 
 
 def _uses(tree: ast.AST, key: set[str] | None = None) -> Iterator[set[str]]:
-    """For every use of ``options`` but handing it to another ``reset``: the keys asked for."""
+    """Keys read at every use of ``options``, except its hand-over to another ``reset``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reset":
             values = [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -1,4 +1,4 @@
-"""Reports of one environment made in several ways, side by side: what each way keeps, loses and leaks."""
+"""Comparison of reports on one environment made in several ways: state that each way keeps, loses and leaks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Row:
 
     name: str
     cells: tuple[str, ...]
-    """One a report; empty where it has none."""
+    """One cell per report; empty where it has none."""
 
     @property
     def differs(self) -> bool:
-        """Whether the way of making the environment decides."""
+        """True if the result depends on the way of making the environment."""
         return len(set(self.cells)) > 1
 
 
 def labels(report: Mapping[str, Any]) -> list[str]:
-    """What tells the reports apart: of the arguments that one was made with those that another was not."""
+    """Labels of reports: the arguments by which they differ."""
     made = [one["make_kwargs"] for one in _all(report)]
     names = [name for name in dict.fromkeys(name for kwargs in made for name in kwargs) if _vary(name, made)]
     return [
@@ -36,12 +36,12 @@ def _vary(name: str, made: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def verdicts(report: Mapping[str, Any]) -> list[Row]:
-    """The verdict of each check in each report."""
+    """Verdict of each check in each report."""
     return list(_rows([{one["id"]: one["verdict"] for one in each["results"]} for each in _all(report)]))
 
 
 def matrices(report: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """What was measured by each probe in each report, by the id of the check."""
+    """Measurements of each probe in each report, by the id of the check."""
     found: dict[str, list[dict[str, str]]] = {}
     reports = _all(report)
     for index, each in enumerate(reports):

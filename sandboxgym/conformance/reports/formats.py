@@ -1,7 +1,7 @@
 """Reports for the terminal and as JSON; `html`, `markdown` and `badge` write files.
 
-The terminal report has colour only where somebody looks (a terminal, ``NO_COLOR`` unset), and ends with what was NOT
-tested: a certificate is worth what it leaves out.
+The terminal report has colour only on a terminal (with ``NO_COLOR`` unset), and ends with the parts NOT tested: a
+certificate is only as good as its coverage.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MARKS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.SKIP: "skip", Verd
 
 
 def coloured(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that may have colours; see https://no-color.org."""
+    """True if a stream is a terminal that may have colours; see https://no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Progress:
-    """A listener of `runner.run`: one line that is kept up to date on a terminal, a line a finished check elsewhere."""
+    """Listener of `runner.run`: one line updated in place on a terminal, one line per finished check elsewhere."""
 
     def __init__(self, total: int, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self.total = total
@@ -55,7 +55,7 @@ class Progress:
                 print(line, file=self.stream, flush=True)
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the progress line."""
         self._show("")
 
     def _show(self, text: str) -> None:
@@ -146,7 +146,7 @@ def _failed(result: Result, width: int, paint: Callable[[str, str], str]) -> lis
 
 
 def _unexercised(report: Report, width: int, paint: Callable[[str, str], str]) -> list[str]:
-    """What could be lost unseen."""
+    """State that could be lost without a failure."""
     if report.strength is None or not (missed := [*report.strength.unexercised, *report.strength.unseen]):
         return []
     lines = ["", paint("Not exercised: this could be wrong, and the result would be the same", "1")]

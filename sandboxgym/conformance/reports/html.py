@@ -146,7 +146,7 @@ def _banner(report: Mapping[str, Any]) -> str:
 
 
 def _facts(report: Mapping[str, Any]) -> str:
-    """Strength, and what the machine was like."""
+    """Strength of the certificate, and facts about the machine."""
     facts = []
     if strength := report.get("strength"):
         facts.append(f'<a href="#strength">Strength</a>: {escape(strength["summary"])}')
@@ -164,7 +164,7 @@ def _time(seconds: float) -> str:
 
 
 def _grouped(failed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The failures by probable cause: the first of each open."""
+    """Failures by probable cause: the first of each unfolded."""
     known = {result["id"]: result for result in failed}
     for cause in causes(failed):
         first, others = _details(known[cause.root], open=True), cause.checks[1:]
@@ -246,7 +246,7 @@ def _side_by_side(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") -> str:
-    """A result; with a ``place``, of a report beside."""
+    """A result; with a ``place``, of a report beside this one."""
     verdict = result["verdict"]
     evidence = {name: value for name, value in result["evidence"].items() if name != "matrix"}
     parts = [f"<p>{escape(result['message'])}</p>"] if result["message"] else []
@@ -279,7 +279,7 @@ _COPY = "navigator.clipboard.writeText(this.nextElementSibling.textContent).then
 
 
 def _difference(table: Sequence[Mapping[str, Any]]) -> str:
-    """Expected and found side by side; what differs is marked."""
+    """Expected and found values side by side, with the differences marked."""
     rows = "".join(
         f"<tr{' class=differs' if row['differs'] else ''}><td>{escape(row['field'])}</td>"
         f"<td><code>{escape(row['expected'])}</code></td><td><code>{escape(row['found'])}</code></td></tr>"
@@ -290,7 +290,7 @@ def _difference(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text of a docstring, with what is in double backticks as code."""
+    """Text of a docstring, with double backticks rendered as code."""
     return re.sub("``(.+?)``", r"<code>\1</code>", escape(text))
 
 

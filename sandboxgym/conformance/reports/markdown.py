@@ -16,7 +16,7 @@ from sandboxgym.serialization import write_atomic
 
 
 def write(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write it, atomically."""
+    """Write the Markdown, atomically."""
     write_atomic(path, text(report.to_json()).encode())
 
 
@@ -87,7 +87,7 @@ def _numbers(result: Mapping[str, Any]) -> str:
 
 
 def _strength(strength: Mapping[str, Any] | None) -> list[str]:
-    """The strength of the certificate, and why fields were not exercised."""
+    """Strength of the certificate, and the reasons why fields were not exercised."""
     if strength is None:
         return []
     lines = [f"Strength: {strength['summary']}.", ""]

@@ -1,4 +1,4 @@
-"""What a report says in one line, and how much each PASS is worth."""
+"""One-line summary of a report, and the weight of each PASS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASIDE = {
     "cost": "cost check",
     "hostile": "check of hostile commands",
 }
-"""Themes whose failures do not say that a restored state is wrong."""
+"""Themes whose failures do not show that a restored state is wrong."""
 COUNTS = (
     "restores of one",
     "restores",
@@ -30,16 +30,16 @@ COUNTS = (
     "forks with one seed",
     "last transitions",
 )
-"""Measurements that count independent trials, the most telling first."""
+"""Measurements that count independent trials, the most informative first."""
 SURE = 0.999
 NOT_RUN = "not run: "
-"""Begins the message of a check that was left out because the run had to be ended."""
+"""Prefix of the message of a check that was left out because the run had to be ended."""
 UNRESTORED = "changes in play, not restored"
-"""Of attributes that no snapshot holds; see `strength`."""
+"""Note on attributes that no snapshot holds; see `strength`."""
 
 
 class Headline(NamedTuple):
-    """A verdict on the whole."""
+    """Verdict on the whole run."""
 
     text: str
     kind: str
@@ -47,18 +47,18 @@ class Headline(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """How much a PASS is worth."""
+    """Weight of a PASS."""
 
     trials: str
-    """How often it was tried: ``400 restores``."""
+    """Number of trials: ``400 restores``."""
     rate: str
     """The rarest fault that would have shown with a probability of `SURE`: ``1 in 58``."""
     power: str
-    """Of a statistical test: the smallest difference that it would have seen, and with what probability."""
+    """For a statistical test: the smallest detectable difference, and the probability of detecting it."""
 
 
 def headline(report: Mapping[str, Any]) -> Headline:
-    """The verdict of a report in its JSON form: faithful or not, and what else fails; or why that was not found out."""
+    """Headline of a report in its JSON form: faithful or not, and other failures; or the reason for no verdict."""
     failed = [result["id"].partition(".")[0] for result in report["results"] if result["verdict"] == "FAIL"]
     aside = [theme for theme in failed if theme in ASIDE]
     total = sum(report["counts"].values())
@@ -84,7 +84,7 @@ def headline(report: Mapping[str, Any]) -> Headline:
 
 
 def _but(report: Mapping[str, Any]) -> str:
-    """What whoever reads only the headline must know."""
+    """Reservation for those who read only the headline."""
     ended = unended({result["id"]: result for result in report["results"]})
     lost = (report.get("strength") or {}).get("unrestored", ())
     text = f"; {ended}: what happens after the end was not tested" if ended else ""
@@ -92,7 +92,7 @@ def _but(report: Mapping[str, Any]) -> str:
 
 
 def weight(result: Mapping[str, Any]) -> Weight:
-    """What a result in its JSON form was worth, as far as its measurements tell."""
+    """Weight of a result in its JSON form, as far as its measurements tell."""
     evidence = result["evidence"]
     name, count = next(
         ((name, evidence[name]) for name in COUNTS if type(evidence.get(name)) is int and evidence[name]), ("", 0)
@@ -105,5 +105,5 @@ def weight(result: Mapping[str, Any]) -> Weight:
 
 
 def rarest(trials: int) -> int:
-    """One in how many a fault may be that so many independent trials show with a probability of `SURE`."""
+    """Rarest fault, one in so many, that so many independent trials show with a probability of `SURE`."""
     return max(1, int(1 / (1 - (1 - SURE) ** (1 / max(1, trials)))))

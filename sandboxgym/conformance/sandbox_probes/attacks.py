@@ -1,9 +1,9 @@
-"""What hostile commands try in a sandbox, as POSIX shell: to pass a limit of bytes or time, to nest without end.
+"""Hostile commands for a sandbox, as POSIX shell: exceed a limit of bytes or time, nest without end.
 
 1. Each attack is bounded in bytes, processes and time, and ends by itself.
-2. An attack says what it reached in a line between two ``@@``, after some time in which a sandbox can end it: one that
-   was ended says nothing, and one that could not be set up says ``absent``.
-3. Tools beside POSIX's (``perl``, ``python3``, ``fallocate``, ``setsid``) are used where they are there.
+2. An attack prints its result in a line between two ``@@``, after some time in which a sandbox can end it: one that was
+   ended prints nothing, and one that could not be set up prints ``absent``.
+3. Tools beyond POSIX (``perl``, ``python3``, ``fallocate``, ``setsid``) are used where they exist.
 """
 
 from __future__ import annotations
@@ -91,18 +91,18 @@ while [ $i -lt @FILES@ ] && [ $ok ]; do
   [ $((i % 500)) -eq 0 ] && { d=d$i; mkdir $d 2>/dev/null || ok=; rest; }
   { : ; } > $d/$i 2>/dev/null || ok=; i=$((i+1))
 done; told $i"""
-"""Empty files; tells their number."""
+"""Command that makes empty files and prints their number."""
 ELSEWHERE = """while IFS= read -r d; do
   n=0; while [ $n -lt @MOST@ ] && mib 2>/dev/null >> "$d/@NAME@-bytes$((n / @PART@))"; do n=$((n+1)); rest; done
   sleep @SETTLE@ 2>/dev/null; rm -f "$d/@NAME@-bytes"*; echo "@@$n $d@@"
 done <<'@EOF@'
 @PLACES@
 @EOF@"""
-"""The same in other places, of which the last one told of is the one that was reached."""
+"""Command that writes files in other places; the last one printed is the one that was reached."""
 
 
 def writing(way: str, limit: int, *, settle: float) -> str:
-    """A command that writes two and a half times a disk limit and tells how many MiB there are.
+    """Command that writes two and a half times a disk limit and prints the number of MiB written.
 
     Args:
         way: of `WRITING`.
@@ -113,12 +113,12 @@ def writing(way: str, limit: int, *, settle: float) -> str:
 
 
 def counting(files: int, *, settle: float) -> str:
-    """A command that makes twice as many empty files as the limit and tells their number."""
+    """Command that makes twice as many empty files as the limit and prints their number."""
     return _command(COUNTING.replace("@FILES@", str(2 * files + 100)), SMALLEST, settle)
 
 
 def elsewhere(places: Sequence[Place], token: str, limit: int, *, settle: float) -> str:
-    """A command that writes two and a half times a disk limit in places of their own."""
+    """Command that writes two and a half times a disk limit in places of their own."""
     listed = "\n".join(place.path for place in places)
     body = ELSEWHERE.replace("@PLACES@", listed).replace("@NAME@", f".sandboxgym-probe-{token}")
     return _command(body, limit, settle)
@@ -142,7 +142,7 @@ def _filled(text: str, fills: dict[str, object]) -> str:
 
 
 def told(output: str) -> str:
-    """What an attack said; empty if it was ended."""
+    """Result printed by an attack; empty if it was ended."""
     parts = re.findall(r"@@(.*?)@@", output)
     return parts[-1] if parts else ""
 
@@ -174,7 +174,7 @@ _BEATS = {way: way.split()[-1 if way == "fork chain" else 0] for way in SURVIVOR
 
 
 def outliving(token: str, seconds: float) -> str:
-    """A command that starts all of `SURVIVORS` and then waits for longer than it may, but not for ever."""
+    """Command that starts all of `SURVIVORS` and then waits for longer than it may, but not for ever."""
     lasts = round(seconds) + 25
     lines = [f"t={token[:3]}; t=${{t}}{token[3:]}", 'cd "$B" && rm -rf h && mkdir h && cd h || exit']
     for line in SURVIVORS.values():
@@ -187,13 +187,13 @@ def outliving(token: str, seconds: float) -> str:
 
 
 def survivors(output: str) -> list[str]:
-    """What `survived` showed: the names of the ways."""
+    """Names of the surviving ways in the output of `survived`."""
     named = {beat: way for way, beat in _BEATS.items()}
     return sorted({named.get(beat, beat) for beat in told(output).split()})
 
 
 def survived(token: str) -> str:
-    """A command that shows which of them are alive, to be asked after the time limit."""
+    """Command that shows which of them are alive, to be run after the time limit."""
     beats = " ".join(_BEATS.values())
     return located(f"""(
 t={token[:3]}; t=${{t}}{token[3:]}; cd "$B/h" && printf '%s' "$t" > token || exit
@@ -209,7 +209,7 @@ echo "@@$found@@" )""")
 
 
 def ended(token: str) -> str:
-    """A command that ends what is left of them."""
+    """Command that ends the remaining ones."""
     return located(f"""(
 t={token[:3]}; t=${{t}}{token[3:]}; cd "$B/h" && printf '%s' "$t" > token || exit
 : > stopped; sleep 0.3
@@ -218,7 +218,7 @@ echo ended ) 2>/dev/null""")
 
 
 def visible(token: str) -> list[int]:
-    """Processes that this machine sees with a token in their arguments or environment, but the suite's own."""
+    """Processes visible on this machine with a token in their arguments or environment, without the suite's own."""
     found = []
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -233,7 +233,7 @@ def visible(token: str) -> list[int]:
 
 
 def end_visible(token: str) -> None:
-    """Kill processes with a token in their arguments: only such as the suite started."""
+    """Kill processes with a token in their arguments: only those that the suite started."""
     for pid in visible(token):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -245,7 +245,7 @@ def end_visible(token: str) -> None:
 
 
 def nesting(token: str) -> str:
-    """A command that nests directories deeply, with short and with long names, and tells how deep it came."""
+    """Command that nests directories deeply, with short and with long names, and prints the depth reached."""
     body = f"""(
 cd "$B" && rm -rf deep long && mkdir deep long || exit
 path=d; i=1; while [ $i -lt 500 ]; do path=$path/d; i=$((i+1)); done
@@ -257,7 +257,7 @@ echo {token} > bottom; echo "@@$a $i@@" ) 2>/dev/null"""
 
 
 def bottoms(token: str) -> str:
-    """A command that tells how many of the files below all of them are there: ``2`` after `nesting`."""
+    """Command that prints how many of the files below all of them exist: ``2`` after `nesting`."""
     return located(f"""(
 n=0; for top in deep long; do
   cd "$B/$top" || continue; p=$(printf %0500d 0 | sed 's/0/d\\//g')
@@ -269,7 +269,7 @@ done; echo "@@$n@@" ) 2>/dev/null""")
 
 
 def leaving(place: Place, token: str) -> str:
-    """A command that leaves what is hard to clear in a place: deep, locked, oddly named; tells the token."""
+    """Command that leaves files that are hard to clear: deep, locked, oddly named; prints the token."""
     return located(f"""(
 t={token[:3]}; t=${{t}}{token[3:]}; umask 0
 path=d; i=1; while [ $i -lt 500 ]; do path=$path/d; i=$((i+1)); done
@@ -283,7 +283,7 @@ echo "@@$t@@" )""")
 
 
 def lingering(token: str) -> str:
-    """A command that leaves processes that are deaf, or stopped; tells the token."""
+    """Command that leaves processes that ignore signals, or are stopped; prints the token."""
     return located(f"""(
 t={token[:3]}; t=${{t}}{token[3:]}; cd "$B"
 {{ setsid env MARKED=$t sh -c 'trap "" TERM HUP INT; i=0; while [ $i -lt 40 ]; do i=$((i+1)); sleep 1; done' $t left &
@@ -296,7 +296,7 @@ def _descend() -> str:
 
 
 def remove(folder: Path) -> None:
-    """Empty a directory of the suite that may have been filled by `leaving`: by ``rm``, which copes with any depth."""
+    """Empty a directory of the suite that `leaving` may have filled, by ``rm``, which handles any depth."""
     for entry in folder.iterdir():
         subprocess.run(["chmod", "-R", "u+rwX", "--", entry], check=False, capture_output=True)
         subprocess.run(["rm", "-rf", "--one-file-system", "--", entry], check=False, capture_output=True)

@@ -1,11 +1,11 @@
-"""Whether a sandbox says what its snapshots cannot hold: a traced process, a connection that leads outside.
+"""Declared losses of a sandbox's snapshots: a traced process, a connection that leads outside.
 
 Each `Snag` is set up in the sandbox by ``uncapturable.py``, as far as the sandbox lets it be; then a snapshot is taken.
 
-1. What has its other end outside cannot be had twice. The snapshot must be refused by an error of a type of its own, or
-   say in words what it does not hold.
-2. What is all inside may instead be kept: it is there in a restored copy, and works.
-3. Whatever is decided, the sandbox itself goes on with what it had.
+1. A connection whose other end is outside cannot be duplicated. The snapshot must be refused by an error of a type of
+   its own, or declare in words what it does not hold.
+2. State that is entirely inside may instead be kept: it exists in a restored copy, and works.
+3. In every case, the sandbox itself continues with its state.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from sandboxgym.conformance.supervision import scratch
 KEPT, DECLARED, REFUSED = "kept", "declared", "refused"
 SILENT, HARMED, CRASHED, SKIPPED = "silent", "harmed", "crashed", "skipped"
 WRONG = (SILENT, HARMED, CRASHED)
-"""Lost without a word; the sandbox did not go on; an error that is none of its own."""
+"""Failures: an undeclared loss; a harmed sandbox; an error that is none of the sandbox's own."""
 
 _PROGRAM = Path(uncapturable.__file__).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class Snag:
-    """Something that is hard to capture.
+    """State that is hard to capture.
 
     Attributes:
         kind: a name of `snags.MAKERS`.
@@ -62,24 +62,24 @@ SNAGS = (
     Snag("other_user"),
     Snag("detached", leaves=True),
 )
-"""First what most sandboxes do not allow."""
+"""All snags, first those that most sandboxes forbid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one."""
+    """Result of one snag."""
 
     snag: Snag
     measured: str
     detail: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """For the evidence."""
+        """The outcome as JSON values, for the evidence."""
         return {"probe": f"snag.{self.snag.kind}", "measured": self.measured, "seen": self.detail}
 
 
 def measure(subject: Subject, scene: Scene) -> list[Outcome]:
-    """What becomes of each; environments are closed by the scene."""
+    """Measure the outcome of each snag; environments are closed by the scene."""
     outcomes = []
     with _outside() as arguments:
         env: AnyEnv | None = None
@@ -102,7 +102,7 @@ def measure(subject: Subject, scene: Scene) -> list[Outcome]:
 
 
 def _tried(subject: Subject, scene: Scene, env: AnyEnv, snag: Snag) -> Outcome:
-    """A snapshot of an environment in which something is hard to capture."""
+    """Take a snapshot of an environment with a snag."""
     if snag.leaves:
         _type(subject, scene, env, "exit")
     if (before := _asked(subject, scene, env, snag)) != "there":
@@ -122,7 +122,7 @@ def _tried(subject: Subject, scene: Scene, env: AnyEnv, snag: Snag) -> Outcome:
 
 
 def _looked(subject: Subject, scene: Scene, env: AnyEnv, snag: Snag, snap: Any) -> Outcome:
-    """What a snapshot that was taken says and holds."""
+    """Declarations and content of a snapshot that was taken."""
     copy = scene.make()
     scene.reset(copy, seed=2, options=subject.options(0))
     _, info = scene.restore(copy, snap)
@@ -154,7 +154,7 @@ cat "$B/{snag.kind}/ready" || echo no answer
 
 
 def _asked(subject: Subject, scene: Scene, env: AnyEnv, snag: Snag) -> str:
-    """Whether the thing is there and works, by the program that has it."""
+    """Ask the program that holds the snag whether it exists and works."""
     answer = _type(
         subject,
         scene,
@@ -187,7 +187,7 @@ def _reason(output: str) -> str:
 
 
 class _Echo(socketserver.BaseRequestHandler):
-    """Greets, and answers questions."""
+    """Server that greets, and answers questions."""
 
     greeting = b""
 
@@ -210,7 +210,7 @@ class _Unix(socketserver.ThreadingUnixStreamServer):
 
 @contextlib.contextmanager
 def _outside() -> Iterator[dict[str, tuple[str, ...]]]:
-    """Peers that are in no sandbox: the arguments of the snags that reach them, by kind."""
+    """Context of peers outside any sandbox: the arguments of the snags that reach them, by kind."""
     greeting = secrets.token_hex(uncapturable.HELLO // 2)
     handler = type("Greeting", (_Echo,), {"greeting": greeting.encode()})
     with contextlib.ExitStack() as stack:

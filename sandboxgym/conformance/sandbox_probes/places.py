@@ -1,12 +1,12 @@
-"""Every place in a sandbox where a file can be left: found from inside, marked, and looked at again.
+"""Places in a sandbox where a file can be left: found from inside, marked, and read again.
 
-1. Places are found by POSIX shell commands that run as an agent's: mount points, what lies below them, well-known
+1. Places are found by POSIX shell commands that run like an agent's: mount points, directories below them, well-known
    directories, hidden ones, those of variables and of open descriptors. Their number, depth and time are bounded.
-2. A mark is an empty directory or a file of a few bytes whose name holds a token that nobody else knows. Nothing that
-   is there already is changed.
-3. Where a sandbox writes into the suite's own directories, it isolates no files: then only places for temporary files,
-   the home and the working directory are marked, for the rest is the machine's.
-4. All marks are removed in the end, from inside, and from outside where they came there.
+2. A mark is an empty directory or a file of a few bytes whose name holds a unique token. Existing files are not
+   changed.
+3. A sandbox that writes into the suite's own directories isolates no files: then only places for temporary files, the
+   home and the working directory are marked, for the rest is the machine's.
+4. All marks are removed in the end, from inside, and from outside where they appeared there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sandboxgym.conformance.sandbox_probes.shell import MARK
 from sandboxgym.conformance.supervision import scratch
 
 KINDS = {"b": "before", "a": "after", "f": "fork", "t": "task", "r": "reset"}
-"""When a mark was made, by its letter in what `found` reads."""
+"""Time of a mark, by its letter in the output that `found` reads."""
 MOST = 400
 """Places at most."""
 _TRIED = 2500
@@ -31,7 +31,7 @@ _TRIED = 2500
 _PAGE = 6000
 """Bytes that one command prints: sandboxes cut off the middle of long outputs."""
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "cgroup", "mqueue", "devpts", "debugfs", "tracefs", "huge")
-"""Beginnings of names of file systems that are no disk."""
+"""Beginnings of names of file systems in memory."""
 
 _SCRATCH = '"$PWD" "$HOME" "${TMPDIR:-/tmp}" /tmp /var/tmp /dev/shm'
 _KNOWN = (
@@ -96,11 +96,11 @@ class Place:
 
 
 Ask = Callable[[str], str]
-"""Runs a command in a sandbox; what it printed."""
+"""Function that runs a command in a sandbox and returns its output."""
 
 
 class Unreadable(Exception):
-    """The sandbox's shell did not get through a script; the message says what it printed."""
+    """The sandbox's shell did not complete a script; the message holds its output."""
 
 
 def walk(ask: Ask, token: str, kind: str, *, shared: bool) -> list[Place]:
@@ -142,7 +142,7 @@ echo "@@$(wc -c < "$B/places" | tr -d ' ')@@" )
 
 
 def _lines(page: str) -> str:
-    """A part of a file, each of whose lines was given a colon, for shells and hooks cut off blank ends."""
+    """Lines of a part of a file, each ending in a colon, for shells and hooks cut off trailing blanks."""
     text = page.replace("\r", "").strip("\n")
     found = "\n".join(line.removeprefix(":") for line in text.split("\n"))
     return found if len(found) >= _PAGE else f"{found}\n"
@@ -165,7 +165,7 @@ def mark(ask: Ask, places: Sequence[Place], token: str, kind: str) -> None:
 
 
 def found(ask: Ask, places: Sequence[Place], token: str) -> list[str]:
-    """The letters of the marks (`KINDS`) that are in each place; ``x`` where the directory is not there.
+    """Letters of the marks (`KINDS`) in each place; ``x`` where the directory does not exist.
 
     Raises:
         Unreadable: the shell does not run the script.
@@ -196,7 +196,7 @@ done 2>/dev/null <<'@EOF@'"""
 
 
 def remove_outside(places: Sequence[Place], token: str) -> list[str]:
-    """Remove marks that came to this machine's own directories; where they were."""
+    """Remove marks that appeared in this machine's own directories; the places."""
     reached = []
     for place in places:
         for kind in KINDS.values():
@@ -209,7 +209,7 @@ def remove_outside(places: Sequence[Place], token: str) -> list[str]:
 
 @contextlib.contextmanager
 def own_folders() -> Iterator[list[Path]]:
-    """Empty directories of the suite, at places that are hardly all hidden from what shares files with it."""
+    """Empty directories of the suite, at places of which a sandbox that shares files shows at least one."""
     with contextlib.ExitStack() as stack:
         folders = []
         for parent in {tempfile.gettempdir(), "/var/tmp", os.path.expanduser("~"), os.getcwd()}:
@@ -221,7 +221,7 @@ def own_folders() -> Iterator[list[Path]]:
 
 
 def shares_files(ask: Ask, folders: Sequence[Path]) -> bool:
-    """Whether what a sandbox writes into these directories comes there."""
+    """True if the sandbox's writes to these directories appear there."""
     names = " ".join(f"'{folder}'" for folder in folders)
     ask(f'for d in {names}; do if [ -d "$d" ]; then echo 2>/dev/null > "$d/written"; fi; done; echo tried')
     return any((folder / "written").exists() for folder in folders)
@@ -244,7 +244,7 @@ def _filled(script: str, token: str, shared: bool) -> str:
 
 
 def _framed(output: str) -> str:
-    """What is between two ``@@``."""
+    """Text between two ``@@``."""
     parts = output.replace("\r", "").split("@@")
     if len(parts) < 3:
         raise Unreadable(f"expected an answer between two @@, found {output[-200:]!r}")

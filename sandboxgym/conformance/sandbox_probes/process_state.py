@@ -1,11 +1,11 @@
-"""A program that holds what a snapshot of processes must keep, and tells what has become of it: runs in a sandbox.
+"""A program with process state that snapshots must keep, and a report of it. Runs in a sandbox.
 
     cd EMPTY_FOLDER; python3 -q -i ../holder.py VALUE     # its input is a FIFO
 
-1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux. What cannot be made there is missing
-   from its answers.
-2. ``report()``, typed into the running Python, writes the answers to the file ``answers``, one line each. Looking
-   changes nothing: what was taken out of a queue is put back.
+1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux. State that cannot be made there is
+   missing from its answers.
+2. ``report()``, typed into the running Python, writes the answers to the file ``answers``, one line each. Reading
+   changes nothing: items taken out of a queue are put back.
 3. It ends by itself after ten minutes, when ``../stopped`` appears, or when its folder is gone.
 """
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 SECONDS = 600
 MEMORY = 16 * 2**20
-"""Bytes whose hash is told."""
+"""Bytes of memory whose hash is reported."""
 _IN_CREATE = 0x100
 
 value = sys.argv[1].encode() if __name__ == "__main__" else b""
 asks: dict[str, Callable[[], object]] = {}
-"""What to ask, by the name of the probe after the dot."""
+"""Questions, by the name of the probe after the dot."""
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ def _threads() -> Callable[[], object]:
 
 
 def _talk(one: socket.socket, other: socket.socket) -> object:
-    """What waits at one end of a connection, which is not taken, and whether the other direction works."""
+    """Bytes waiting at one end of a connection, left there, and True if the other direction works."""
     one.sendall(b"?")
     return one.recv(100, socket.MSG_PEEK), other.recv(1)
 
@@ -103,7 +103,7 @@ def _unix() -> Callable[[], object]:
 
 
 def _circulating(read: int, write: int) -> Callable[[], object]:
-    """What waits in a pipe, which is put in again."""
+    """Bytes waiting in a pipe, which are put back."""
     os.write(write, b"queued " + value)
 
     def ask() -> object:
@@ -160,7 +160,7 @@ def _lock() -> Callable[[], object]:
 
 
 def _in_child(function: Callable[[], bool]) -> bool:
-    """The answer of another process."""
+    """Answer of a child process."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -268,7 +268,7 @@ def _answers() -> Iterator[str]:
 
 
 def report() -> None:
-    """Write all answers, at once; what was typed into this Python first."""
+    """Write all answers, at once; text typed into this Python is included first."""
     typed = globals().get("typed")
     with open("new", "w") as file:
         file.write("\n".join([f"repl {typed!r}", *_answers(), ""]))

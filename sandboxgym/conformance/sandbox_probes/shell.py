@@ -4,9 +4,9 @@
    missing, the change does not show and the probe does not apply.
 2. `script` runs many probes in one action: sandboxes may be slow, and episodes short.
 3. Reading uses no patterns of file names, for a probe of the shell's options may have switched them off.
-4. Nothing outside of the directory in which the first command runs is touched, but ``/dev/shm`` and ``$TMPDIR``
+4. Nothing outside the directory in which the first command runs is changed, except ``/dev/shm`` and ``$TMPDIR``
    (default: ``/tmp``), there only names that begin with `MARK`; started processes end by themselves within ten minutes.
-5. What a program holds (memory, connections, deleted files, locks…) is held by ``process_state.py``, which runs in the
+5. State of a program (memory, connections, deleted files, locks…) is held by ``process_state.py``, which runs in the
    sandbox and is asked through a FIFO.
 """
 
@@ -24,7 +24,7 @@ MARK = "sandboxgym-probe"
 """The directory of the probes, and the beginning of all other names."""
 
 Need = Literal["state", "processes", "clock", "rng"]
-"""What must be declared for a probe to be judged: nothing (any snapshot has it), or a flag of `SnapshotSpec`."""
+"""Declaration under which a probe is judged: none (any snapshot has it), or a flag of `SnapshotSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Probe:
         read: prints it.
         need: what must be declared; None: it is reported and not judged.
         prepare: runs before the state below the probed one is captured.
-        changes: whether reading itself changes it, as drawing a random number does.
-        shared: whether one environment's change can show in another.
+        changes: True if reading itself changes it, as drawing a random number does.
+        shared: True if one environment's change can show in another.
     """
 
     name: str
@@ -134,7 +134,7 @@ _PROGRAM = Path(process_state.__file__).read_text(encoding="utf-8")
 
 
 def _held(name: str) -> Probe:
-    """Something that ``process_state.py`` holds, which `process.repl` starts and asks."""
+    """State held by ``process_state.py``, which `process.repl` starts and asks."""
     return Probe(f"held.{name}", ":", f'sed -n "s/^{name} //p" "$B/held/answers"', need="processes")
 
 
@@ -254,12 +254,12 @@ Phase = Literal["prepare", "one", "two", "read"]
 
 
 def start() -> str:
-    """The first command: makes the directory of the probes where the sandbox's shell is."""
+    """First command: makes the directory of the probes in the sandbox's working directory."""
     return f"mkdir -p {MARK} && echo started"
 
 
 def located(command: str) -> str:
-    """A command that finds the directory of the probes in ``$B``, from it or from anywhere not too deep below it."""
+    """Command that finds the directory of the probes for ``$B``, from it or from a directory not too deep below it."""
     return f"{_FIND.replace('@M@', MARK)}\n{command}"
 
 
@@ -296,7 +296,7 @@ def script(probes: Iterable[Probe], phase: Phase, token: str) -> str:
 
 
 def stop(token: str) -> str:
-    """The last command: ends what was started, and deletes what is not in the directory of the probes."""
+    """Last command: ends all started processes, and deletes files outside the directory of the probes."""
     return "set +f; " + located(
         ': > "$B/stopped"; for f in "$B"/*.pid; do kill "$(cat "$f")"; done 2>/dev/null\n'
         f'rm -f "/dev/shm/{MARK}-{token}" "${{TMPDIR:-/tmp}}/{MARK}-{token}" 2>/dev/null; echo stopped'
@@ -307,7 +307,7 @@ _FRAME = re.compile(r"@@([\w.]+)@\n(.*?)\n?(?=\n@@)", re.DOTALL)
 
 
 def parse(output: str) -> dict[str, str]:
-    """What each probe read, from the output of the script of phase ``"read"``."""
+    """Values of the probes, from the output of the script of phase ``"read"``."""
     return {name: value.strip() for name, value in _FRAME.findall(output.replace("\r", ""))}
 
 
@@ -315,7 +315,7 @@ Same = Callable[[str, str, float], bool]
 
 
 def same(probe: Probe, before: str, after: str, elapsed: float) -> bool:
-    """Whether ``after``, read ``elapsed`` seconds later, is what a faithful restore shows."""
+    """True if ``after``, read ``elapsed`` seconds later, is the value after a faithful restore."""
     if probe.name.startswith("clock."):
         try:
             return abs(float(after) - float(before)) < elapsed / 2

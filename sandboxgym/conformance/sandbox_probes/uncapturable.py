@@ -1,12 +1,12 @@
-"""A program with something that is hard to capture: a traced child, a connection that leads outside. Runs in a sandbox.
+"""A program that is hard to capture: a traced child, a connection that leads outside. Runs in a sandbox.
 
     cd EMPTY_FOLDER; python3 -q -i ../snags.py KIND ARGUMENT…     # its input is a FIFO
 
 1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux.
-2. It writes its process id to the file ``pid``, and ``there`` to the file ``ready``; where the sandbox does not let it
-   make the thing, the reason. ``report()``, typed into the running Python, writes to the file ``answers`` whether the
-   thing is still there and works.
-3. It ends by itself after ten minutes or when its folder is gone, and what it started with it.
+2. It writes its process id to the file ``pid``, and ``there`` to the file ``ready``; where the sandbox forbids the
+   setup, the reason. ``report()``, typed into the running Python, writes to the file ``answers`` whether the state
+   still exists and works.
+3. It ends by itself after ten minutes or when its folder is gone, with the processes that it started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SECONDS = 600
 NOBODY = 65534
 HELLO, ASK, ANSWER = 16, b"?", b"!"
-"""What is said over a connection with the outside: length of its greeting, and then question and answer."""
+"""Protocol of a connection with the outside: length of the greeting, question, answer."""
 _IO_URING_SETUP, _TRACE_ME, _SET_DEATH_SIGNAL = 425, 0, 1
 _NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000}
 
@@ -51,10 +51,10 @@ def _io_uring() -> Alive:
 
 
 def _child(prepare: Callable[[], None]) -> int:
-    """A process that does something and then nothing more, and dies with this one.
+    """Start a child that runs something, then waits, and dies with this process.
 
     Raises:
-        OSError: what it was to do failed.
+        OSError: its task failed.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -117,7 +117,7 @@ def _other_user() -> Alive:
 
 
 def _detached() -> Alive:
-    """A process in a session of its own whose parent is gone."""
+    """Start a process in a session of its own whose parent is gone."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -163,7 +163,7 @@ def _unix(to: str, greeting: str) -> Alive:
 
 
 def _first(ways: Sequence[Callable[[], Alive]]) -> Alive:
-    """The first way that works; the last one's error."""
+    """Try several ways: result of the first that works, else the last one's error."""
     for way in ways[:-1]:
         try:
             return way()
@@ -189,7 +189,7 @@ MAKERS: dict[str, Callable[..., Alive]] = {
     "outer_unix": _outer_unix,
     "outer_fifo": _outer_fifo,
 }
-"""By kind; what they are called with comes from the command line."""
+"""Makers by kind; their arguments come from the command line."""
 
 
 def _write(name: str, text: str) -> None:
@@ -199,7 +199,7 @@ def _write(name: str, text: str) -> None:
 
 
 def report() -> None:
-    """Write whether the thing is there."""
+    """Write whether the state exists."""
     try:
         _write("answers", "there" if alive() else "gone")
     except Exception as error:  # it is not as it was

@@ -1,6 +1,6 @@
-"""Where hostile commands run: a sandbox's environments in a scene, and how its refusals are told from its accidents.
+"""Sandbox environments in a scene for hostile commands; tells a sandbox's refusals from its accidents.
 
-An error is a sandbox's own if its type is not one of Python's: those it raises on purpose are named and say why.
+An error is a sandbox's own if its type is not one of Python's: errors raised on purpose are named and say why.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sandboxgym.conformance.subject import AnyEnv, Subject
 
 @dataclass
 class Yard:
-    """Environments, and the commands that run in them."""
+    """Environments, and the commands run in them."""
 
     subject: Subject
     scene: Scene
@@ -33,11 +33,11 @@ class Yard:
         return self.subject.shell(env, command)
 
     def asks(self, env: AnyEnv) -> place_probes.Ask:
-        """The shell of one environment."""
+        """Shell of one environment."""
         return lambda command: self.type(env, command)
 
     def opened(self, *, seed: int = 1, task: int = 0) -> AnyEnv:
-        """A new environment at the start of a task, in whose shell the directory of the probes is."""
+        """A new environment at the start of a task, with the directory of the probes in its shell."""
         env = self.scene.make()
         self.reset(env, seed=seed, task=task)
         self.type(env, start())
@@ -54,11 +54,11 @@ class Yard:
             raise Failed(f"reset() raised {outcome.raised}")
 
     def declared(self, env: AnyEnv) -> Mapping[str, float | None]:
-        """The limits of its sandbox."""
+        """Declared limits of its sandbox."""
         return {} if self.subject.limits is None else self.subject.limits(env)
 
     def refused(self, command: Callable[[], Any]) -> str:
-        """How a call was refused, by an error of a type of its own; empty if it was not.
+        """Refusal of a call by an error of a type of its own, as text; empty if it was not refused.
 
         Raises:
             Untyped: by an error of any program.
@@ -73,12 +73,12 @@ class Yard:
 
 
 class Untyped(Exception):
-    """An error that is none of a sandbox's own."""
+    """Error of a type that is none of a sandbox's own."""
 
 
 @contextlib.contextmanager
 def yard_of(subject: Subject) -> Iterator[Yard]:
-    """Environments with a shell, closed in the end; the script of a failure has the hook."""
+    """Context of environments with a shell; the script of a failure has the hook."""
     if subject.shell is None:
         raise Skipped("no shell hook: give Subject.shell to attack a sandbox with shell commands")
     with Scene(subject) as scene:

@@ -1,7 +1,7 @@
-"""The statistics of a run: futures drawn on both sides, all tests on them, and their common error rate.
+"""Statistics of a run: futures sampled on both sides, all tests on them, and their common error rate.
 
-All p-values of a run (of the three statistical checks) go into one procedure of Holm at `statistics.ALPHA`. In the
-live design runs are permuted among those with the same past only, as far as there are many.
+All p-values of a run (of the three statistical checks) go into one procedure of Holm at `tests.ALPHA`. In the live
+design runs are permuted among those with the same past only, if these are many.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from sandboxgym.conformance.check import Budget, Skipped
 from sandboxgym.conformance.harness.continuations import NEAR, Future, Place, places, policy_at, reach, seed_of
 from sandboxgym.conformance.harness.scenario import opened, release
 from sandboxgym.conformance.stats import tests as st
-from sandboxgym.conformance.subject import Subject, branch, put, take
+from sandboxgym.conformance.subject import Subject, fork, restore, snapshot
 
 SHIFTS = {"quick": 0.2, "full": 0.1}
-"""The total variation distance that a budget must be able to see with `statistics.POWER`, else INCONCLUSIVE."""
+"""Total variation distance that a budget must be able to detect with `tests.POWER`, else INCONCLUSIVE."""
 REPEATS = {"quick": 0.3, "full": 0.15}
-"""The share of sibling pairs that repeat each other that it must be able to see."""
+"""Share of repeated sibling pairs that it must be able to detect."""
 CELLS = 6
 """Cells for which enough futures are drawn."""
 
 
 @dataclass
 class Study:
-    """All that the statistical checks of a run found out, for Holm's procedure must see all p-values."""
+    """All statistical results of a run, together because Holm's procedure must see all p-values."""
 
     reason: str = ""
-    """Why there is nothing to test."""
+    """Reason why there is nothing to test."""
     designs: list[str] = field(default_factory=list)
     tests: dict[str, dict[str, st.Comparison]] = field(default_factory=dict)
-    """By check, then by name."""
+    """Comparisons by check, then by name."""
     drift: dict[str, float] = field(default_factory=dict)
     """p-values of the uninterrupted futures' first half against their second half."""
     shift: float = 0.0
@@ -47,7 +47,7 @@ class Study:
     calibration: dict[str, Any] = field(default_factory=dict)
     scripts: dict[str, str] = field(default_factory=dict)
     chance: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of the tests of dependence: agreement by chance and the number of pairs."""
+    """For tests of dependence: agreement by chance and the number of pairs."""
 
     @property
     def adjusted(self) -> dict[str, float]:
@@ -70,7 +70,7 @@ TRANSITIONS, RETURNS, SIBLINGS = (
 
 
 def study(subject: Subject, budget: Budget) -> Study:
-    """The study of a subject, made when first asked for."""
+    """The study of a subject, made at the first request."""
     if importlib.util.find_spec("scipy") is None:
         raise Skipped("power and intervals need scipy: pip install 'sandboxgym[conformance]'")
     known = _studies.setdefault(subject, {})
@@ -112,7 +112,7 @@ def _study(subject: Subject, budget: Budget) -> Study:
 
 
 def _sample(place: Place, budget: Budget, shift: float, alpha: float, seconds: float) -> None:
-    """Draw from both sides in turn, so that what drifts does so on both, until there are enough for the power."""
+    """Draw from both sides in turn, so that drift affects both, until the samples suffice for the power."""
     enough = next(
         (n for n in range(50, budget.samples, 50) if st.power((n, n), CELLS, shift, alpha) >= st.POWER), budget.samples
     )
@@ -172,7 +172,7 @@ def _ends(pooled: list[Future], cells: int) -> Any:
 
 
 def _strata(pooled: list[Future]) -> Any:
-    """Groups with the same past; those with few members are one."""
+    """Groups with the same past; small groups are merged."""
     pasts = st.labelled([future.past for future in pooled])
     counts = np.bincount(pasts)
     frequent = int((counts >= max(50, len(pooled) // 8)).sum())
@@ -180,7 +180,7 @@ def _strata(pooled: list[Future]) -> Any:
 
 
 def _rows(pooled: list[Future], depth: int) -> Any:
-    """The numbers of a transition as rows, or None where there are none, or not always as many."""
+    """Numbers of a transition as rows, or None where there are none, or not always as many."""
     widths = {len(future.numbers[depth]) for future in pooled if depth < len(future.numbers)}
     if len(widths) != 1 or (width := widths.pop()) < 2:
         return None
@@ -189,7 +189,7 @@ def _rows(pooled: list[Future], depth: int) -> Any:
 
 
 def _script(place: Place) -> str:
-    """Lines that sample the next transition on both sides."""
+    """Lines of a script that samples the next transition on both sides."""
     seed, options = place.control.ops[0].value
     actions = [op.value for op in place.control.ops[1 : place.point]]
     following = place.control.ops[place.point]
@@ -236,18 +236,18 @@ for transition in uninterrupted | restored:
 
 
 def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[list[Future]]]:
-    """Families of seeded siblings at one state, by how they were made; every family has a seed of its own."""
+    """Families of seeded siblings at one state, by the way of making them; every family has a seed of its own."""
     k = max(2, budget.forks)
     made: dict[str, list[list[Future]]] = {"fork": [], "restore": []}
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(opened(subject))
         reach(subject, source, place.control, place.point)
-        snap = take(source)
+        snap = snapshot(source)
         stack.callback(release, snap)
         policy = policy_at(subject, source, place.control, place.point, NEAR)
         for index in budget.spending(budget.samples // 8, seconds=1.25 * budget.seconds, at_least=10):
             seed = seed_of(subject.seed, index, 10)
-            children = branch(source, k, seed)
+            children = fork(source, k, seed)
             try:
                 made["fork"].append([policy.follow(child, 0) for child in children])
             finally:
@@ -255,17 +255,17 @@ def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[
                     child.close()
             family = []
             for sibling in range(k):
-                put(source, snap, index * k + sibling)  # neighbouring seeds, as users give them
+                restore(source, snap, index * k + sibling)  # neighbouring seeds, as users give them
                 family.append(policy.follow(source, 0))
             made["restore"].append(family)
-            put(source, snap)
+            restore(source, snap)
     return made
 
 
 def _relate(
     result: Study, families: dict[str, list[list[Future]]], same: list[Future], rng: np.random.Generator, draws: int
 ) -> None:
-    """Whether members of a family agree, of the next transition and of all near ones, and have one distribution."""
+    """Test members of families for agreement, in the next transition and in all near ones, and for one distribution."""
     tests = result.tests.setdefault(SIBLINGS, {})
 
     def alike(name: str, one: list[Future], other: list[Future]) -> None:

@@ -47,10 +47,10 @@ class Comparison:
     effect: tuple[float, float, float] | None = None
     """Estimate, lower and upper limit (95 %) of the distance."""
     distance: str = ""
-    """What the effect is measured in."""
+    """Unit of the effect."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the evidence of a check."""
+        """The comparison as JSON values, for the evidence."""
         shown: dict[str, Any] = {"test": self.name, "p": self.p, "samples": list(self.sizes)}
         if self.cells:
             shown["cells"] = self.cells
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def draws_for(tests: int, alpha: float = ALPHA) -> int:
-    """How many permutations let the smallest p-value pass the strictest of ``tests`` thresholds, with room."""
+    """Permutations with which the smallest p-value passes the strictest of ``tests`` thresholds, with room."""
     return math.ceil(2.5 * max(tests, 1) / alpha)
 
 
@@ -93,13 +93,13 @@ def permutation_p(observed: float, draw: Callable[[int], Floats], draws: int, *,
 
 
 def labelled(values: Sequence[Hashable]) -> Ints:
-    """Values as numbers of categories, in the order of their first appearance."""
+    """Values as category numbers, in the order of their first appearance."""
     known: dict[Hashable, int] = {}
     return np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
 
 
 def merged(labels: Ints, cells: int) -> Ints:
-    """The most frequent ``cells - 1`` categories as they are, all others as one."""
+    """Merge all but the most frequent ``cells - 1`` categories into one."""
     counts = np.bincount(labels)
     order = np.argsort(-counts, kind="stable")
     renamed = np.empty(len(counts), dtype=np.int64)
@@ -152,7 +152,7 @@ def homogeneity(
     Args:
         name: of the test.
         labels: category of each row of the pooled sample, the first sample's rows first.
-        first: how many rows are the first sample's.
+        first: number of rows of the first sample.
         rng: of the permutations.
         draws: the most permutations.
         strata: rows are permuted only within their stratum; default: one for all.
@@ -219,7 +219,7 @@ def energy(name: str, rows: Floats, first: int, rng: np.random.Generator, draws:
         name: of the test.
         rows: the pooled sample, shape (rows, columns), the first sample's rows first; at most `ENERGY_ROWS` of each
             side are used.
-        first: how many rows are the first sample's.
+        first: number of rows of the first sample.
         rng: of the permutations.
         draws: the most permutations.
     """
@@ -255,7 +255,7 @@ def energy(name: str, rows: Floats, first: int, rng: np.random.Generator, draws:
 
 
 def dependence(name: str, groups: Ints, rng: np.random.Generator, draws: int) -> Comparison:
-    """Whether members of a group agree more often than members of different groups do, by permutation.
+    """Test by permutation whether members of a group agree more often than members of different groups.
 
     Args:
         name: of the test.
@@ -305,7 +305,7 @@ def agreement_by_chance(groups: Ints) -> float:
 
 
 def dependence_power(chance: float, pairs: int, repeats: float, alpha: float) -> float:
-    """The probability that `dependence` finds that a share ``repeats`` of pairs repeat each other (normal limit)."""
+    """Probability that `dependence` detects a fraction ``repeats`` of repeated pairs (normal limit)."""
     from scipy.stats import norm
 
     if chance >= 1 or pairs < 1:
@@ -329,7 +329,7 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
 
 def power(sizes: tuple[int, int], cells: int, shift: float, alpha: float) -> float:
-    """The least probability that χ² at level ``alpha`` finds a TV of ``shift`` between samples of these sizes.
+    """The least probability that χ² at level ``alpha`` detects a TV of ``shift`` between samples of these sizes.
 
     For every pair of distributions over the cells at that TV, the noncentrality is at least
     ``4 n m / (n + m) * shift ** 2`` (Cauchy and Schwarz); the noncentral χ² distribution is its limit.
@@ -353,7 +353,7 @@ def cells_for(sizes: tuple[int, int], shift: float, alpha: float, target: float 
 
 
 def detectable(sizes: tuple[int, int], cells: int, alpha: float, target: float = POWER) -> float:
-    """The smallest TV that is found with the target power; 1.0 where none is."""
+    """The smallest TV detected with the target power; 1.0 where none is."""
     if power(sizes, cells, 1.0, alpha) < target:
         return 1.0
     low, high = 0.0, 1.0
@@ -364,7 +364,7 @@ def detectable(sizes: tuple[int, int], cells: int, alpha: float, target: float =
 
 
 def proportion_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Clopper and Pearson's interval of a probability."""
+    """Clopper-Pearson interval of a probability."""
     from scipy.stats import beta
 
     tail = (1 - confidence) / 2
@@ -374,7 +374,7 @@ def proportion_interval(successes: int, trials: int, confidence: float = 0.95) -
 
 
 def tv_interval(first: Ints, second: Ints, confidence: float = 0.95) -> tuple[float, float, float]:
-    """The TV of two distributions over the same categories, with limits.
+    """Confidence interval of the TV of two distributions over the same categories.
 
     The limits follow from intervals of all probabilities that hold together; they are exact, and wide.
     """
@@ -392,7 +392,7 @@ def tv_interval(first: Ints, second: Ints, confidence: float = 0.95) -> tuple[fl
 
 
 def kolmogorov_interval(first: Floats, second: Floats, confidence: float = 0.95) -> tuple[float, float, float]:
-    """The largest difference of two distribution functions, with limits; a lower bound of the TV."""
+    """Largest difference of two distribution functions, with confidence limits; a lower bound of the TV."""
     points = np.unique(np.concatenate([first, second]))
     one = np.searchsorted(np.sort(first), points, side="right") / len(first)
     other = np.searchsorted(np.sort(second), points, side="right") / len(second)
@@ -414,7 +414,7 @@ def calibrate(
     size: int = 200,
     level: float = 0.05,
 ) -> dict[str, Any]:
-    """How often the tests reject when both samples come from one distribution: at most ``level``, but for chance.
+    """Rejection rate of the tests when both samples come from one distribution: at most ``level``, but for chance.
 
     Each run draws both samples, with replacement, from the same given sample.
 

@@ -1,1 +1,1 @@
-"""Runs of the suite in watched processes, and what they leave."""
+"""Watched processes for runs of the suite, and their cleanup."""

@@ -1,7 +1,7 @@
 """A process that cleans up after a watched run whose watching process was killed.
 
-It waits in a shell, which takes no memory to speak of, for the end of its standard input: the other end is held by the
-watching process alone. Then it ends the processes of the run and reaps what they left.
+It waits in a shell, which takes almost no memory, for the end of its standard input: only the watching process holds
+the other end. Then it ends the processes of the run and reaps their run directories.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TO_CLEAR = 20.0
 
 @contextlib.contextmanager
 def waiting(run: Path) -> Iterator[None]:
-    """Have a process wait for this one to be killed, which then cleans up for a run directory.
+    """Start a process that cleans up for a run directory if this process is killed.
 
     The session is another one: what ends a terminal's processes, or a group of them, leaves it alone.
     """
@@ -49,7 +49,7 @@ def waiting(run: Path) -> Iterator[None]:
 
 
 def entrust(run: Path, pid: int) -> None:
-    """Record the process that the run is in now: it is to be ended."""
+    """Record the process of the run, to be ended at cleanup."""
     (run / _CHILD).write_text(f"{pid} {started(pid)}", encoding="ascii")
 
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def end(pid: int, birth: str) -> None:
-    """Interrupt a process, so that it closes what it has; kill it and its offspring, if they are still there then."""
+    """Interrupt a process, so that it closes its resources; then kill it and its offspring, if they still exist."""
     kin: dict[int, str] = {pid: birth}
     until = time.monotonic() + _TO_CLOSE
     with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ def end(pid: int, birth: str) -> None:
 
 
 def offspring(pid: int) -> list[int]:
-    """The children of a process and theirs, where the kernel lists them."""
+    """Children of a process and their descendants, where the kernel lists them."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -95,7 +95,7 @@ def offspring(pid: int) -> list[int]:
 
 
 def started(pid: int) -> str:
-    """When a process was started, by which it differs from a later one of its number; empty if it has gone."""
+    """Start time of a process, which tells it from a later one of its number; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

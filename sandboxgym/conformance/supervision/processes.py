@@ -1,4 +1,4 @@
-"""What a process holds, counted: to see whether it comes back to what it was."""
+"""Resources of a process, counted to compare with earlier counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROC = Path("/proc")
 
 
 def held(folder: Path | None = None) -> dict[str, int]:
-    """Of this process alone: threads, open descriptors, child processes; temporary entries and mounts in a folder."""
+    """Count this process's threads, descriptors and children, and a folder's temporary entries and mounts."""
     gc.collect()
     found = {"threads": threading.active_count(), "child processes": len(descendants(os.getpid()))}
     if (PROC / "self/fd").is_dir():
@@ -39,7 +39,7 @@ def resident() -> int:
 
 
 def descendants(pid: int) -> set[int]:
-    """The children of a process, and theirs; zombies too, for somebody must wait for them."""
+    """Children of a process and their descendants; zombies too, for somebody must wait for them."""
     parents: dict[int, int] = {}
     if not PROC.is_dir():
         return set()
@@ -74,7 +74,7 @@ def marked(name: str, value: str) -> set[int]:
 
 
 def mounts() -> set[str]:
-    """The mounts of the machine, as far as this process sees them: of other programs too.
+    """Mounts of the machine, as far as this process sees them: those of other programs too.
 
     Those of a container daemon come and go with any program's containers; they are left out.
     """
@@ -96,7 +96,7 @@ def mounts_under(folder: Path) -> list[str]:
 
 
 def containers() -> set[str] | None:
-    """Ids of the containers that a reachable Docker has; None where there is none."""
+    """Ids of the containers of a reachable Docker daemon; None where there is none."""
     if shutil.which("docker") is None:
         return None
     try:
@@ -107,7 +107,7 @@ def containers() -> set[str] | None:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether a condition holds within some seconds."""
+    """True if a condition becomes true within some seconds."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""A counter that moves while an environment answers: another process watches it, and sees a call that never returns.
+"""A shared counter of an environment's calls, by which a watching process sees a call that never returns.
 
 Nothing happens unless `share` was called: it takes a file that both have open.
 """
@@ -19,7 +19,7 @@ _count = 0
 
 
 def share(descriptor: int) -> None:
-    """Count in the first bytes of an open file, of a page at least."""
+    """Count in the first bytes of an open file, of at least one page."""
     global _page
     _page = mmap.mmap(descriptor, mmap.PAGESIZE)
 
@@ -33,7 +33,7 @@ def beat() -> None:
 
 
 def weigh(take: Callable[[], T]) -> T:
-    """Take a snapshot, and note by how much memory grew, if it is the most so far."""
+    """Take a snapshot, and record the growth of memory if it is the largest so far."""
     if _page is None:
         return take()
     before = processes.resident()
@@ -50,5 +50,5 @@ def read(page: mmap.mmap) -> int:
 
 
 def largest(page: mmap.mmap) -> int:
-    """Bytes by which memory grew with the largest snapshot so far."""
+    """Bytes of the largest growth of memory by a snapshot so far."""
     return int.from_bytes(page[_WIDTH : 2 * _WIDTH], "little")

@@ -1,4 +1,4 @@
-"""Temporary folders of a run of the suite, which go with the run however it ends.
+"""Temporary folders of a run of the suite, removed with the run however it ends.
 
 1. The names of all folders of a run have its token in them. A directory is recorded in a run directory of
    `sandboxgym.system.run_directories` before the first folder is made there, so that the folders of a killed run can
@@ -22,21 +22,21 @@ log = logging.getLogger("sandboxgym")
 KIND = "conformance"
 PREFIX = "sandboxgym-conformance-"
 _IN = "in-"
-"""Begins the name of a record of a directory that may hold folders of the run."""
+"""Prefix of the record of a directory that may hold folders of the run."""
 
 _run: Path | None = None
 _recorded: set[str] = set()
 
 
 def use(run: Path) -> None:
-    """Make folders of this process belong to a run directory, which another process may own."""
+    """Assign folders of this process to a run directory, which another process may own."""
     global _run
     _run = run
     _recorded.clear()
 
 
 def folder(parent: str | None = None, *, hidden: bool = False) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder, in a directory or where temporary files go; ``hidden`` if a dot begins its name."""
+    """Make a temporary folder, in a directory or in the default place; with ``hidden`` its name begins with a dot."""
     directory = os.path.abspath(parent or tempfile.gettempdir())
     return tempfile.TemporaryDirectory(
         prefix="." * hidden + _announced(directory), dir=directory, ignore_cleanup_errors=True
@@ -44,7 +44,7 @@ def folder(parent: str | None = None, *, hidden: bool = False) -> tempfile.Tempo
 
 
 def clear(run: Path) -> None:
-    """Remove the folders that belong to a run directory, and what sandboxes of dead processes keep in them.
+    """Remove the folders that belong to a run directory, and the sandbox files of dead processes in them.
 
     Raises:
         OSError: some could not be removed; the others are gone all the same.
@@ -69,7 +69,7 @@ def clear(run: Path) -> None:
 
 
 def _announced(directory: str) -> str:
-    """The beginning of the name of a folder there, which is recorded; one that nobody will find, if that fails."""
+    """Name prefix of folders in a directory, which is recorded; one that is not found again, if recording fails."""
     global _run
     try:
         if _run is None or not _run.is_dir():

@@ -1,12 +1,12 @@
-"""Runs the suite in a process of its own and watches it, so that no environment can end, stop or flood a run.
+"""Runs of the suite in a watched process, so that no environment can end, stop or flood a run.
 
-1. The child is the same command in a new interpreter. It tells of each check over a pipe; the report is made here, of
-   what it told. When it ends too early, the check that it was at gets that as its finding, with the traceback that
+1. The child is the same command in a new interpreter. It reports each check over a pipe; the report is made here from
+   these messages. When it ends too early, that becomes the finding of the current check, with the traceback that
    Python's `faulthandler` wrote, and a new child continues with the next check; after `DEATHS` the others are skipped.
-2. It is ended when nothing moves (`pulse`) for `Limits.call` seconds, in which the wait for a processor counts half;
+2. It is ended when nothing moves (`pulse`) for `Limits.call` seconds, in which waiting for a processor counts half;
    when it and its own processes hold more memory than `Limits.memory`; when it printed more than `Limits.output`.
-3. Too much memory is INCONCLUSIVE, for many large snapshots are not wrong; the rest is a FAIL.
-4. What the environment prints goes to standard error, its first `SHOWN` bytes; standard input is empty.
+3. Too much memory is INCONCLUSIVE, for many large snapshots are not wrong; the other reasons are a FAIL.
+4. The environment's output goes to standard error, its first `SHOWN` bytes; standard input is empty.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MIB = 1 << 20
 
 
 class Unusable(Exception):
-    """There is nothing to certify: the environment cannot be made, or an argument is wrong."""
+    """Nothing can be certified: the environment cannot be made, or an argument is wrong."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may take.
+    """Resource limits of a run.
 
     Attributes:
         call: seconds in which some call on the environment must be made or return.
@@ -69,21 +69,21 @@ class Limits:
 
 @dataclass
 class _Way:
-    """One way of making the environment: what is known of its run so far."""
+    """One way of making the environment, with the results of its run so far."""
 
     head: Report | None = None
     results: dict[str, Result] = field(default_factory=dict)
     report: Report | None = None
     deaths: int = 0
     extras: bool = True
-    """Whether to shorten scripts and measure the strength: not again where that ended the interpreter."""
+    """True to shorten scripts and measure the strength: not again where that ended the interpreter."""
 
 
 # In the child.
 
 
 class Watched:
-    """The child's side: tells the watching process of each check."""
+    """The child's side, which reports each check to the watching process."""
 
     def __init__(self, descriptors: str) -> None:
         messages, pulses, traces, state = map(int, descriptors.split(","))
@@ -104,7 +104,7 @@ class Watched:
 
     @classmethod
     def here(cls) -> Watched | None:
-        """The connection, if this process is such a child."""
+        """Connection to the watching process, if this process is such a child."""
         found = os.environ.pop(VARIABLE, None)
         return None if found is None else cls(found)
 
@@ -116,7 +116,7 @@ class Watched:
         pulse.beat()
 
     def run(self, way: int, subject: Subject, run: Callable[..., Report], strength: bool) -> Report:
-        """Run the suite as ``run`` does, and tell of it; what was known before is not run again."""
+        """Run the suite as ``run`` does, and report it; checks with known results are not run again."""
         finished, known, extras = self.done[way]
         if finished is not None:
             return finished
@@ -156,7 +156,7 @@ def _beating(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(result: Result) -> Result:
-    """The result as it goes through a pipe: evidence may hold what only the environment's modules can read."""
+    """A result for a pipe: evidence may hold values that only the environment's modules can decode."""
     from sandboxgym.conformance.runner import plain
 
     return replace(result, evidence=plain(result.evidence))
@@ -181,7 +181,7 @@ def supervise(
         ways: in how many ways the environment is made (side by side).
         checks: that will run, in order.
         name: of the environment, for a report of one that cannot even be made.
-        limits: what the run may take.
+        limits: of the run.
         listener: is told of each check.
 
     Raises:
@@ -214,7 +214,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _run_directory() -> Iterator[Path]:
-    """What the children make for themselves is recorded here; it goes with this process, also if that is killed."""
+    """Run directory that records the children's resources; it is removed with this process, even if that is killed."""
     run = run_directories.claim(scratch.KIND).absolute()
     try:
         with janitor.waiting(run):
@@ -226,7 +226,7 @@ def _run_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is an exit with clean-up: else the child would go on, and an environment that hangs for ever."""
+    """Make SIGTERM an exit with cleanup: else the child would continue, and a hanging environment for ever."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -243,7 +243,7 @@ def _terminable() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Finding:
-    """Why a child ended too early."""
+    """Reason why a child ended too early."""
 
     text: str
     verdict: Verdict
@@ -253,7 +253,7 @@ class _Finding:
 def _record(
     way: _Way, at: str | None, finding: _Finding, checks: Sequence[Check], name: str, listener: Listener | None
 ) -> None:
-    """Give the finding to the check that ran; skip the others if there is no use in going on."""
+    """Assign the finding to the check that ran; skip the others if continuing is useless."""
 
     def note(check: Check, result: Result) -> None:
         way.results[check.id] = result
@@ -283,14 +283,14 @@ def _record(
 
 
 def _bare(name: str) -> Report:
-    """The report of an environment of which nothing is known."""
+    """Report of an environment without any results."""
     from sandboxgym.conformance.runner import bare
 
     return bare(name)
 
 
 class _Child:
-    """A child and what it told so far.
+    """A child and its messages so far.
 
     Attributes:
         way: the way of making the environment that it is at.
@@ -339,7 +339,7 @@ class _Child:
         os.set_blocking(self.output, False)
 
     def watch(self) -> _Finding | None:
-        """Follow it to its end; why that came too early, or None if it told everything.
+        """Follow the child to its end; the reason of an early end, or None if it reported everything.
 
         Raises:
             Unusable: it said so.
@@ -371,7 +371,7 @@ class _Child:
                 return self.stopped(text, Verdict.INCONCLUSIVE)
 
     def read(self, descriptor: int) -> None:
-        """Take what is there."""
+        """Read the available messages and output."""
         try:
             content = os.read(descriptor, 1 << 20)
         except BlockingIOError:
@@ -393,7 +393,7 @@ class _Child:
             time.sleep(TICK)  # it has closed its end; its own end is near
 
     def drain(self) -> None:
-        """Take what an ended child has left in the pipes."""
+        """Read what an ended child has left in the pipes."""
         for descriptor in (self.messages, self.output):
             for _ in range(64):
                 if not select.select([descriptor], [], [], 0)[0]:
@@ -404,7 +404,7 @@ class _Child:
                     break
 
     def hear(self, kind: str, way: int, value: Any) -> None:
-        """Note one message."""
+        """Record one message."""
         known, self.way = self.known[way], way
         if kind == "unusable":
             raise Unusable(value)
@@ -423,19 +423,19 @@ class _Child:
             known.report, self.at = value, None
 
     def look(self) -> None:
-        """Remember the processes that it has, to end them when it has gone."""
+        """Record the child's processes, to end them when it is gone."""
         for pid in offspring(self.process.pid):
             self.kin.setdefault(pid, started(pid))
 
     def delay(self) -> float:
-        """Seconds that its main thread waited for a processor."""
+        """Seconds that the child's main thread waited for a processor."""
         try:
             return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[1]) * 1e-9
         except (OSError, IndexError, ValueError):
             return 0.0
 
     def ended(self) -> _Finding | None:
-        """What its own end means."""
+        """Finding for a child that ended by itself."""
         if all(way.report for way in self.known):
             return None
         code = self.process.returncode
@@ -443,7 +443,7 @@ class _Child:
         return self.finding(f"the interpreter was ended {how} in the middle of the run", Verdict.FAIL)
 
     def stopped(self, text: str, verdict: Verdict) -> _Finding:
-        """End it, with a traceback."""
+        """End the child, with a traceback."""
         self.process.send_signal(signal.SIGABRT)
         self.wait(5)
         self.process.kill()
@@ -451,7 +451,7 @@ class _Child:
         return self.finding(text, verdict)
 
     def finding(self, text: str, verdict: Verdict) -> _Finding:
-        """The finding with what is known of the place."""
+        """The finding with the known place in the code."""
         self.traces.seek(0)
         trace = self.traces.read(20_000).decode("utf-8", "replace")
         evidence = {"traceback": trace} if trace else {}
@@ -461,7 +461,7 @@ class _Child:
         return _Finding(f"{text}; it was in {place}" if place else text, verdict, evidence)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, and read what it prints meanwhile: else it could not end."""
+        """Wait for the child's end, and read its output meanwhile: else a full pipe would block it."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             for descriptor in select.select([self.messages, self.output], [], [], TICK)[0]:
@@ -469,7 +469,7 @@ class _Child:
                     self.read(descriptor)
 
     def end(self) -> None:
-        """End it and what it has started, after an interruption too; close everything."""
+        """End the child and all that it has started, after an interruption too; close everything."""
         if self.process.poll() is None:  # interrupted: a terminal has told it, too
             self.wait(0.5)
             if self.process.poll() is None:
@@ -497,7 +497,7 @@ def _signal(number: int) -> str:
 
 
 def _place(trace: str) -> str:
-    """The innermost call of the thread that matters, of the environment rather than of Python's library, if told."""
+    """Innermost call of the relevant thread, of the environment rather than of Python's library, if recorded."""
     threads = re.split(r"^(?=Current thread|Thread)", trace, flags=re.MULTILINE)
     chosen = [text for text in threads if "conformance" in text] or threads[1:]
     calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', chosen[0]) if chosen else []
@@ -509,7 +509,7 @@ def _place(trace: str) -> str:
 
 
 def available() -> int:
-    """Bytes of memory that may be taken now, by the machine and by the control group; very many if unknown."""
+    """Free bytes of memory, by the machine and by the control group; a very large number if unknown."""
     found = [1 << 50]
     with contextlib.suppress(OSError, AttributeError):
         told = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -521,7 +521,7 @@ def available() -> int:
 
 
 def memory(pids: Sequence[int]) -> int:
-    """Bytes of memory that processes hold together, files that are mapped not counted.
+    """Bytes of memory that processes hold together, without mapped files.
 
     What forks still share is counted once, as far as the kernel tells; that is asked only where the sum is large.
     """

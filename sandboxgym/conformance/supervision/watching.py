@@ -1,9 +1,9 @@
-"""What this process does to the machine, seen by itself: files it makes, programs it starts, containers it asks for.
+"""Effects of this process on the machine: files made, programs started, containers requested.
 
-1. The interpreter's audit events tell, so that nobody has to count what a whole machine has in a folder. Files that
+1. They are observed by the interpreter's audit events, without counting everything in the machine's folders. Files that
    child processes make elsewhere than in ``TMPDIR`` are not seen here.
-2. An audit hook stays for the life of the process; it looks at the name of an event and is done unless something is
-   being watched.
+2. An audit hook stays for the life of the process; it checks the name of an event and returns unless something is being
+   watched.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _DAEMONS = ("docker", "podman", "containerd")
 
 @dataclass
 class Doings:
-    """What was seen since the watch began.
+    """Effects observed since the watch began.
 
     Attributes:
         apart: a folder in which files may be made; they are not noted.
         paths: files and folders that this process made, or wrote to with the wish to make them.
         children: programs and processes that it started.
-        containers: whether it spoke to the socket of a container daemon.
+        containers: True if it spoke to the socket of a container daemon.
     """
 
     apart: str
@@ -78,7 +78,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(apart: Path) -> Iterator[Doings]:
-    """Notes what this process does, all its threads, until the end of the block."""
+    """Context that records the effects of this process, of all its threads."""
     global _hooked
     if not _hooked:
         sys.addaudithook(_hook)

@@ -581,7 +581,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
                 box = self._opened()
                 box.restore(self._current)
             self._stale = False
-            if self._current.whole is not None:  # its processes go on from here
+            if self._current.checkpoint is not None:  # its processes go on from here
                 self._current.release()
                 self._current = None
             box.start = self._start
@@ -603,7 +603,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             return self._current
         assert self._box is not None
         snapshot = self._box.snapshot(strict=strict, mode=None if processes else "filesystem")
-        idle = not snapshot.lossy and snapshot.whole is None  # else processes go on that may change files
+        idle = not snapshot.lossy and snapshot.checkpoint is None  # else processes go on that may change files
         if idle and (processes or self._settings.snapshot != "full"):
             self._current = snapshot
         return snapshot

@@ -1,11 +1,11 @@
-"""Boxes captured whole: files and running processes at one instant, and any number of boxes that go on from there.
+"""Snapshots of a container's files and running processes at one instant, which any number of copies continue from.
 
-1. The box is frozen, where it has a control group for that and none of its processes is stopped; then the shell and all
-   that descends from it are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to is then
-   what it was at that instant, and becomes part of the tree as in any other snapshot.
-2. The captured box itself is made anew (``restore.py``), for its layer is frozen now; only then the stopped processes
-   are ended. If that fails, `resume` lets them go on, and nothing was lost.
-3. What CRIU wrote (``image.py``) is kept in the store of layers, held and given back like a layer.
+1. The container is frozen, where it has a control group for that and none of its processes is stopped; then the shell
+   and all its descendants are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to holds
+   its state of that instant, and becomes part of the tree as in any other snapshot.
+2. The captured container itself is replaced by a new one (``restore.py``), for its layer is frozen now; only then the
+   stopped processes are ended. If that fails, `resume` lets them continue, and nothing was lost.
+3. CRIU's images (``image.py``) are kept in the store of layers, held and given back like a layer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self
 
 from sandboxgym.sandbox.base import CONTROL, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint.criu import DUMP, Criu, CriuError, Value
-from sandboxgym.sandbox.checkpoint.image import OPTIONS, Content, Image, Whole, control_of, copy_control, images_of
-from sandboxgym.sandbox.checkpoint.restore import Successor, await_pages, revive
+from sandboxgym.sandbox.checkpoint.image import OPTIONS, Checkpoint, Content, Image, control_of, copy_control, images_of
+from sandboxgym.sandbox.checkpoint.restore import RestoreTarget, await_pages, revive
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
 from sandboxgym.sandbox.overlay.processes import descendants, offspring, send, state
@@ -29,7 +29,7 @@ from sandboxgym.sandbox.shell.session import Shell, number_inside
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
-    from sandboxgym.sandbox.overlay.runtime import Box
+    from sandboxgym.sandbox.overlay.runtime import Container
 
 _STOPPED_IN = ("do_signal_stop", "ptrace_stop")
 GHOST_LIMIT = 64 * 2**20
@@ -37,7 +37,7 @@ GHOST_LIMIT = 64 * 2**20
 
 
 class Refused(CriuError):
-    """It was not tried, for what was found to be in the way.
+    """The capture was not tried, because of the obstacles found.
 
     Attributes:
         reasons: one each.
@@ -49,10 +49,10 @@ class Refused(CriuError):
 
 
 class Capturer:
-    """A CRIU beside a live box, and a layer whose directory it writes to.
+    """A CRIU beside a live container, and a layer to whose directory it writes.
 
     Args:
-        backend: with a live box.
+        backend: with a live container.
         program: CRIU.
 
     Raises:
@@ -60,13 +60,13 @@ class Capturer:
     """
 
     def __init__(self, backend: OverlayBackend, program: str) -> None:
-        assert backend.box is not None
+        assert backend.container is not None
         self._store = backend.runtime.store
         self.layer = self._store.new()
         self.images = images_of(self.layer.path)
         try:
             self.images.mkdir()
-            self.criu = Criu(backend.runtime.capturer(program, backend.box), self.images)
+            self.criu = Criu(backend.runtime.capturer(program, backend.container), self.images)
         except BaseException:
             self._store.drop([self.layer])
             raise
@@ -83,53 +83,53 @@ class Capturer:
 
 def snapshot(
     backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
-) -> tuple[OverlayTree, Whole]:
-    """Files and processes of a live box at one instant; the box goes on as a copy of itself.
+) -> tuple[OverlayTree, Checkpoint]:
+    """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
 
     Args:
-        backend: with a live box.
+        backend: with a live container.
         shell: in it; all that runs descends from its bash.
         program: CRIU.
         obstacles: looks for what is in the way, while CRIU starts.
 
     Raises:
         Refused: there are obstacles.
-        CriuError: it cannot be done; everything goes on, as if nothing had been tried.
+        CriuError: it cannot be done; everything continues, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
-        SandboxClosed: the box was ended, for its memory could not be brought.
+        SandboxClosed: the container was ended, for its memory could not be brought.
     """
-    leader, box = shell.pid, backend.box
+    leader, container = shell.pid, backend.container
     if leader is None:
         raise CriuError("no shell was started")
-    assert box is not None
-    await_pages(box)
-    _freeze(box)
+    assert container is not None
+    await_pages(container)
+    _freeze(container)
     try:
-        with Capturer(backend, program) as capturer, Successor(backend, program) as successor:
+        with Capturer(backend, program) as capturer, RestoreTarget(backend, program) as target:
             if found := obstacles():
                 raise Refused(found)
-            backend.runtime.store.check_room((box.group.memory() if box.group else None) or 0)
-            return _captured(backend, shell, leader, capturer, successor)
+            backend.runtime.store.check_room((container.group.memory() if container.group else None) or 0)
+            return _captured(backend, shell, leader, capturer, target)
     except SandboxUnavailable as error:
         raise CriuError(str(error)) from error
     finally:
-        box.thaw()
+        container.thaw()
 
 
-def _freeze(box: Box) -> None:
-    """Freeze what runs before any CRIU is among them, which it could see, and kill.
+def _freeze(container: Container) -> None:
+    """Freeze the container before a CRIU is among its processes, which they could see and kill.
 
     Not where something is stopped, for CRIU cannot seize what is stopped and frozen.
     """
-    members = descendants(box.pid)
-    if any(state(pid) in "Tt" for pid in members) or not box.freeze():
+    members = descendants(container.pid)
+    if any(state(pid) in "Tt" for pid in members) or not container.freeze():
         return
-    if any(_waits_in(pid) in _STOPPED_IN for pid in descendants(box.pid)):  # since the look
-        box.thaw()
+    if any(_waits_in(pid) in _STOPPED_IN for pid in descendants(container.pid)):  # since the look
+        container.thaw()
 
 
 def _waits_in(pid: int) -> str:
-    """The function of the kernel that a process waits in, as far as it is told."""
+    """Name of the kernel function that a process waits in, as far as the kernel shows it."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
@@ -137,41 +137,43 @@ def _waits_in(pid: int) -> str:
 
 
 def _captured(
-    backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, successor: Successor
-) -> tuple[OverlayTree, Whole]:
-    box, below = backend.box, backend.below
-    assert box is not None and below is not None
+    backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, target: RestoreTarget
+) -> tuple[OverlayTree, Checkpoint]:
+    container, below = backend.container, backend.below
+    assert container is not None and below is not None
     jobs = stopped_jobs(leader)
     image = capture(backend, capturer, leader)
-    tree = OverlayTree(backend.runtime.store, backend.rootfs, (box.layer, *below.layers), rootless=backend.rootless)
+    tree = OverlayTree(
+        backend.runtime.store, backend.rootfs, (container.layer, *below.layers), rootless=backend.rootless
+    )
     left = backend.part()
     try:
-        seat = shell.seat()
+        session = shell.session()
         # As a whole, and not bit by bit as a fork may be: the stopped processes are ended when this is done.
-        process = revive(backend, tree, image, successor)
+        process = revive(backend, tree, image, target)
     except BaseException as error:
-        backend.settle(box, below)
+        backend.settle(container, below)
         resume(backend, but=jobs)
         image.release()
         tree.release()
         if isinstance(error, SandboxError):
             raise CriuError(str(error)) from error
         raise
-    shell.move(process, seat)
+    shell.move(process, session)
     left.give_back()
-    return tree, Whole(image, seat)
+    return tree, Checkpoint(image, session)
 
 
 def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
-    """Stop the processes of a live box and write them down. They stay stopped.
+    """Stop the processes of a live container and write them to images. They stay stopped.
 
     Args:
-        backend: with a live box.
+        backend: with a live container.
         capturer: in it.
         leader: the shell, as the host numbers it.
 
     Raises:
-        CriuError: it cannot be done; the processes go on, as if nothing had been tried.
+        CriuError: it cannot be done; the processes continue, as if nothing had been tried.
     """
     mounts = _foreign_mounts(backend, leader)
     images, layer = capturer.images, capturer.layer
@@ -180,16 +182,20 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
         "images_dir": os.fspath(images),
         "log_file": "dump.log",
         "pid": _inside(leader),
-        "leave_stopped": True,
+        "leave_stopped": True,  # so that `resume` can undo the capture
+        # An open file that lost the name it was opened by, but has another, gets a link beside it: it lies in the
+        # layer, which is frozen with it.
         "link_remap": True,
         "ghost_limit": GHOST_LIMIT,
+        # Watches of inotify are captured by file handles, which an overlay without nfs_export cannot open: CRIU then
+        # looks for the files below these directories.
         "force_irmap": True,
         "irmap_scan_paths": ["/tmp", "/root", "/testbed", "/run"],
         "external": [f"mnt[{point}]:{point}" for point in mounts],
     }
-    box = backend.box
-    if box is not None and box.group is not None and box.frozen:
-        options["freeze_cgroup"] = os.fspath(box.group.folders["freezer"])
+    container = backend.container
+    if container is not None and container.group is not None and container.frozen:
+        options["freeze_cgroup"] = os.fspath(container.group.folders["freezer"])
     try:
         began = time.monotonic()
         capturer.criu.ask(DUMP, options)
@@ -211,14 +217,14 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
 
 
 def stopped_jobs(leader: int) -> frozenset[int]:
-    """The descendants of a shell that are stopped, which `resume` must leave so."""
+    """The stopped descendants of a shell, which `resume` must leave stopped."""
     return frozenset(info.pid for info in offspring(leader) if state(info.pid) in "Tt")
 
 
 def resume(backend: OverlayBackend, *, but: frozenset[int] = frozenset()) -> None:
-    """Let captured processes go on; the shell last, for it hears of its children."""
-    assert backend.box is not None
-    for info in reversed(offspring(backend.box.pid)):
+    """Let captured processes continue; the shell last, for it is notified of its children."""
+    assert backend.container is not None
+    for info in reversed(offspring(backend.container.pid)):
         if info.pid not in but:
             send(info.pid, signal.SIGCONT)
 
@@ -231,7 +237,7 @@ def _inside(pid: int) -> int:
 
 
 def _foreign_mounts(backend: OverlayBackend, leader: int) -> dict[str, str]:
-    """The mounts of a box that are not CRIU's to make: mount point inside, and the place of what is shown there."""
+    """Mounts of a container that CRIU does not make: mount point inside, and place of the mounted files."""
     rows = []
     for line in Path(f"/proc/{leader}/mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")

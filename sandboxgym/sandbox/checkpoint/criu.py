@@ -1,12 +1,12 @@
-"""CRIU: where it is, whether it works here, and how it is talked to.
+"""Client of CRIU: find the program, test it on this kernel, send it requests.
 
 CRIU (checkpoint/restore in userspace, GPL) is a program of its own and not part of this package: it is found, started
-as a separate process, ``criu swrk``, and asked over a socket in its protocol (``images/rpc.proto`` of its sources),
-which is encoded here by hand.
+as a separate process, ``criu swrk``, and sent requests over a socket in its protocol (``images/rpc.proto`` of its
+sources), which is encoded here by hand.
 
-1. Looked at are ``$SANDBOXGYM_CRIU``, and if that is not set ``PATH`` and then `private_directory`.
-2. A version says little about whether it works with this kernel: `find` takes the first that passes a real round trip,
-   of two tries.
+1. Only ``$SANDBOXGYM_CRIU`` is tried if it is set, else ``PATH``, then `private_directory`.
+2. A version says little about whether CRIU works with this kernel: `find` takes the first program that passes a real
+   round trip, in one of two tries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VARIABLE = "SANDBOXGYM_CRIU"
 DUMP, RESTORE, NOTIFY = 1, 2, 6
 """Types of requests."""
 SECONDS = 120.0
-"""In which CRIU must answer."""
+"""Seconds in which CRIU must answer."""
 
 HOW_TO_GET = (
     "CRIU 4 or newer: Debian 13 and Ubuntu 26.04, apt-get install criu; Debian 12, Ubuntu 22.04 and 24.04, the "
@@ -45,22 +45,22 @@ NO_PAGES = "the kernel has no userfaultfd that CRIU could use for that (criu che
 _MESSAGE = 1 << 16
 _GONE = (BrokenPipeError, ConnectionResetError)
 _AFTER_WHICH_ALL_RUNS = ("pre-resume", "post-resume")
-"""Notifications, of which it waits for the answer."""
+"""Notifications after which CRIU waits for an answer."""
 _NOISE = "rlimit: Can't setup RLIMIT_NOFILE"
-"""What CRIU says first of all where it may not raise its own limit of open files, which harms nothing."""
+"""Harmless first message of a CRIU that may not raise its own limit of open files."""
 
 
 class CriuError(SandboxError):
-    """CRIU could not do what it was asked to; the message is its own."""
+    """A request to CRIU failed; the message is CRIU's own."""
 
 
 def private_directory() -> Path:
-    """Where a CRIU of this user's own may lie, with ``criu`` in it to be executed."""
+    """Directory of a CRIU installed for this user only, with the program ``criu`` in it."""
     return data.cache_dir() / "criu"
 
 
 def candidates() -> list[str]:
-    """The programs that could be it, in the order in which they are tried."""
+    """Programs that may be CRIU, in the order in which they are tried."""
     if named := os.environ.get(VARIABLE):
         return [path] if (path := shutil.which(named)) else []
     places = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin"))
@@ -69,12 +69,12 @@ def candidates() -> list[str]:
 
 
 def find() -> str | None:
-    """The first CRIU that works here, which was tried once; None if there is none."""
+    """The first CRIU that works here, tested once per process; None if there is none."""
     return _tried(tuple(candidates()))[0]
 
 
 def version(program: str) -> str | None:
-    """What ``criu --version`` says; None if it does not."""
+    """Output of ``criu --version``; None if it fails."""
     try:
         told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -84,7 +84,7 @@ def version(program: str) -> str | None:
 
 
 def why_unavailable() -> str | None:
-    """Why sandboxes cannot be captured with their processes here; None if they can."""
+    """Reason why sandboxes cannot be captured with their processes here; None if they can."""
     program, reasons = _tried(tuple(candidates()))
     if program is not None:
         return None
@@ -95,7 +95,7 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def brings_pages(program: str) -> bool:
-    """Whether it can give processes their memory bit by bit while they run.
+    """True if this CRIU can restore memory lazily, page by page while the processes run.
 
     The kernel's ``userfaultfd`` must tell it of memory that is moved, given up or copied by a fork meanwhile.
     """
@@ -116,7 +116,7 @@ def brings_pages(program: str) -> bool:
 
 @functools.cache
 def _tried(programs: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """The first program that works, and why those before it do not."""
+    """The first program that works, and the reasons why those before it do not."""
     from sandboxgym.sandbox.checkpoint.selftest import round_trip
 
     if os.geteuid() != 0:
@@ -186,7 +186,7 @@ def _field(number: int, value: bool | int | str | bytes) -> bytes:
 
 
 def encode_options(options: Mapping[str, Value]) -> bytes:
-    """Options of a request, as CRIU's ``criu_opts``."""
+    """Encode options of a request, as CRIU's ``criu_opts``."""
     parts = []
     for name, value in options.items():
         for one in [value] if isinstance(value, (bool, int, str)) else value:
@@ -195,7 +195,7 @@ def encode_options(options: Mapping[str, Value]) -> bytes:
 
 
 def decode(message: bytes) -> dict[int, int | bytes]:
-    """The fields of a message by number; of a repeated one the last.
+    """Decode the fields of a message, by number; of a repeated field the last.
 
     Raises:
         CriuError: it is none.
@@ -231,20 +231,20 @@ def decode(message: bytes) -> dict[int, int | bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What CRIU said when it was done."""
+    """Answer of CRIU to a request."""
 
     pid: int
-    """Of the restored root process, as CRIU numbers it; 0 after a dump."""
+    """Process id of the restored root process, as CRIU numbers it; 0 after a dump."""
     descriptors: tuple[int, ...]
-    """That came with its notifications: the master side of the restored terminal."""
+    """Descriptors that came with its notifications: the master side of the restored terminal."""
 
 
 class Criu:
-    """One ``criu swrk``, which does one thing.
+    """One ``criu swrk`` process, which serves one request.
 
     Args:
         channel: a socket of type SEQPACKET whose other end it has.
-        place: where its log is.
+        place: directory of its log.
     """
 
     def __init__(self, channel: socket.socket, place: Path) -> None:
@@ -254,7 +254,7 @@ class Criu:
     def ask(
         self, kind: int, options: Mapping[str, Value], *, notified: Callable[[str], None] = lambda script: None
     ) -> Answer:
-        """Have it dump or restore.
+        """Send a request to dump or restore.
 
         Args:
             kind: `DUMP` or `RESTORE`.
@@ -305,7 +305,7 @@ class Criu:
         self._channel.send(message)
 
     def wait(self) -> None:
-        """Until it is gone, and what it restored has a parent in its sandbox.
+        """Wait until CRIU has exited, and its restored processes have a parent in their sandbox.
 
         Raises:
             CriuError: it does not end.
@@ -320,7 +320,7 @@ class Criu:
             raise CriuError(f"it does not end: {error}") from error
 
     def close(self) -> None:
-        """End it, if it was asked nothing, and wait until it is gone. Idempotent."""
+        """End CRIU, if it was sent no request, and wait for its exit. Idempotent."""
         with contextlib.suppress(OSError, CriuError):
             self._channel.shutdown(socket.SHUT_WR)
             self.wait()
@@ -334,7 +334,7 @@ def _reason(answer: dict[int, int | bytes]) -> str:
 
 
 def errors(log: Path) -> str:
-    """The first errors in one of its logs, to be put after what failed."""
+    """The first errors in one of CRIU's logs, as a suffix of an error message."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -344,7 +344,7 @@ def errors(log: Path) -> str:
 
 
 def _main() -> int:
-    """For ``sandboxgym doctor``: what works, or why nothing does."""
+    """Print, for ``sandboxgym doctor``, the CRIU that works, or why none does."""
     program, reasons = _tried(tuple(candidates()))
     if program is None:
         print("; ".join(reasons))

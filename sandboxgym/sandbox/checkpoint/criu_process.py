@@ -1,14 +1,16 @@
-"""CRIU beside a box: processes in a box's namespaces, but for the mounts. Standard library only.
+"""CRIU in the namespaces of a container, except the mount namespace. Standard library only.
 
-What CRIU shares with the processes it looks at, it neither captures nor makes: process ids, network, host name and
-control group are those of the box, which exist already. Mounts and System V IPC are captured. CRIU itself sees the
-host's files, in a mount namespace of its own, so that nothing of the box is executed by a privileged process.
+Namespaces that CRIU shares with the processes it captures are neither captured nor made by it: process ids, network,
+host name and control group are those of the container, which exist already. Mounts and System V IPC are captured. CRIU
+itself sees the host's files, in a mount namespace of its own, so that no privileged process executes a file of the
+container.
 
-1. `capture` and `bring_pages` run in forks of the zygote, outside the box. What is captured is frozen before.
-2. In their mount namespace little of the host is mounted: who is in the box can read its table of mounts in the moment
-   in which restored processes run already and CRIU has not ended.
-3. A CRIU that restores is started by the box's own init (``overlay/init.py``), which is in the box's control groups
-   already: to move a process there takes the kernel 10 to 30 ms.
+1. `capture` and `bring_pages` run in forks of the zygote, outside the container. The captured processes are frozen
+   before.
+2. In their mount namespace little of the host is mounted: a process inside can read its table of mounts while restored
+   processes run already and CRIU has not exited.
+3. A CRIU that restores is started by the container's own init (``overlay/init.py``), which is in the container's
+   control groups already: moving a process there takes the kernel 10 to 30 ms.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 DONE = b"+"
-"""Says that all pages have been brought."""
+"""Message that all pages are restored."""
 _TRIES = 64
 _NEEDED = ["/bin", "/lib", "/lib64", "/usr/lib", "/usr/bin", "/etc", "/dev/null", "/dev/pts", "/proc", "/tmp"]
 _ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))  # of a table of mounts
 
 
 def keep_features(needed: list[str]) -> int:
-    """A mount namespace in which CRIU can keep what it found out about the kernel, which takes it 0.1 s; by descriptor.
+    """Make a mount namespace that caches the kernel features CRIU detects in 0.1 s; returns its descriptor.
 
     It keeps that in /run. Of the host nothing is mounted but what ``needed`` and programs lie on, and freezers.
     """
@@ -43,6 +45,7 @@ def keep_features(needed: list[str]) -> int:
             kernel.unshare(kernel.NEWNS)
             kernel.make_private()
             _leave_only([*_NEEDED, *needed])
+            # CRIU keeps its cache of the kernel's features in /run, and only on a tmpfs.
             kernel.mount("tmpfs", "/run", options=[("mode", "0755")])
             os.write(write, b"+")
             os.close(write)
@@ -63,7 +66,7 @@ def keep_features(needed: list[str]) -> int:
 
 
 def _leave_only(needed: list[str]) -> None:
-    """Unmount what none of these paths lies on, or below."""
+    """Unmount every mount point that is neither above, at nor below one of these paths."""
     kept = [os.path.realpath(path) for path in needed]
     points = []
     descriptor = os.open("/proc/self/mountinfo", os.O_RDONLY)
@@ -86,14 +89,14 @@ def _leave_only(needed: list[str]) -> None:
 
 
 def copy_mounts(namespace: int) -> None:
-    """Go on in a copy of the mount namespace of `keep_features`."""
+    """Enter a copy of the mount namespace of `keep_features`."""
     kernel.set_namespace(namespace, kernel.NEWNS)
     kernel.unshare(kernel.NEWNS)
     kernel.make_private()
 
 
 def fork_far() -> int:
-    """Fork with a process id that nothing captured is likely to have: CRIU must not be in the way of what it makes."""
+    """Fork with a process id that no captured process is likely to have: CRIU must not occupy one that it restores."""
     last = int(kernel.read_text("/proc/sys/kernel/pid_max")) - 1
     for number in range(min(last, 32767), 0, -1)[:_TRIES]:
         try:
@@ -104,7 +107,7 @@ def fork_far() -> int:
 
 
 def execute(program: list[str], descriptor: int) -> NoReturn:
-    """Become CRIU, with ``descriptor`` as its third one and nothing else to read, write or inherit."""
+    """Execute CRIU, with ``descriptor`` as its third one and nothing else to read, write or inherit."""
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(descriptor, 3)
     for number in range(3):  # what it has to say is in its log
@@ -114,23 +117,24 @@ def execute(program: list[str], descriptor: int) -> NoReturn:
 
 
 def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
-    """Become the parent of a CRIU that looks at a box, until it ends.
+    """Become the parent of a CRIU that captures a container, until it exits.
 
     Args:
         channel: the end of the socket that CRIU is talked to through.
         namespace: of `keep_features`.
-        spec: ``program``; ``init``, the id of the box's.
+        spec: ``program``; ``init``, the id of the container's.
     """
     try:
         kernel.die_with_parent()
         init = os.pidfd_open(spec["init"])
         copy_mounts(namespace)
+        # CRIU leaves out the namespaces that it is in itself: capturing a network's would run ip and iptables.
         kernel.set_namespace(init, kernel.NEWNET | kernel.NEWUTS | kernel.NEWPID | kernel.NEWCGROUP)
         os.close(init)
         pid = fork_far()
         if pid == 0:
             kernel.die_with_parent()
-            kernel.mount("proc", "/proc")
+            kernel.mount("proc", "/proc")  # the one that is there shows the process ids of the host
             execute([spec["program"], "swrk", "3"], channel)
         os.close(channel)
         os.waitpid(pid, 0)
@@ -139,17 +143,17 @@ def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
 
 
 def bring_pages(ready: int, done: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
-    """Become the parent of a CRIU that gives restored processes their memory, until all is there or the box has ended.
+    """Become the parent of a CRIU that lazily restores memory, until all is there or the container has ended.
 
-    Ends with an error where not all is there: what nobody brings any more would be read as zeros, so that the box must
-    be killed then, which is the zygote's to do, for this process may be killed too.
+    Ends with an error if pages are missing: they would be read as zeros, so the container must be killed then. The
+    zygote does that, for this process may be killed too.
 
     Args:
         ready: a byte is written to it when the processes may be restored.
         done: `DONE` is written to it at the end, if all went well.
         namespace: of `keep_features`.
-        spec: ``program``; ``init``, the id of the box's; ``images``, the directory with the pages; ``work``, the one
-            that the restoring CRIU works in.
+        spec: ``program``; ``init``, the process id of the container's init; ``images``, the directory of the pages;
+            ``work``, the working directory of the restoring CRIU.
     """
     complete = False
     try:

@@ -1,4 +1,4 @@
-"""What CRIU wrote of the processes of a box at one instant, kept in the store of layers."""
+"""CRIU's images of the processes of a container at one instant, kept in the store of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.checkpoint.criu import Value
 from sandboxgym.sandbox.layers.store import Layer, LayerStore
 from sandboxgym.sandbox.overlay.mounts import SHELL
-from sandboxgym.sandbox.shell.session import Seat
+from sandboxgym.sandbox.shell.session import ShellSession
 
 TIMEOUT = 60
 """Seconds that CRIU may take to stop processes."""
@@ -23,33 +23,37 @@ _IGNORE_CGROUPS, _NO_NETWORK_LOCK = 0, 3
 OPTIONS: Mapping[str, Value] = {
     "images_dir_fd": -1,
     "log_level": 2,
+    # Restored processes stay in the control group of the CRIU that makes them, which is the container's already.
     "manage_cgroups_mode": _IGNORE_CGROUPS,
+    # Locking would run iptables; no peer is outside, for `preflight` refuses such connections.
     "network_lock": _NO_NETWORK_LOCK,
+    # Without these two CRIU refuses connected TCP sockets and held file locks.
     "tcp_established": True,
     "file_locks": True,
+    # The master side of the shell's terminal is held outside: a restoring CRIU makes a new one and sends it.
     "orphan_pts_master": True,
     "timeout": TIMEOUT,
 }
-"""What is asked of CRIU in any case."""
+"""Options of every CRIU request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What there is to know about an image."""
+    """Metadata of an image."""
 
     leader: int
     """Process id of the shell, inside."""
     last_pid: int
     mounts: Mapping[str, str]
-    """What is not CRIU's to capture: mount point inside, and what is shown there, a place of `mounts.for_criu`."""
+    """Mounts that CRIU does not capture: mount point inside, and the mounted place of `mounts.for_criu`."""
     resident: int
-    """Bytes of memory in it."""
+    """Bytes of memory in the image."""
     seconds: float
-    """That capturing took, from the request to the processes stopped and written down."""
+    """Seconds from the request to the processes stopped and written."""
 
 
 class Image:
-    """The processes of a box at one instant, as CRIU wrote them; immutable.
+    """CRIU's image of the processes of a container at one instant; immutable.
 
     Args:
         store: which keeps it.
@@ -65,7 +69,7 @@ class Image:
 
     @property
     def path(self) -> Path:
-        """Its directory.
+        """Directory of the image.
 
         Raises:
             SandboxClosed: it was released.
@@ -76,12 +80,12 @@ class Image:
 
     @property
     def files(self) -> Path:
-        """What CRIU wrote, a directory."""
+        """Directory of the files that CRIU wrote."""
         return images_of(self.path)
 
     @property
     def control(self) -> Path:
-        """The control directory as it was."""
+        """Copy of the control directory at the instant of the capture."""
         return control_of(self.path)
 
     @property
@@ -90,7 +94,7 @@ class Image:
         return sum(entry.stat().st_size for entry in os.scandir(self.files))
 
     def retain(self) -> Image:
-        """Another hold on the same image."""
+        """Another hold on the same image, released independently."""
         assert self.path
         return Image(self._store, self._layer, self.content)
 
@@ -100,15 +104,15 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """What a snapshot holds beside files, to go on with its processes."""
+class Checkpoint:
+    """The processes of a snapshot, beside its files: their image, the shells, and the terminals they need."""
 
     image: Image
-    seat: Seat
+    session: ShellSession
 
-    def retain(self) -> Whole:
-        """Another hold on the same."""
-        return Whole(self.image.retain(), self.seat)
+    def retain(self) -> Checkpoint:
+        """Another hold on the same checkpoint, released independently."""
+        return Checkpoint(self.image.retain(), self.session)
 
     def release(self) -> None:
         """Give up this hold. Idempotent."""
@@ -116,17 +120,17 @@ class Whole:
 
 
 def images_of(layer: Path) -> Path:
-    """Where CRIU writes in the directory of a layer."""
+    """Directory of CRIU's files in the directory of a layer."""
     return layer / _IMAGES
 
 
 def control_of(layer: Path) -> Path:
-    """Where the control directory is kept in the directory of a layer."""
+    """Directory of the control directory's copy in the directory of a layer."""
     return layer / _CONTROL
 
 
 def copy_control(source: Path, target: Path) -> None:
-    """Copy the directory of a shell: small files, which keep their place where there are such, and pipes, made anew."""
+    """Copy the directory of a shell: small files, in place where they exist already, and new pipes."""
     for folder in (source / SHELL, target / SHELL):
         folder.mkdir(parents=True, exist_ok=True)
     for entry in os.scandir(source / SHELL):

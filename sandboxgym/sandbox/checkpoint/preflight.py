@@ -1,7 +1,7 @@
-"""What in a box cannot be captured with its processes, told before it is tried.
+"""Obstacles to capturing a container with its processes, found before CRIU tries.
 
-What is found here would make CRIU fail, or worse, would let it capture half of something: an end of a connection
-whose other end is outside. What is not found here CRIU refuses by itself, and the box goes on unharmed.
+Each obstacle found here would make CRIU fail, or worse, capture half of a connection whose other end is outside. All
+other cases CRIU refuses by itself, and the container continues unharmed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _RESOURCE = 24  # CAP_SYS_RESOURCE
 
 
 def obstacles(init: int, leader: int, *, network: bool) -> tuple[str, ...]:
-    """Why the processes of a box cannot be captured; empty if nothing is known against it.
+    """Reasons why the processes of a container cannot be captured; empty if none is known.
 
     Args:
-        init: of the box, as the host numbers it, and so below.
+        init: of the container, as the host numbers it, and so below.
         leader: the shell; it is captured with all that descends from it.
-        network: the box shares the host's network.
+        network: the container shares the host's network.
     """
     found = _look(init, leader, network=network)
     # Processes come and go meanwhile: what is not seen twice was half a look at one of them.
@@ -79,7 +79,7 @@ def _look(init: int, leader: int, *, network: bool) -> list[str]:
 
 
 def _namespaces(pid: int) -> list[str]:
-    """Empty for a process that ended, or is about to."""
+    """Namespaces of a process; empty for one that ended, or is about to."""
     try:
         return [os.readlink(f"/proc/{pid}/ns/{name}") for name in _NAMESPACES]
     except OSError:
@@ -96,12 +96,12 @@ def _files(pid: int) -> list[tuple[str, str]]:
 
 
 def _held_pipes(pids: Iterable[int]) -> set[str]:
-    """Numbers of the pipes that some processes hold an end of."""
+    """Numbers of the pipes that these processes hold an end of."""
     return {match[1] for pid in pids for _, target in _files(pid) if (match := _PIPE.match(target))}
 
 
 def _connections(pid: int) -> set[str]:
-    """Numbers of the sockets of the internet families in a process's network."""
+    """Numbers of the internet sockets in a process's network namespace."""
     found: set[str] = set()
     for name in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6", "icmp", "icmp6"):
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ def _connections(pid: int) -> set[str]:
 
 
 def _connected_outside(pid: int, held: Collection[str]) -> set[str]:
-    """Of the sockets that some processes hold, the unix ones connected with a socket that none of them holds."""
+    """Of the unix sockets held by these processes, those connected with a socket that none of them holds."""
     if not held:
         return set()
     numbers = _unix_numbers(pid)
@@ -130,7 +130,7 @@ def _connected_outside(pid: int, held: Collection[str]) -> set[str]:
 
 
 def _unix_numbers(pid: int) -> set[str]:
-    """Numbers of the unix sockets in a process's network."""
+    """Numbers of the unix sockets in a process's network namespace."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]
         return {line.split(maxsplit=7)[6] for line in lines}
@@ -138,7 +138,7 @@ def _unix_numbers(pid: int) -> set[str]:
 
 
 def _root_mount(pid: int) -> str | None:
-    """The number of the mount that a process sees at ``/``."""
+    """Number of the mount that a process sees at ``/``."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/mountinfo").read_text(errors="replace").splitlines():
             fields = line.split()
@@ -148,7 +148,7 @@ def _root_mount(pid: int) -> str | None:
 
 
 def _is_outer_fifo(pid: int, number: str, target: str, root: str | None) -> bool:
-    """Whether a descriptor is of a FIFO that does not lie in the sandbox's own files: others may hold its other end."""
+    """True if a descriptor is of a FIFO outside the sandbox's own files: others may hold its other end."""
     with contextlib.suppress(OSError):
         if target.startswith("/") and stat.S_ISFIFO(os.stat(f"/proc/{pid}/fd/{number}").st_mode):
             lines = Path(f"/proc/{pid}/fdinfo/{number}").read_text().splitlines()

@@ -1,10 +1,11 @@
-"""Boxes that go on from an image: fresh namespaces, a fresh layer, the captured processes, a terminal of their own.
+"""Restore containers from an image: new namespaces, a new layer, the captured processes, a terminal of their own.
 
-1. `Successor` is such a box before it is known what to restore into it: a CRIU starts there meanwhile.
-2. With much in memory it is brought bit by bit, while the processes run (`fork`): they wait for what they touch first,
-   and a box goes on after the same short time whatever its size. A process of CRIU's outside the box does that. It ends
-   when all is there, and with the box; what it reads is not deleted before; if it fails the box is ended.
-3. What is not there yet cannot be captured: `await_pages`.
+1. `RestoreTarget` is such a container before the image to restore is known: its CRIU starts meanwhile.
+2. A large memory is restored lazily, while the processes run (`fork`): pages that they touch come first, and a
+   container continues after the same short time whatever its size. A CRIU process outside the container does that. It
+   ends when all pages are restored, and with the container; its images are not deleted before; if it fails the
+   container is ended.
+3. Pages that are not restored yet cannot be captured: `await_pages` waits for them.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from sandboxgym.sandbox.layers.squash import squash
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.cgroups import rlimits
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, readable
-from sandboxgym.sandbox.overlay.runtime import Box
+from sandboxgym.sandbox.overlay.runtime import Container
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 LARGEST = 2**31 - 1
-"""Bytes of memory up to which that can be done: CRIU 4.2 counts the bytes of a range in 32 bits."""
+"""Bytes of memory up to which pages can be restored lazily: CRIU 4.2 counts the bytes of a range in 32 bits."""
 
 _WORK = "criu"
 _LOG, _PAGES_LOG = "restore.log", "pages.log"
 
 
-class Successor:
-    """A box of the kind of ``backend`` in which a CRIU waits for what to restore; discarded if that fails.
+class RestoreTarget:
+    """A container like those of ``backend`` in which CRIU waits for an image to restore; discarded if that fails.
 
     Args:
         backend: live or not.
@@ -50,13 +51,13 @@ class Successor:
     def __init__(self, backend: OverlayBackend, program: str) -> None:
         self.program = program
         self._shared = backend.runtime
-        self.box = self._shared.box(backend.flavour)
-        self.work = self.box.layer.path / _WORK
+        self.container = self._shared.container(backend.flavour)
+        self.work = self.container.layer.path / _WORK
         try:
             self.work.mkdir()
-            self.criu = Criu(self._shared.restorer(program, self.box, self.work), self.work)
+            self.criu = Criu(self._shared.restorer(program, self.container, self.work), self.work)
         except BaseException as error:
-            self._shared.discard(self.box)
+            self._shared.discard(self.container)
             if isinstance(error, EOFError | OSError):
                 raise SandboxUnavailable(f"no sandbox can be made for captured processes: {error}") from error
             raise
@@ -69,41 +70,41 @@ class Successor:
     ) -> None:
         self.criu.close()
         if error is not None:
-            self._shared.discard(self.box)
+            self._shared.discard(self.container)
 
 
 def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str) -> Process:
-    """Make a backend without a box live on ``tree`` with the processes of ``image``; the shell, with its terminal.
+    """Start a backend on ``tree`` with the processes of ``image``; returns the shell, with its terminal.
 
     Args:
         backend: not live.
         tree: captured with ``image``.
-        image: of a box of the same kind.
+        image: of a container of the same kind.
         program: CRIU.
 
     Raises:
         SandboxUnavailable, SandboxFull: it could not be done, and the backend is still not live.
     """
-    with Successor(backend, program) as successor:
-        return revive(backend, tree, image, successor, lazy=_is_lazy(backend, image, program))
+    with RestoreTarget(backend, program) as target:
+        return revive(backend, tree, image, target, lazy=_is_lazy(backend, image, program))
 
 
 def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
-    """Whether memory is brought bit by bit: not if that cannot be, or if copies of it may take more than is allowed."""
+    """True if memory is restored lazily: not if CRIU cannot, or if copies of it may exceed the limit."""
     least, most = backend.lazy_pages, min(LARGEST, backend.limits.memory or LARGEST)
     return least is not None and least <= image.content.resident <= most and criu.brings_pages(program)
 
 
 def revive(
-    backend: OverlayBackend, tree: OverlayTree, image: Image, successor: Successor, *, lazy: bool = False
+    backend: OverlayBackend, tree: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool = False
 ) -> Process:
-    """As `fork`, with a CRIU that was started before.
+    """Restore as `fork` does, with a CRIU that was started before.
 
     Args:
         backend: not live.
         tree: captured with ``image``.
-        image: of a box of the same kind.
-        successor: of ``backend``; discarded by whoever made it if this fails.
+        image: of a container of the same kind.
+        target: of ``backend``; discarded by whoever made it if this fails.
         lazy: have memory brought bit by bit.
 
     Raises:
@@ -114,26 +115,26 @@ def revive(
     squash(tree)
     below = tree.retain()
     try:
-        process = _restored(backend, below, image, successor, lazy=lazy)
+        process = _restored(backend, below, image, target, lazy=lazy)
     except BaseException as error:
         below.release()
         if isinstance(error, CriuError | EOFError | OSError):
             raise SandboxUnavailable(f"the captured processes could not be restored: {error}") from error
         raise
-    backend.settle(successor.box, below)
-    shared.watch(successor.box, backend.limits)
+    backend.settle(target.container, below)
+    shared.watch(target.container, backend.limits)
     shared.prepare(backend.flavour)
     return cast("Process", process)
 
 
 def _restored(
-    backend: OverlayBackend, below: OverlayTree, image: Image, successor: Successor, *, lazy: bool
+    backend: OverlayBackend, below: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool
 ) -> NamespaceProcess:
-    box, work, stage = successor.box, successor.work, backend.runtime.directory / "stage"
-    ready = _begin_to_bring(backend, image, successor) if lazy else -1
+    container, work, stage = target.container, target.work, backend.runtime.directory / "stage"
+    ready = _begin_to_bring(backend, image, target) if lazy else -1
     try:
-        _mount(backend, below, box)
-        copy_control(image.control, Path(f"/proc/self/fd/{box.control}"))
+        _mount(backend, below, container)
+        copy_control(image.control, Path(f"/proc/self/fd/{container.control}"))
         if lazy and not (readable(ready, SECONDS) and os.read(ready, 1)):
             raise CriuError(f"the memory cannot be brought{criu.errors(work / _PAGES_LOG)}")
     finally:
@@ -145,21 +146,21 @@ def _restored(
         "log_file": _LOG,
         "root": os.fspath(backend.runtime.directory / "root"),
         "external": [f"mnt[{point}]:{stage / place}" for point, place in image.content.mounts.items()],
-        "notify_scripts": True,
+        "notify_scripts": True,  # the terminal comes with a notification
         "lazy_pages": lazy,
     }
     status, report = os.pipe()
     terminal: tuple[int, ...] = ()
     kept: list[int] = []
     try:
-        terminal = successor.criu.ask(RESTORE, options).descriptors
+        terminal = target.criu.ask(RESTORE, options).descriptors
         if len(terminal) != 1:
             raise CriuError(f"expected the terminal of one shell from CRIU, found {len(terminal)}")
-        successor.criu.wait()
-        kept = box.ask("adopt", {"pid": image.content.leader}, [report])
-        grouped = frozenset(box.group.folders) if box.group else frozenset()
+        target.criu.wait()
+        kept = container.ask("adopt", {"pid": image.content.leader}, [report])
+        grouped = frozenset(container.group.folders) if container.group else frozenset()
         request = {"last_pid": image.content.last_pid, "rlimits": rlimits(backend.limits, grouped=grouped)}
-        (box.root,) = box.ask("enter", request, kept)
+        (container.root,) = container.ask("enter", request, kept)
     except BaseException:
         for descriptor in (status, *terminal, *kept):
             os.close(descriptor)
@@ -172,37 +173,37 @@ def _restored(
     return NamespaceProcess(kept[0], status, terminal[0], None)
 
 
-def _begin_to_bring(backend: OverlayBackend, image: Image, successor: Successor) -> int:
+def _begin_to_bring(backend: OverlayBackend, image: Image, target: RestoreTarget) -> int:
     return backend.runtime.bring_pages(
-        successor.program, successor.box, layer=image.path, images=image.files, work=successor.work
+        target.program, target.container, layer=image.path, images=image.files, work=target.work
     )
 
 
-def _mount(backend: OverlayBackend, below: OverlayTree, box: Box) -> None:
-    """Have all that processes are restored upon mounted where CRIU sees it."""
-    if box.group:
-        box.group.limit(backend.limits)
-    request = backend.mounts(box, below)
-    box.layer.dress(Path(request["lowers"][0]))
-    box.answer()
-    (box.control,) = box.ask("mount", request)
+def _mount(backend: OverlayBackend, below: OverlayTree, container: Container) -> None:
+    """Mount, where CRIU sees it, everything that the processes are restored upon."""
+    if container.group:
+        container.group.limit(backend.limits)
+    request = backend.mounts(container, below)
+    container.layer.dress(Path(request["lowers"][0]))
+    container.answer()
+    (container.control,) = container.ask("mount", request)
 
 
-def await_pages(box: Box) -> None:
-    """Until all memory of the processes in a box is there.
+def await_pages(container: Container) -> None:
+    """Wait until all memory of the processes in a container is restored.
 
     Raises:
         CriuError: that takes too long.
-        SandboxClosed: it could not be brought, and the box was ended.
+        SandboxClosed: it could not be brought, and the container was ended.
     """
-    if box.pages < 0:
+    if container.pages < 0:
         return
-    if not readable(box.pages, SECONDS):
+    if not readable(container.pages, SECONDS):
         raise CriuError(f"the memory of the processes was not all there after {SECONDS:.0f} s")
-    complete = os.read(box.pages, 1) == DONE
-    os.close(box.pages)
-    box.pages = -1
+    complete = os.read(container.pages, 1) == DONE
+    os.close(container.pages)
+    container.pages = -1
     if not complete:
-        log = criu.errors(box.layer.path / _WORK / _PAGES_LOG)
-        box.kill()
+        log = criu.errors(container.layer.path / _WORK / _PAGES_LOG)
+        container.kill()
         raise SandboxClosed(f"the memory of restored processes could not be brought, and they were ended{log}")

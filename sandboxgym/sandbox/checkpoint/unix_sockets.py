@@ -1,6 +1,6 @@
-"""Which unix sockets of a process's network are connected with which, from the kernel's ``sock_diag`` (sock_diag(7)).
+"""Connections between the unix sockets of a process's network, from the kernel's ``sock_diag`` (sock_diag(7)).
 
-The numbers are those of ``/proc/PID/fd`` (``socket:[NUMBER]``). A peer is told wherever it is: sockets with a path
+The numbers are those of ``/proc/PID/fd`` (``socket:[NUMBER]``). A peer is reported wherever it is: sockets with a path
 reach beyond a network namespace.
 """
 
@@ -29,15 +29,15 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class UnixSocket:
-    """A unix socket, as far as it is connected."""
+    """A unix socket, and its peer if it is connected."""
 
     number: int
     peer: int
-    """0: there is none, or it has no number, for it is gone or was not accepted yet."""
+    """Number of the peer; 0 if there is none, or it has no number, for it is gone or was not accepted yet."""
     waiting: tuple[int, ...]
-    """Of a listening socket: those that connected to it and were not accepted yet."""
+    """For a listening socket: the numbers of those that connected to it and were not accepted yet."""
     connected: bool
-    """To one that has not hung up; datagrams have no such thing."""
+    """Connected to a peer that has not hung up; never true of datagram sockets."""
 
 
 def unix_sockets(pid: int) -> dict[int, UnixSocket]:
@@ -64,7 +64,7 @@ def unix_sockets(pid: int) -> dict[int, UnixSocket]:
 
 
 def _channel(pid: int) -> socket.socket:
-    """A socket to the kernel in the network namespace of a process."""
+    """A netlink socket in the network namespace of a process."""
     made: list[socket.socket | OSError] = []
 
     def make() -> None:

@@ -1,12 +1,13 @@
-"""The ``copy`` backend: copies of a directory and plain processes, for machines that have nothing better.
+"""The ``copy`` backend: copies of a directory and plain processes, for machines without namespaces or Docker.
 
 1. There is no isolation. Commands run as this user, on this machine's files, with its network; only their working
    directory, HOME and TMPDIR lie in a private directory (`CopyBackend.root`), the one part of the files that is
    snapshotted. It is made only with ``allow_unsafe=True``.
-2. Paths are not remapped: inside and outside are the same, and a file that another backend has at ``/testbed`` is at
+2. Paths are not remapped: they are equal inside and outside, and a file that another backend has at ``/testbed`` is at
    ``{root}/testbed`` here (`CopyBackend.inside`). Files are written under the root only.
-3. A restored sandbox keeps its root's path, so that nothing in it notices. A fork has another one: absolute links into
-   the old root are redirected, text in files and in the shell's state is not (`CopyBackend.relocate` does it for text).
+3. A restored sandbox keeps its root's path, so that its programs notice nothing. A fork has another root: absolute
+   links into the old root are redirected, text in files and in the shell's state is not (`CopyBackend.relocate` does it
+   for text).
 4. Processes are found by a mark in their environment, their session and their parents, and killed at the end. One that
    clears its environment, leaves its session and outlives its parents is not found.
 """
@@ -91,14 +92,14 @@ _warned = False
 
 
 class CopyTree:
-    """A directory that nobody writes to any more."""
+    """The files of a sandbox as a directory that is no longer written to."""
 
     def __init__(self, held: _Held) -> None:
         self._held = held
         self.id = held.path.name
         self.base = held.base
         self.root = held.root
-        """The private root in which it was taken: what absolute paths in it begin with."""
+        """The private root in which it was taken: the beginning of absolute paths in it."""
         self._finalizer = weakref.finalize(self, held.release)
         held.retain()
 
@@ -109,7 +110,7 @@ class CopyTree:
 
     @property
     def path(self) -> Path:
-        """Its directory; not to be written to.
+        """Directory of the files; not to be written to.
 
         Raises:
             SandboxClosed: it was released.
@@ -119,7 +120,7 @@ class CopyTree:
         return self._held.files()
 
     def pack(self) -> bytes:
-        """What differs from the root file system, as an archive that `CopyBackend.unpack` takes.
+        """The differences from the root file system, as an archive for `CopyBackend.unpack`.
 
         Raises:
             SandboxError: it cannot be read as a whole, or is nested deeper than a path can be long.
@@ -135,18 +136,18 @@ class CopyTree:
         return writer.finish()
 
     def retain(self) -> CopyTree:
-        """Another hold on the same tree."""
+        """Another hold on the same tree, released independently."""
         if not self._finalizer.alive:
             raise SandboxClosed("this tree was released")
         return CopyTree(self._held)
 
     def release(self) -> None:
-        """Give up this hold; the directory goes with the last one. Idempotent."""
+        """Give up this hold; the directory is deleted with the last one. Idempotent."""
         self._finalizer()
 
 
 class _Held:
-    """A run directory with a tree in it, deleted when nobody holds it."""
+    """A run directory with a tree in it, deleted with the last hold."""
 
     def __init__(self, base: str, origin: Path | None, root: str) -> None:
         self.base, self.origin, self.root = base, origin, root
@@ -166,7 +167,7 @@ class _Held:
 
 
 class PlainProcess:
-    """A process with a session of its own."""
+    """A process in a session of its own."""
 
     relayed = False
 
@@ -178,11 +179,11 @@ class PlainProcess:
 
     @property
     def collected(self) -> bool:
-        """Whether it has ended and everything of its session with it."""
+        """True if it has ended and everything of its session with it."""
         return self._child.returncode is not None
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit status (128 + signal if killed), or None if it still runs after ``timeout`` seconds."""
+        """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = 0.0005
         while not self.collected:
@@ -197,7 +198,7 @@ class PlainProcess:
         return exit_status(self._child.returncode)
 
     def kill(self) -> None:
-        """Kill it and its session. Idempotent."""
+        """Kill the process and its session. Idempotent."""
         if not self.collected:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGKILL)
@@ -208,7 +209,7 @@ class PlainProcess:
         self._child.wait()
 
     def close(self) -> None:
-        """Close the descriptors held here. Idempotent."""
+        """Close the descriptors held by this process. Idempotent."""
         for descriptor in (self.terminal, self.output):
             if descriptor is not None:
                 os.close(descriptor)
@@ -216,7 +217,7 @@ class PlainProcess:
 
 
 class CopyBackend:
-    """Plain processes in a private directory.
+    """Backend of plain processes in a private directory.
 
     Args:
         rootfs: None or the host's root file system for an empty root, else an unpacked directory, which is copied.
@@ -278,20 +279,20 @@ class CopyBackend:
 
     @property
     def live(self) -> bool:
-        """Whether it was started and neither closed nor frozen."""
+        """True if started and neither closed nor frozen."""
         return self._live
 
     def inside(self, path: str) -> str:
-        """Where a path of an isolated sandbox is here: ``/testbed`` is ``{root}/testbed``; one in the root stays."""
+        """Path here of a path in an isolated sandbox: ``/testbed`` is ``{root}/testbed``; one below the root stays."""
         path = check_inside(path)
         return path if Path(path).is_relative_to(self.root) else str(self.root) + ("" if path == "/" else path)
 
     def relocate(self, text: str, tree: CopyTree) -> str:
-        """Text with every mention of the root a tree was taken in replaced by this root."""
+        """Text with each mention of the root in which a tree was taken replaced by this root."""
         return text.replace(tree.root, str(self.root))
 
     def base(self) -> CopyTree:
-        """The root file system as it is before anything is written."""
+        """The root file system before anything is written."""
         held = _Held(self._base, self._origin, str(self.root))
         try:
             self._fill(held.files())
@@ -371,7 +372,7 @@ class CopyBackend:
         return process
 
     def processes(self) -> list[ProcessInfo]:
-        """What was started here and still runs."""
+        """Processes started here that still run."""
         self._check_live()
         return processes_of(self._mark, self._leaders())
 
@@ -383,21 +384,21 @@ class CopyBackend:
                 os.kill(pid, signal.SIGKILL)
 
     def written(self) -> Written | None:
-        """What the whole root holds, for nothing below it is shared; see `written.look`."""
+        """Status of the whole root, for nothing below it is shared; see `written.look`."""
         self._check_live()
         return look(self.root, self._mark)
 
     def layers_above(self, tree: Tree) -> list[Path] | None:
-        """There are none; see `base.Backend.layers_above`."""
+        """None: there are no layers; see `base.Backend.layers_above`."""
         return None
 
     def losses(self) -> tuple[str, ...]:
-        """Nothing; see `base.Backend.losses`."""
+        """No losses; see `base.Backend.losses`."""
         return ()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What was started here and can be found is stopped meanwhile; see `base.Backend.paused`."""
+        """Stop, for the context, the processes started here that can be found; see `base.Backend.paused`."""
         self._check_live()
         stopped = stop_all(self._mark, self._leaders())
         try:
@@ -406,7 +407,7 @@ class CopyBackend:
             go_on(stopped)
 
     def freeze(self, *, keep_processes: bool = False) -> CopyTree:
-        """The files under the root: moved away, or copied while the processes are stopped."""
+        """Make a tree of the files under the root: moved, or copied while the processes are stopped."""
         self._check_live()
         held = _Held(self._base, self._origin, str(self.root))
         try:
@@ -423,7 +424,7 @@ class CopyBackend:
         return CopyTree(held)
 
     def unpack(self, archive: bytes) -> CopyTree:
-        """The inverse of `CopyTree.pack`."""
+        """Make a tree from the archive of `CopyTree.pack`."""
         reader = Reader(archive, base=self._base)
         check_fits(reader.nbytes, self._limits.disk, directory=self.root.parent)
         origin = reader.header.facts.get("root", str(self.root))
@@ -442,7 +443,7 @@ class CopyBackend:
         return CopyTree(held)
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file under the root (see `inside`).
+        """Read a regular file under the root (see `inside`).
 
         Raises:
             PermissionError: a link leads out of the root.
@@ -455,7 +456,7 @@ class CopyBackend:
             os.close(descriptor)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file under the root, making missing parents.
+        """Write a file under the root, making missing parent directories.
 
         Raises:
             PermissionError: a link leads out of the root.
@@ -481,10 +482,10 @@ class CopyBackend:
         return where
 
     def shell_directory(self) -> Path:
-        """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""
+        """Make a new directory for a shell, and remove earlier ones. See `base.Backend.shell_directory`."""
         return new_shell_directory(self.control)
 
-    def twin(self) -> Self:
+    def sibling(self) -> Self:
         """Another backend with the same settings and a root of its own."""
         return type(self)(self._rootfs, limits=self._limits, allow_unsafe=True, env=self._env)
 
@@ -522,7 +523,7 @@ class CopyBackend:
         return {process.pid for process in self._processes if process.pid is not None and not process.collected}
 
     def _record(self) -> None:
-        """For the reaper, which knows nothing of this process's memory."""
+        """Record the processes for the reaper, which cannot see this process's memory."""
         assert self._run is not None
         staging = self._run / ".sessions"
         staging.write_text(json.dumps(start_times(self._leaders())), encoding="utf-8")
@@ -553,13 +554,13 @@ class CopyBackend:
 
 
 def _heed() -> None:
-    """What this process ignores (a program in the background of a script does) shall end commands all the same."""
+    """Reset ignored signals in the child (a background program of a script ignores some), so that they end commands."""
     for number in _KEYS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _quiet(terminal: int) -> None:
-    """200 columns, no echo."""
+    """Set the terminal to 200 columns without echo."""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     settings = termios.tcgetattr(terminal)
     settings[3] &= ~termios.ECHO

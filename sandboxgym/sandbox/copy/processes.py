@@ -1,7 +1,7 @@
-"""Finding and ending plain processes, which no namespace holds together.
+"""Find and end plain processes, without a namespace to contain them.
 
 A sandbox's processes carry a mark in their environment, belong to a session that was started for it, or descend from
-one that does. Linux tells all three; elsewhere only process groups and parents are known.
+one that does. Linux shows all three; elsewhere only process groups and parents are known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SESSIONS = "sessions.json"
 """File in a run directory: the leaders of its sessions and when they started."""
 
 _ENVIRONMENT = 8 * 2**20
-"""Bytes of a process's environment that the mark is looked for in; the kernel allows 6 MiB."""
+"""Bytes of a process's environment searched for the mark; the kernel allows 6 MiB."""
 _PATIENCE = 10.0
 """Seconds to wait for processes to stop; one in an uninterruptible call writes nothing either."""
 
@@ -40,7 +40,7 @@ def processes_of(mark: str, leaders: Collection[int]) -> list[ProcessInfo]:
 
 
 def end_all(mark: str, leaders: Collection[int]) -> None:
-    """Kill every process of a sandbox, also those that start meanwhile.
+    """Kill every process of a sandbox, and those that start meanwhile.
 
     Raises:
         SandboxError: some do not die.
@@ -49,7 +49,7 @@ def end_all(mark: str, leaders: Collection[int]) -> None:
 
 
 def end_session(leader: int) -> None:
-    """Kill what is left of a session whose leader was not collected yet.
+    """Kill the rest of a session whose leader was not collected yet.
 
     Raises:
         SandboxError: some do not die.
@@ -58,7 +58,7 @@ def end_session(leader: int) -> None:
 
 
 def stop_all(mark: str, leaders: Collection[int]) -> list[int]:
-    """Stop every process of a sandbox, also those that start meanwhile.
+    """Stop every process of a sandbox, and those that start meanwhile.
 
     Returns:
         The numbers of those that ran, for `go_on`.
@@ -67,7 +67,7 @@ def stop_all(mark: str, leaders: Collection[int]) -> list[int]:
     end = time.monotonic() + _PATIENCE
     while running := [row.pid for row in _rows_of(mark, leaders) if row.state not in "Tt"]:
         for pid in running:
-            send_signal(pid, signal.SIGSTOP)  # again too: another may have let it go on
+            send_signal(pid, signal.SIGSTOP)  # again too: another may have let it continue
             stopped[pid] = None
         if time.monotonic() > end:
             break
@@ -76,25 +76,25 @@ def stop_all(mark: str, leaders: Collection[int]) -> list[int]:
 
 
 def go_on(pids: Collection[int]) -> None:
-    """Let stopped processes go on."""
+    """Let stopped processes continue."""
     for pid in pids:
         send_signal(pid, signal.SIGCONT)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended. It is not collected."""
+    """True if a child has ended. It is not collected."""
     if hasattr(os, "waitid"):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return not any(row.runs for row in table(only=pid.__eq__))
 
 
 def exit_status(returncode: int) -> int:
-    """`subprocess`'s number for how a process ended as a shell gives it."""
+    """Exit status of a process as a shell reports it, from that of `subprocess`."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def reap(run: Path) -> None:
-    """Kill what the owner of a run directory left running."""
+    """Kill the processes that the owner of a run directory left running."""
     try:
         recorded = {int(pid): str(started) for pid, started in json.loads((run / SESSIONS).read_bytes()).items()}
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def _rows_of(mark: str, leaders: Collection[int]) -> list[Row]:
 
 
 def _environment(pid: int) -> bytes:
-    """Each variable between two zero bytes."""
+    """Environment of a process, each variable between two null bytes."""
     try:
         return b"\0%b\0" % start_of(f"/proc/{pid}/environ", _ENVIRONMENT)
     except OSError:

@@ -1,4 +1,4 @@
-"""What the layers of an image hold beyond those of its base, as a portable archive."""
+"""The layers of an image above those of its base, as a portable archive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EMPTIED = ".wh..wh..opq"
 def pack(
     api: Any, image: str, *, base: str, base_layers: Sequence[str], scratch: Path, facts: Mapping[str, str]
 ) -> bytes:
-    """The archive of an image, with facts in its header.
+    """Pack an image as an archive, with facts in its header.
 
     The daemon hands out whole images only: this takes the time and, under ``scratch``, the disk of the base too.
     """
@@ -102,7 +102,7 @@ def _write(
 
 
 def _layer(saved: tarfile.TarFile, name: str) -> tarfile.TarFile:
-    """A layer's own archive, compressed or not, as long as the outer one is open."""
+    """Archive of one layer, compressed or not, valid while the outer one is open."""
     return tarfile.open(fileobj=_content(saved, name), errors="surrogateescape")
 
 

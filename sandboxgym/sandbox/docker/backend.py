@@ -1,12 +1,11 @@
-"""The ``docker`` backend: containers, and images as trees. Portable to every local daemon; slower than overlays.
+"""The ``docker`` backend: containers, with images as trees. Works with every local daemon; slower than overlays.
 
-1. A tree is an image: ``docker commit`` keeps files, modes, owners, links, deletions, and times in whole seconds. What
-   it loses is declared: extended attributes of users, holes, mounts such as /dev/shm. The three files that names are
-   resolved by (`names`) are mounted over the image's, and what they hold is recorded with a tree.
+1. A tree is an image: ``docker commit`` keeps files, modes, owners, links, deletions, and times in whole seconds. Its
+   losses are declared: extended attributes of users, holes, mounts such as /dev/shm. The three files of name resolution
+   (`names`) are mounted over the image's, and their content is recorded with a tree.
 2. A sandbox runs as the image's user with few capabilities, no new privileges, the daemon's system-call filter, its own
    process ids and no network, unless it is asked for.
-3. Containers and images go with the last thing that needs them; those of a killed owner go at the next
-   ``run_directories.reap``.
+3. Containers and images are removed with their last user; those of a killed owner at the next ``run_directories.reap``.
 4. The daemon must run on this machine: processes are seen through /proc, and the control directory is shared.
 """
 
@@ -50,7 +49,7 @@ from sandboxgym.sandbox.layers.written import Written, look
 from sandboxgym.system import run_directories
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
-"""Of Docker's default set: what package managers and servers need."""
+"""Capabilities kept of Docker's default set: those that package managers and servers need."""
 
 _MAX_LAYERS = 100
 """Layers of an image after which its tree is squashed; the daemon refuses 128."""
@@ -76,7 +75,7 @@ _NOTES = (
 
 
 class DockerTree:
-    """An image as the files of a sandbox."""
+    """The files of a sandbox as an image."""
 
     def __init__(self, image: Image, base: _Base) -> None:
         self._image, self._base = image.retain(), base
@@ -86,7 +85,7 @@ class DockerTree:
 
     @property
     def image(self) -> Image:
-        """The image.
+        """Id of the image.
 
         Raises:
             SandboxClosed: it was released.
@@ -101,24 +100,24 @@ class DockerTree:
         return max(0, int(self.image.attributes()["Size"]) - self._base.nbytes)
 
     def pack(self) -> bytes:
-        """What differs from the base image, as an archive that `DockerBackend.unpack` takes."""
+        """The differences from the base image, as an archive for `DockerBackend.unpack`."""
         image = self.image
         owned, facts = image.ownership, names_label(image.names())
         return pack(owned.api, self.id, base=self.base, base_layers=self._base.layers, scratch=owned.path, facts=facts)
 
     def retain(self) -> DockerTree:
-        """Another hold on the same tree."""
+        """Another hold on the same tree, released independently."""
         return DockerTree(self.image, self._base)
 
     def release(self) -> None:
-        """Give up this hold; the image goes with the last one. Idempotent."""
+        """Give up this hold; the image is removed with the last one. Idempotent."""
         if self._finalizer.alive:
             self._finalizer()
             self._image.ownership.sweep()
 
 
 class _Base:
-    """What is known of the image that all trees come from."""
+    """Facts about the image that all trees come from."""
 
     def __init__(self, ownership: Ownership, name: str) -> None:
         attributes = image_attributes(ownership.client, name)
@@ -130,7 +129,7 @@ class _Base:
 
 
 class DockerBackend:
-    """Containers of an image.
+    """Backend of containers of one image.
 
     Args:
         image: name or id of an image on this machine; it is not fetched.
@@ -178,11 +177,11 @@ class DockerBackend:
 
     @property
     def live(self) -> bool:
-        """Whether its container runs."""
+        """True if its container runs."""
         return self._container is not None and self._container.running
 
     def base(self) -> DockerTree:
-        """The image as it is."""
+        """The image itself as a tree."""
         self._check_open()
         return DockerTree(self._base.image, self._base)
 
@@ -234,7 +233,7 @@ class DockerBackend:
         return self._live().spawn(argv, env=whole, cwd=check_inside(cwd), terminal=terminal, stdin=stdin)
 
     def processes(self) -> list[ProcessInfo]:
-        """What runs in the container; descriptors only if this process may see them (root)."""
+        """Processes in the container; descriptors only if this process may see them (root)."""
         return [row.info() for row in self._live().rows()]
 
     def kill(self, pids: Iterable[int]) -> None:
@@ -242,7 +241,7 @@ class DockerBackend:
         self._live().kill(pids)
 
     def written(self) -> Written | None:
-        """What the container's layer holds, where that can be seen: the daemon's driver is overlay2, and this is root.
+        """Status of the container's layer; None unless the daemon's driver is overlay2 and this process is root.
 
         Files of a volume lie elsewhere, so where the image declares one nothing is told.
         """
@@ -250,7 +249,7 @@ class DockerBackend:
         return None if layer is None else look(layer, self._live().id)
 
     def layers_above(self, tree: Tree) -> list[Path] | None:
-        """The container's layer and those of its image that a tree's image has not; see `base.Backend.layers_above`."""
+        """The container's layer, and its image's layers that a tree's image lacks; see `base.Backend.layers_above`."""
         container = self._live()
         if container.layer is None or not isinstance(tree, DockerTree):
             return None
@@ -263,7 +262,7 @@ class DockerBackend:
         return [container.layer, *between] if visible else None
 
     def losses(self) -> tuple[str, ...]:
-        """What lies deeper than a path can be long: the daemon leaves it out, and says nothing."""
+        """Files deeper than the longest path, which the daemon leaves out without an error."""
         container = self._live()
         with contextlib.suppress(OSError):  # something ended it meanwhile: the daemon is asked
             if container.layer is not None:
@@ -272,12 +271,12 @@ class DockerBackend:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The container is paused meanwhile; see `base.Backend.paused`."""
+        """Pause the container for the context; see `base.Backend.paused`."""
         with self._live().paused():
             yield
 
     def freeze(self, *, keep_processes: bool = False) -> DockerTree:
-        """The files as an image. The processes are paused meanwhile; they go on, or end.
+        """Make an image of the files. The processes are paused meanwhile; then they continue, or end.
 
         Raises:
             SandboxFull: more was written than the disk limit; the sandbox is live as before.
@@ -297,7 +296,7 @@ class DockerBackend:
             return tree
 
     def unpack(self, archive: bytes) -> DockerTree:
-        """The inverse of `DockerTree.pack`: an image with one layer above the base."""
+        """Make an image with one layer above the base from the archive of `DockerTree.pack`."""
         self._check_open()
         reader = Reader(archive, base=self._base.id)
         check_fits(reader.nbytes, self._limits.disk)
@@ -321,7 +320,7 @@ class DockerBackend:
             self._remove(identity)
 
     def publish(self, name: str, labels: Mapping[str, str]) -> str:
-        """Make the files as they stand an image that outlives this process, under a name; its id. All goes on.
+        """Make a named image of the present files that outlives this process; its id. The processes continue.
 
         Args:
             name: repository and tag.
@@ -336,7 +335,7 @@ class DockerBackend:
         return identity
 
     def published(self, identity: str) -> DockerTree:
-        """The tree of an image that `publish` made of the same base image; the image stays when nobody holds it.
+        """Tree of an image made by `publish` from the same base image; the image stays after the last hold.
 
         Raises:
             SandboxUnavailable: there is no such image here.
@@ -346,18 +345,18 @@ class DockerBackend:
         return DockerTree(Image(self._ownership, identity, tag=None, parent=None), self._base)
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file."""
+        """Read a regular file."""
         return docker_files.read_file(self._live(), path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file as the image's user, making missing parents."""
+        """Write a file as the image's user, making missing parent directories."""
         if self._owner is None:
             self._owner = self._user()
         mounted = {f"/etc/{name}": file for name, file in self._mounted.items()}
         docker_files.write_file(self._live(), path, data, mode=mode, owner=self._owner, mounted=mounted)
 
     def shell_directory(self) -> Path:
-        """A new directory for a shell; those before it go. See `base.Backend.shell_directory`."""
+        """Make a new directory for a shell, and remove earlier ones. See `base.Backend.shell_directory`."""
         return new_shell_directory(self.control)
 
     def _new_control(self) -> Path:
@@ -366,7 +365,7 @@ class DockerBackend:
         folder.chmod(0o777)  # the user inside may be another one; the run directory lets nobody else in
         return folder
 
-    def twin(self) -> DockerBackend:
+    def sibling(self) -> DockerBackend:
         """Another backend of the same image and settings, not started."""
         return DockerBackend(self._base.id, limits=self._limits, network=self._network, env=self._env)
 
@@ -390,7 +389,7 @@ class DockerBackend:
             self._base.image.release()
 
     def _write_names(self, recorded: Mapping[str, bytes]) -> None:
-        """Write the files for the next container: as they were recorded, else as usual.
+        """Write the files of name resolution for the next container: the recorded ones, else the defaults.
 
         Where there is a network, the daemon knows which resolver can be reached there, so that file is the daemon's
         unless another was recorded.
@@ -410,7 +409,7 @@ class DockerBackend:
                 self._mounted[name].chmod(0o644)
 
     def _names(self) -> dict[str, bytes]:
-        """What the files hold that is not as usual.
+        """The files of name resolution that differ from the defaults.
 
         Raises:
             SandboxFull: more than is recorded.
@@ -419,7 +418,7 @@ class DockerBackend:
         return {name: content for name, content in held.items() if content != self._usual[name]}
 
     def _held(self, name: str) -> bytes:
-        """What one holds now; nothing, where a link led to it and something else was put in the link's place."""
+        """Present content of one such file; empty if a link led to it and something else took the link's place."""
         try:
             with contextlib.suppress(PermissionError):  # root inside changed the mode of an ordinary user's file
                 if name in self._mounted:
@@ -492,7 +491,7 @@ class DockerBackend:
             raise SandboxFull(f"{nbytes} bytes were written, the limit is {self._limits.disk}")
 
     def _user(self) -> tuple[int, int]:
-        """The image's user by number."""
+        """User and group number of the image's user."""
         user, _, group = self._base.user.partition(":")
         if not user:
             return 0, 0
@@ -509,5 +508,5 @@ class DockerBackend:
 
 
 def _portions(paths: Sequence[str], number: int = 500) -> Iterable[Sequence[str]]:
-    """Paths in portions that fit on a command line."""
+    """Paths in batches that fit on a command line."""
     return (paths[at : at + number] for at in range(0, len(paths), number))

@@ -1,7 +1,7 @@
-"""The way to the Docker daemon, with errors that say what to do.
+"""Client of the Docker daemon, with errors that name the remedy.
 
-Everything that asks the daemon for something goes through `daemon_errors`, so that a daemon that is not there, may not
-be used, or dies meanwhile is a `SandboxUnavailable` of one sentence.
+Every request to the daemon goes through `daemon_errors`, so that a daemon that is missing, may not be used, or dies
+meanwhile is a `SandboxUnavailable` of one sentence.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 _QUICK = 10.0
-"""Seconds for an answer to a question that costs the daemon nothing."""
+"""Seconds for an answer to a request that costs the daemon nothing."""
 
 
 def daemon_address() -> str:
-    """Where the daemon listens: ``$DOCKER_HOST``, else the usual socket."""
+    """Address of the daemon: ``$DOCKER_HOST``, else the usual socket."""
     return os.environ.get("DOCKER_HOST") or DEFAULT_HOST
 
 
 def connect(*, timeout: float = 120.0) -> docker.DockerClient:
-    """A client of the local daemon.
+    """Connect a client to the local daemon.
 
     Args:
         timeout: seconds to wait for an answer; a commit of gigabytes takes long.
@@ -50,7 +50,7 @@ def connect(*, timeout: float = 120.0) -> docker.DockerClient:
 
 
 def image_attributes(client: docker.DockerClient, name: str) -> dict[str, Any]:
-    """What the daemon knows of an image.
+    """The daemon's attributes of an image.
 
     Raises:
         SandboxUnavailable: there is no such image here.
@@ -66,7 +66,7 @@ def image_attributes(client: docker.DockerClient, name: str) -> dict[str, Any]:
 
 
 def quick_attributes(name: str) -> dict[str, Any] | None:
-    """What the daemon knows of an image, asked without the client library, whose import takes longer than all else.
+    """The daemon's attributes of an image, asked without the client library, whose import dominates the time.
 
     None where that fails, for whatever reason: `image_attributes` says it in words.
     """

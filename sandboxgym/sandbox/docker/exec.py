@@ -1,7 +1,7 @@
-"""Processes in a container, started through the daemon's API, seen through this machine's /proc.
+"""Processes in a container, started through the daemon's API, observed through this machine's /proc.
 
-The connection of an exec is taken over as a raw socket here. The client library does the same but drops what its
-buffered reader had already read, which is the first output of a quick program.
+The connection of an exec is taken over as a raw socket here. The client library does the same but drops the bytes that
+its buffered reader had already read, which are the first output of a quick program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ shift 2
 exec env -i "$@"
 """
 _READY = b"\x1e"
-"""Printed once the terminal is set: what is typed earlier would be echoed."""
+"""Printed once the terminal is set: text typed earlier would be echoed."""
 _FRAME = struct.Struct(">BxxxL")
 _CHUNK = 1 << 16
 _SAID = 1 << 20  # bytes that a program of ours may print
@@ -74,15 +74,15 @@ class Container:
 
     @property
     def running(self) -> bool:
-        """Whether its init is alive."""
+        """True if its init is alive."""
         return any(row.started == self._started and row.runs for row in table(only=self.init.__eq__))
 
     def rows(self) -> list[Row]:
-        """Its processes without its init and what that waits for."""
+        """Processes of the container, without its init and the process that init waits for."""
         return [row for row in self._rows() if row.pid != self.init and not self._idle(row)]
 
     def kill(self, pids: Iterable[int]) -> None:
-        """Kill processes of it by their numbers on the host; others are ignored."""
+        """Kill processes of the container by their numbers on the host; others are ignored."""
         ours = [pid for pid in pids if self._holds(pid)]
         try:
             kill_all(ours)
@@ -98,7 +98,7 @@ class Container:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing in it runs meanwhile."""
+        """Pause the container for the context."""
         self._switch(self.api.pause, "already paused")
         self._is_paused = True
         try:
@@ -111,9 +111,7 @@ class Container:
                 self._kill_from_inside(deferred)
 
     def _switch(self, switch: Callable[[str], None], done: str) -> None:
-        """Pause, or go on. The daemon learns late of what it has done itself, and refuses for so long what it takes to
-        be done already.
-        """
+        """Pause or unpause, with retries: the daemon notices its last change late, and refuses until then."""
         import docker.errors
 
         deadline = time.monotonic() + _SETTLING
@@ -127,7 +125,7 @@ class Container:
             time.sleep(0.01)
 
     def beyond_paths(self) -> bool:
-        """Whether something was written deeper than a path can be long, as the daemon finds out."""
+        """True if a file was written deeper than the longest path, as the daemon finds out."""
         import docker.errors
 
         with live_errors():
@@ -152,7 +150,7 @@ class Container:
     def execute(
         self, argv: Sequence[str], *, limit: int = _SAID, seconds: float = _SECONDS
     ) -> tuple[int | None, bytes]:
-        """Run a program of ours, which those inside may have replaced by theirs.
+        """Run one of our own programs, which processes inside may have replaced.
 
         Args:
             argv: program and arguments.
@@ -199,7 +197,7 @@ class Container:
 
 
 def _layer(known: Mapping[str, Any]) -> Path | None:
-    """The directory of this machine that a container's files are written to; None if it is not known, or not all."""
+    """Directory of this machine that holds a container's writes; None if it is unknown, or does not hold all."""
     driver = known.get("GraphDriver") or {}
     upper = (driver.get("Data") or {}).get("UpperDir") if driver.get("Name") == "overlay2" else None
     volumes = any(mount["Type"] != "bind" for mount in known.get("Mounts", ()))
@@ -213,11 +211,11 @@ def _below(known: Mapping[str, Any]) -> list[Path]:
 
 IDLE = "sleep 2147483647"
 INIT = ("sh", "-c", f"while :; do {IDLE} & wait $!; done")
-"""What a container runs: it collects orphans, as an init does, and only a signal from outside ends it."""
+"""Program of a container: it collects orphans, as an init does, and only a signal from outside ends it."""
 
 
 class ContainerProcess:
-    """A program that was started in a running container; see `base.Process`.
+    """A program started in a running container; see `base.Process`.
 
     The terminal is a socket: reading and writing it is what a terminal's master side would be, its settings are those
     of the container's terminal and cannot be reached through it.
@@ -249,7 +247,7 @@ class ContainerProcess:
                 _start(_feed, os.dup(stdin), connection)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit status (128 + signal if killed), or None if it still runs after ``timeout`` seconds."""
+        """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = 0.002
         while self._status is None:
@@ -266,14 +264,14 @@ class ContainerProcess:
         return self._status
 
     def kill(self) -> None:
-        """Kill it, its session and its descendants. Idempotent."""
+        """Kill the process, its session and its descendants. Idempotent."""
         if self._status is None and self.pid is not None:
             with contextlib.suppress(SandboxClosed):  # it went with its container
                 self._container.kill_tree(self.pid)
                 self.wait(10)
 
     def close(self) -> None:
-        """Close the descriptors held here. Idempotent."""
+        """Close the descriptors held by this process. Idempotent."""
         if self.output is not None:
             os.close(self.output)
         if self._connection.fileno() >= 0:
@@ -291,7 +289,7 @@ class ContainerProcess:
 
 @contextlib.contextmanager
 def live_errors() -> Iterator[None]:
-    """As `daemon_errors`; a container that is gone is `SandboxClosed`."""
+    """Translate errors as `daemon_errors` does; a container that is gone is `SandboxClosed`."""
     import docker.errors
 
     with daemon_errors():
@@ -349,7 +347,7 @@ def _connection() -> socket.socket:
 
 
 def _read_head(connection: socket.socket) -> bytes:
-    """The head of an HTTP answer, and not one byte more."""
+    """Read the head of an HTTP answer, and not one byte more."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         seen = connection.recv(_CHUNK, socket.MSG_PEEK)
@@ -381,7 +379,7 @@ def _await_terminal(connection: socket.socket) -> None:
 
 
 def _unframed(connection: socket.socket, limit: int, deadline: float) -> tuple[bytes, bool]:
-    """The content of the daemon's frames, and whether it came to its end within bytes and time."""
+    """Content of the daemon's frames, and True if it is complete within the limits of bytes and time."""
     output = bytearray()
     header, left = b"", 0
     while len(output) <= limit:

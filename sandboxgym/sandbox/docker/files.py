@@ -1,7 +1,7 @@
 """Files of a container through the daemon's archive API, which needs no program inside.
 
-The API sees the container's layers, not what is mounted over them: /dev, /proc, /sys and the control directory are
-read by a program inside. Of an archive no more is read than its first member, and of that no more than is asked for.
+The API sees the container's layers, not the mounts over them: /dev, /proc, /sys and the control directory are read by a
+program inside. Only the first member of an archive is read, and of that no more than requested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GO_IRREGULAR = (1 << 26) | (1 << 25) | (1 << 24) | (1 << 21) | (1 << 19)
 
 
 def read_file(container: Container, path: str, *, limit: int) -> bytes:
-    """Content of a regular file, links resolved inside."""
+    """Read a regular file, with links resolved inside."""
     path = check_inside(path)
     resolved, status = _resolve(container, path)
     if status is None:
@@ -59,7 +59,7 @@ def read_file(container: Container, path: str, *, limit: int) -> bytes:
 
 
 def _first_file(stream: io.BufferedReader, path: str, limit: int) -> bytes:
-    """The content of the first member of an archive that need not be what was there a moment ago."""
+    """Content of an archive's first member, whose type may have changed since it was checked."""
     end = time.monotonic() + _READING
     with tarfile.open(fileobj=stream, mode="r|") as tar:
         member = tar.next()
@@ -80,7 +80,7 @@ def _first_file(stream: io.BufferedReader, path: str, limit: int) -> bytes:
 def write_file(
     container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int], mounted: Mapping[str, Path]
 ) -> None:
-    """Write a file and the directories above it that are missing.
+    """Write a file and its missing parent directories.
 
     Args:
         container: where.
@@ -132,7 +132,7 @@ def _is_mounted(path: str) -> bool:
 
 
 def _real(container: Container, path: str) -> str:
-    """Where a path leads in the end, the links on the way followed as far as they are in the layers."""
+    """Final target of a path, with links followed as far as the layers hold them."""
     resolved = "/"
     for part in path.strip("/").split("/"):
         resolved = _resolve(container, posixpath.join(resolved, part))[0]
@@ -140,7 +140,7 @@ def _real(container: Container, path: str) -> str:
 
 
 def _resolve(container: Container, path: str) -> tuple[str, dict[str, Any] | None]:
-    """Where a path leads in the end, and what is there; None if nothing is."""
+    """Final target of a path, and its status; None if nothing is there."""
     for _ in range(40):
         status = _status(container, path)
         if status is None or not status["mode"] & _GO_SYMLINK:
@@ -150,7 +150,7 @@ def _resolve(container: Container, path: str) -> tuple[str, dict[str, Any] | Non
 
 
 def _status(container: Container, path: str) -> dict[str, Any] | None:
-    """What the daemon says of a path, its last part not followed; mode bits as Go has them."""
+    """The daemon's status of a path whose last part is not followed; mode bits as in Go."""
     api = container.api
     url, options = api._url("/containers/{0}/archive", container.id), {"params": {"path": path}, "timeout": api.timeout}
     with live_errors():

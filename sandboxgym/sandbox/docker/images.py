@@ -1,10 +1,11 @@
-"""What a process owns at the Docker daemon: its label, the images of its trees, and how they go.
+"""Resources of a process at the Docker daemon: its label, the images of its trees, and their removal.
 
 1. Containers and images carry the name of a run directory of their owner as a label. After the owner was killed,
    ``run_directories.reap`` removes everything with that label (`reap`).
-2. An image is held by the trees of it, by the containers that run it and by the images made from it. It goes with the
+2. An image is held by its trees, by the containers that run it and by the images made from it. It is removed with the
    last of these; nothing that this process did not make is ever removed.
-3. Garbage collection only notes what is to be removed, since it may interrupt a request: `Ownership.sweep` removes it.
+3. Garbage collection only marks images and containers for removal, since it may interrupt a request: `Ownership.sweep`
+   removes them.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from sandboxgym.system import run_directories
 KIND = "docker"
 LABEL = "sandboxgym.run"
 NAMES = "sandboxgym.names"
-"""Label of images: what the files that names are resolved by hold, where that is not the usual (`recorded_names`)."""
+"""Label of images: content of the files of name resolution that differ from the defaults (`recorded_names`)."""
 REPOSITORY = "sandboxgym-tree"
-"""Images are tagged, since ``docker image prune`` removes those that are not."""
+"""Repository of image tags, since ``docker image prune`` removes untagged images."""
 
 run_directories.register_reaper(KIND, "sandboxgym.sandbox.docker.images:reap")
 _current: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakValueDictionary()
@@ -52,7 +53,7 @@ class Ownership:
 
     @classmethod
     def of_this_process(cls) -> Ownership:
-        """The one that lives, or a new one; it goes when no backend and no tree needs it.
+        """The live ownership of this process, or a new one; it ends when no backend and no tree needs it.
 
         Raises:
             SandboxUnavailable: no daemon.
@@ -63,19 +64,19 @@ class Ownership:
         return found
 
     def next_name(self) -> str:
-        """A name that nothing else of this machine has."""
+        """A name that is unique on this machine."""
         return f"{self.path.name}.{next(self._numbers)}"
 
     def doom(self, image: str) -> None:
-        """Note that an image is to be removed. Safe at any time."""
+        """Mark an image for removal. Safe at any time."""
         self._doomed.append(image)
 
     def doom_container(self, container: str) -> None:
-        """Note that a container is to be removed. Safe at any time."""
+        """Mark a container for removal. Safe at any time."""
         self._doomed_containers.append(container)
 
     def sweep(self) -> None:
-        """Remove what is to go; what cannot be removed now is left to `reap`."""
+        """Remove all marked images and containers; failures are left to `reap`."""
         while self._doomed_containers:
             with contextlib.suppress(SandboxError), daemon_errors():
                 self.api.remove_container(self._doomed_containers.popleft(), force=True, v=True)
@@ -85,12 +86,12 @@ class Ownership:
 
 
 class Image:
-    """An image that this process made, or the one it started from.
+    """An image that this process made, or the base image.
 
     Args:
-        ownership: who holds it.
+        ownership: the holder.
         tag: under which it is removed; None if it is not this process's to remove.
-        parent: what it was made from, which must not go before it.
+        parent: image that it was made from, which must not be removed before it.
     """
 
     def __init__(self, ownership: Ownership, identity: str, *, tag: str | None, parent: Image | None) -> None:
@@ -102,12 +103,12 @@ class Image:
         self._layers: list[str] | None = None
 
     def retain(self) -> Image:
-        """One more hold."""
+        """Add a hold."""
         self._holds += 1
         return self
 
     def release(self) -> None:
-        """One hold less; without any it goes, and with it its hold on what it was made from."""
+        """Give up a hold; the last one removes the image, and its hold on the image it was made from."""
         self._holds -= 1
         if self._holds == 0:
             if self._tag is not None:
@@ -116,29 +117,29 @@ class Image:
                 self._parent.release()
 
     def names(self) -> dict[str, bytes]:
-        """The files that names are resolved by, where they were changed."""
+        """The changed files of name resolution."""
         return recorded_names(self.attributes()["Config"].get("Labels") or {})
 
     def layers(self) -> list[str]:
-        """The digests of its layers, the lowest first."""
+        """Digests of its layers, the lowest first."""
         if self._layers is None:
             self._layers = list(self.attributes()["RootFS"]["Layers"])
         return self._layers
 
     def attributes(self) -> dict[str, Any]:
-        """What the daemon knows of it."""
+        """The daemon's attributes of the image."""
         with daemon_errors():
             found: dict[str, Any] = self.ownership.api.inspect_image(self.id)
             return found
 
 
 def names_label(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The label of an image that records files of ``/etc``, by their names."""
+    """Label of an image that records files of ``/etc``, by their names."""
     return {NAMES: json.dumps({name: base64.b64encode(content).decode() for name, content in files.items()})}
 
 
 def recorded_names(labels: Mapping[str, str]) -> dict[str, bytes]:
-    """The inverse of `names_label`; what is no such record counts as none, for anybody may label an image.
+    """Decode `names_label`; an invalid label counts as none, for anybody may label an image.
 
     >>> recorded_names(names_label({"hosts": b"127.0.0.1 localhost"}))
     {'hosts': b'127.0.0.1 localhost'}
@@ -154,7 +155,7 @@ def recorded_names(labels: Mapping[str, str]) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def committed(ownership: Ownership, container: str, parent: Image, *, files: Mapping[str, bytes]) -> Iterator[Image]:
-    """An image of a container's files; it is removed again if what is done with it fails.
+    """Commit a container's files to an image, removed again if the context fails.
 
     Args:
         ownership: of the image.
@@ -199,7 +200,7 @@ def reap(run: Path) -> None:
 
 
 def _removed(remove: Callable[..., None], identity: str, **options: bool) -> bool:
-    """Whether a thing was removed, or is gone; False if the daemon says that others need it."""
+    """True if a thing was removed, or is gone; False if the daemon says that others need it."""
     import docker.errors
 
     try:

@@ -1,11 +1,12 @@
-"""A tree as a tar archive, and back: what was written since the base, with deletions.
+"""Trees as tar archives: the files written since the base, with deletions.
 
-The members ``layers/<number>/<path>`` are the layers, topmost first. What tar has no word for is in their pax headers:
-``SANDBOXGYM.whiteout`` (the name was deleted), ``.opaque`` (a directory that hides what lies below), ``.redirect`` (its
-path there, if it was renamed), ``.mtime`` in nanoseconds, ``.extents`` of a sparse file, ``.xattr.<name>`` in base64.
-Sockets are left out, and so are set-user-id bits and file capabilities, which have no effect in a sandbox.
+The members ``layers/<number>/<path>`` are the layers, topmost first. Facts that tar cannot express are in their pax
+headers: ``SANDBOXGYM.whiteout`` (the name was deleted), ``.opaque`` (a directory that hides the layers below),
+``.redirect`` (its path there, if it was renamed), ``.mtime`` in nanoseconds, ``.extents`` of a sparse file,
+``.xattr.<name>`` in base64. Sockets are left out, and so are set-user-id bits and file capabilities, which have no
+effect in a sandbox.
 
-All that an archive holds is read and bounded before anything of it is written (``members.py``).
+An archive is read and bounded completely before anything of it is written (``members.py``).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
 _CHUNK = 1 << 20
 _LONGEST_IDENTITY = 200
 _DEEPEST = 500
-"""Layers of an archive; more than the kernel stacks."""
+"""Layers of an archive at most; more than the kernel stacks."""
 
 
 def pack(tree: OverlayTree) -> bytes:
-    """See the module; the inverse of `unpack`.
+    """Pack layers as an archive for `unpack`; see the module.
 
     Raises:
         SandboxError: it cannot be read as a whole, or is more than `unpack` would take.
@@ -87,7 +88,7 @@ def _walk(top: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _add(archive: tarfile.TarFile, path: str, name: str, linked: dict[tuple[int, int], str], *, rootless: bool) -> bool:
-    """Add one file; whether there is a member for such."""
+    """Add one file; False if its type has no member."""
     status = os.lstat(path)
     info = tarfile.TarInfo(name)
     info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
@@ -146,7 +147,7 @@ def _attributes(path: str) -> dict[str, str]:
 
 
 class _Pieces:
-    """Reads the data of a file, leaving out its holes."""
+    """Reader of a file's data without its holes."""
 
     def __init__(self, file: IO[bytes], pieces: list[tuple[int, int]]) -> None:
         self.file = file
@@ -168,13 +169,13 @@ class _Pieces:
 
 
 def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool, limit: int | None = None) -> OverlayTree:
-    """The tree of an archive of `pack`.
+    """Unpack an archive of `pack` as a tree.
 
     Args:
         data: the archive.
         store: for its layers.
         rootfs: below it.
-        rootless: whether it is written without privileges.
+        rootless: True if it is written without privileges.
         limit: bytes that it may take on disk; None: any that there is room for.
 
     Raises:
@@ -218,7 +219,7 @@ class _Unpacking:
         self.numbers: frozenset[str] = frozenset()
 
     def run(self) -> str:
-        """Write all; the identity of the tree."""
+        """Write all members; returns the identity of the tree."""
         members = self.members
         head = self._json(members[0] if members else None, _HEAD)
         if head.get("format") != FORMAT or head.get("version") != VERSION:
@@ -257,7 +258,7 @@ class _Unpacking:
         return self.data[member.start : member.start + member.size]
 
     def _place(self, name: str) -> str:
-        """Where a member goes.
+        """Target path of a member.
 
         Its directory must have come before, as a directory: no link is ever followed.
         """
@@ -348,7 +349,7 @@ class _Unpacking:
 
 
 def _pieces(member: Member) -> tuple[int, list[tuple[int, int]]]:
-    """The size of a file and where its content goes, each piece a place and a length."""
+    """Size of a file and the extents of its content, each an offset and a length."""
     size = number(member.headers.get(_KEY + "size", str(member.size)))
     pieces = [(0, member.size)]
     if (listed := member.headers.get(_KEY + "extents")) is not None:

@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 
 
 def copy_tree(source: Path, target: Path, *, moved: tuple[str, str] | None = None) -> None:
-    """Copy a directory with everything in it.
+    """Copy a directory recursively.
 
     Args:
         source: a directory that nobody writes to meanwhile.
@@ -152,7 +152,7 @@ def readable(path: str, status: os.stat_result) -> Iterator[None]:
 
 
 def is_locked(path: str, status: os.stat_result) -> bool:
-    """Whether the owner of a file or directory may not read it."""
+    """True if the owner of a file or directory may not read it."""
     needed = stat.S_IRUSR | (stat.S_IXUSR if stat.S_ISDIR(status.st_mode) else 0)
     return status.st_mode & needed != needed and not os.access(
         path, os.R_OK | (os.X_OK if needed & stat.S_IXUSR else 0)
@@ -170,7 +170,7 @@ def _clone(source: int, target: int) -> bool:
 
 
 def _copy_data(source: int, target: int, size: int) -> None:
-    """Copy what a file holds, leaving out its holes where the system tells them."""
+    """Copy a file's content, leaving out its holes where the system reports them."""
     offset = 0
     while offset < size:
         end = size

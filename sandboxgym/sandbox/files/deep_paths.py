@@ -1,8 +1,8 @@
-"""Names for what lies in directory trees of any depth, short enough for every system call.
+"""Usable paths in directory trees of any depth, short enough for every system call.
 
-The kernel takes paths of up to 4,095 bytes; what runs in a sandbox can nest directories far deeper, one step at a time.
-Here a directory that is deep is named by a descriptor of one above it, and few of these are open at a time. Nobody else
-may change the trees meanwhile.
+The kernel takes paths of up to 4,095 bytes; a process in a sandbox can nest directories far deeper, one step at a time.
+Here a deep directory is named by a descriptor of one above it, and few of these are open at a time. Nobody else may
+change the trees meanwhile.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from types import TracebackType
 from typing import Self
 
 _LONGEST = 512
-"""Bytes of a path below what names it from which on a descriptor of it is taken."""
+"""Bytes of a path below its base from which on a descriptor of it is opened."""
 _OPEN = 16
-"""Descriptors at a time; more than the trees that one call names."""
+"""Open descriptors at most; more than the trees that one call names."""
 
 
 PATH_MAX = 4096
-"""Bytes of a path with its end, of Linux."""
+"""Linux' limit of a path in bytes, with its null byte."""
 _ROOM = 16
 """Bytes by which another's path to the same tree may be longer than ours."""
 
 
 def beyond_paths(top: Path, *, most: int = 10) -> list[str]:
-    """What in a tree no path leads to, as the paths below its top that go furthest there: ``/a/b/c``.
+    """Directories beyond the longest path, as the paths below a tree's top that lead furthest there: ``/a/b/c``.
 
     Args:
         top: of the tree.
@@ -50,7 +50,7 @@ def beyond_paths(top: Path, *, most: int = 10) -> list[str]:
 
 
 class Place:
-    """A directory, as the names that lead to it from the top of a tree; the same in every tree that has it."""
+    """A directory, as the sequence of names from the top of a tree; equal in every tree that has it."""
 
     __slots__ = ("above", "inside")
 
@@ -60,7 +60,7 @@ class Place:
         self.inside = inside
 
     def below(self, name: str) -> Place:
-        """The directory of that name in this one."""
+        """The subdirectory of that name."""
         inside = os.path.join(self.inside, name)
         if len(os.fsencode(inside)) > _LONGEST:
             return Place(self, name)
@@ -68,7 +68,7 @@ class Place:
 
 
 class DeepPaths:
-    """Paths that can be used, of what lies at places; a context, for it holds descriptors."""
+    """Context that gives usable paths of places in trees; it holds descriptors."""
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, Place], int] = {}
@@ -83,7 +83,7 @@ class DeepPaths:
             os.close(self._opened.popitem()[1])
 
     def path(self, top: str, place: Place, name: str = "") -> str:
-        """A path of a place in the tree below ``top``, or of what has a name there.
+        """Usable path of a place in the tree below ``top``, or of an entry there.
 
         It is good until some others were asked for.
 
@@ -96,7 +96,7 @@ class DeepPaths:
         return f"/proc/self/fd/{self._descriptor(top, place.above)}/{inside}"
 
     def places(self, top: str) -> Iterator[Place]:
-        """Every directory of a tree, each before those in it."""
+        """Iterate over every directory of a tree, each before its subdirectories."""
         pending = [Place()]
         while pending:
             place = pending.pop()

@@ -1,11 +1,11 @@
-"""Members of a tar archive from a stranger, all read and bounded before any of them is used.
+"""Members of an untrusted tar archive, all read and bounded before any of them is used.
 
-1. Accepted is what this package writes, the POSIX format with extended headers: files, directories, links and pipes. No
-   sparse member of another program, whose few bytes stand for terabytes; no header that holds for other members; no
-   member without its whole content.
+1. Accepted is the format that this package writes, POSIX with extended headers: files, directories, links and pipes.
+   Refused are sparse members of other programs, whose few bytes stand for terabytes; headers that apply to other
+   members; members without their whole content.
 2. An archive takes time and memory in proportion to its bytes: their number, names, headers and numbers are bounded,
    nothing recurses, and contents are not copied.
-3. What it would take on disk is known before anything is written, holes and blocks that are begun included.
+3. The disk usage of an archive is known before anything is written, holes and partly filled blocks included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(slots=True)
 class Member:
-    """One member, without its content."""
+    """One member of an archive, without its content."""
 
     name: str
     kind: bytes
@@ -59,23 +59,23 @@ class Member:
     size: int
     """Bytes of its content in the archive."""
     mtime: str
-    """In seconds."""
+    """Modification time in seconds."""
     linkname: str
     begin: int
-    """Where its headers begin in the archive."""
+    """Offset of its headers in the archive."""
     start: int
-    """Where its content begins."""
+    """Offset of its content."""
     headers: dict[str, str] = field(default_factory=dict)
     """Extended headers, bytes that are not UTF-8 as surrogates."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk that it takes, in whole blocks, as far as they can be told from here."""
+        """Bytes on disk that the member takes, in whole blocks, as far as they can be told from here."""
         return blocks([(0, self.size)]) if self.kind == REGTYPE else _BLOCK if self.kind == DIRTYPE else 0
 
 
 def read(data: bytes, *, prefixes: tuple[str, ...]) -> list[Member]:
-    """All members of an archive.
+    """Read all members of an archive.
 
     Args:
         data: the archive.
@@ -147,7 +147,7 @@ def _member(data: bytes, begin: int, prefixes: tuple[str, ...]) -> Member:
 
 
 def _plain(data: bytes, at: int) -> Member:
-    """What the block of a header says."""
+    """Fields of a header block."""
     block = data[at : at + BLOCKSIZE]
     if len(block) < BLOCKSIZE:
         raise SnapshotCorrupt("the archive was cut short")
@@ -181,7 +181,7 @@ def _text(data: bytes) -> str:
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """Extended headers: ``length name=value``, one a line, the length that of the line."""
+    """Extended headers: ``length name=value``, one per line, with the length of the line."""
     found: dict[str, str] = {}
     at = 0
     while at < len(data):
@@ -229,7 +229,7 @@ def number(text: str) -> int:
 
 
 def nanoseconds(text: str) -> int:
-    """A time that a header gives in seconds, with any number of decimals.
+    """Nanoseconds of a header's time in seconds, with any number of decimals.
 
     Raises:
         SnapshotCorrupt: it is none.
@@ -241,7 +241,7 @@ def nanoseconds(text: str) -> int:
 
 
 def blocks(pieces: Iterable[tuple[int, int]]) -> int:
-    """Bytes on disk of a file's pieces of data, each a place and a length: every block that is begun counts."""
+    """Bytes on disk of a file's extents, each an offset and a length: partly filled blocks count whole."""
     total, last = 0, -1
     for start, length in pieces:
         if length:
@@ -252,7 +252,7 @@ def blocks(pieces: Iterable[tuple[int, int]]) -> int:
 
 
 def check_fits(nbytes: int, limit: int | None, *, directory: Path | None = None) -> None:
-    """Refuse what is more than may be written, before it is.
+    """Refuse content larger than may be written, before it is written.
 
     Args:
         nbytes: on disk.
@@ -272,7 +272,7 @@ def check_fits(nbytes: int, limit: int | None, *, directory: Path | None = None)
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """What an archive makes its reader raise becomes `SnapshotCorrupt`, a full disk `SandboxFull`."""
+    """Turn exceptions that an archive raises in its reader into `SnapshotCorrupt`, a full disk into `SandboxFull`."""
     try:
         yield
     except (SnapshotError, SandboxError):

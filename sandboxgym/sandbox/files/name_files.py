@@ -1,11 +1,11 @@
-"""The three files that names are resolved by in a sandbox: ``/etc/hosts``, ``/etc/hostname`` and ``/etc/resolv.conf``.
+"""The three files of name resolution in a sandbox: ``/etc/hosts``, ``/etc/hostname`` and ``/etc/resolv.conf``.
 
-1. They are what Docker gives a container: `localhost` and the box's own name resolve without a network, whatever the
-   image holds. The own name is the same everywhere, and nothing of the host's names is shown; with the host's network,
-   its ``resolv.conf`` is.
-2. On overlays they are a layer of their own above the root file system (`layer`) and below all that is written: what is
-   written to them inside is part of the sandbox's files like anything else, and a tree that is packed does not hold
-   them. In containers they are mounted, and what is written to them is recorded with the image (``docker/images.py``).
+1. They are those that Docker gives a container: `localhost` and the container's own name resolve without a network,
+   whatever the image holds. The own name is the same everywhere, and none of the host's names is shown; with the host's
+   network, its ``resolv.conf`` is.
+2. On overlays they are a layer of their own above the root file system (`layer`) and below all writes: changes to them
+   inside are part of the sandbox's files like any other, and a packed tree does not hold them. In Docker containers
+   they are mounted, and changes to them are recorded with the image (``docker/images.py``).
 3. Where ``/etc`` is a link, they lie where it leads inside the root file system. A link in the place of one of them is
    hidden by the file, and nothing is ever written through it.
 """
@@ -25,21 +25,21 @@ from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.layers.squash import is_whiteout
 
 HOST = "sandbox"
-"""The name of every box."""
+"""Host name of every container."""
 OWN_ADDRESS = "127.0.1.1"
-"""That it has, a loopback address of its own: what looks that up again finds the name."""
+"""Address of the host name, a loopback address of its own: a reverse look-up finds the name."""
 FILES = ("hosts", "hostname", "resolv.conf")
 """Their names in ``/etc``."""
 LONGEST = 1 << 16
-"""Bytes of one that are read or recorded."""
+"""Bytes of one file that are read or recorded."""
 _LINKS = 40  # that are followed, as the kernel does
 
 
 def contents(*, network: bool) -> dict[str, bytes]:
-    """The files by their names in ``/etc``.
+    """Content of the files, by their names in ``/etc``.
 
     Args:
-        network: whether the host's network is shared, and so its resolver can be asked.
+        network: True if the host's network is shared, and so its resolver can be asked.
     """
     lines = ["127.0.0.1\tlocalhost"]
     if _has_ipv6():
@@ -58,10 +58,10 @@ def contents(*, network: bool) -> dict[str, bytes]:
 
 
 def layer(directory: Path, lowers: Sequence[Path], files: dict[str, bytes]) -> Path:
-    """A directory to lie above the layers of a root file system, made once.
+    """Directory of the layer above a root file system, made once.
 
     Args:
-        directory: where it is made; nobody else's.
+        directory: for the layer; not shared.
         lowers: of the root file system, topmost first.
         files: as `contents` gives them.
 
@@ -95,7 +95,7 @@ def layer(directory: Path, lowers: Sequence[Path], files: dict[str, bytes]) -> P
 
 
 def _statuses(lowers: Sequence[Path]) -> list[os.stat_result]:
-    """Of the directories of the layer, the innermost first."""
+    """Statuses of the directories of the layer, the innermost first."""
     return [*(status for _, status in reversed(list(_etc(lowers)))), lowers[0].stat()]
 
 
@@ -104,14 +104,14 @@ def _has_ipv6() -> bool:
 
 
 def _dress(path: Path, status: os.stat_result) -> None:
-    """The mode and, where this process may, the owner of the directory that is merged with this one."""
+    """Give a directory the mode, and where possible the owner, of the one that it is merged with."""
     with contextlib.suppress(PermissionError):
         os.chown(path, status.st_uid, status.st_gid)
     path.chmod(stat.S_IMODE(status.st_mode))
 
 
 def _etc(lowers: Sequence[Path]) -> Iterator[tuple[str, os.stat_result]]:
-    """The directories on the way to where ``/etc`` leads in merged layers; new ones where there are none."""
+    """Directories on the path to the target of ``/etc`` in merged layers; new ones where there are none."""
     pending, links = ["etc"], 0
     found: list[tuple[str, os.stat_result, list[Path]]] = []
     while pending:
@@ -136,7 +136,7 @@ def _etc(lowers: Sequence[Path]) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _merged(folders: Sequence[Path], name: str) -> tuple[os.stat_result | None, list[Path], str | None]:
-    """A directory of merged layers: its status, if it is there, and its parts; or where a link of that name leads."""
+    """A directory of merged layers: its status, if it exists, and its parts; or the target of a link of that name."""
     first: os.stat_result | None = None
     parts: list[Path] = []
     for folder in folders:

@@ -1,11 +1,11 @@
-"""Durable form of what a sandbox has written: a tar archive, checked before any of it is trusted.
+"""Durable form of a sandbox's writes: a tar archive, checked before any of it is trusted.
 
-1. The first member is a header in JSON: format, base (the root file system below), what was deleted since, and facts
-   that only its maker reads. The other members are what was added or changed, with exact times and extended attributes.
+1. The first member is a header in JSON: format, base (the root file system below), deletions since, and facts that only
+   its maker reads. The other members are the added and changed files, with exact times and extended attributes.
 2. Reading checks every member first: no absolute name, no ``..``, no device, no setuid or setgid file, no hard link to
-   what is not in the archive, nothing below a link. Their number and sizes are bounded (``members.py``). What is
-   refused has written nothing.
-3. What packs drops no bit in silence: a setuid or setgid bit, which no reader would accept, is dropped with a warning.
+   a file outside the archive, nothing below a link. Their number and sizes are bounded (``members.py``). A refused
+   archive has written nothing.
+3. Packing drops nothing in silence: a setuid or setgid bit, which no reader would accept, is dropped with a warning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LARGEST_HEADER = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an archive says of itself."""
+    """Header of an archive."""
 
     base: str
     deleted: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Header:
 
 
 class Writer:
-    """Collects an archive.
+    """Writer of an archive.
 
     Args:
         header: its first member.
@@ -82,7 +82,7 @@ class Writer:
         self._tar.members.clear()  # type: ignore[attr-defined]  # of no use in writing
 
     def file(self, root: Path, name: str) -> None:
-        """Add an entry of a directory, without what is below it; sockets and devices are left out."""
+        """Add an entry of a directory, without its contents; sockets and devices are left out."""
         path = os.path.join(root, name)
         status = os.lstat(path)
         info = tarfile.TarInfo(name)
@@ -114,13 +114,13 @@ class Writer:
             self.member(info)
 
     def finish(self) -> bytes:
-        """The archive."""
+        """Close and return the archive."""
         self._tar.close()
         return self._buffer.getvalue()
 
 
 class Reader:
-    """An archive that was checked.
+    """Reader of an archive that was checked.
 
     Args:
         archive: as `Writer` made it.
@@ -153,11 +153,11 @@ class Reader:
         return self._archive[member.start : member.start + member.size]
 
     def rest(self) -> bytes:
-        """The archive without its header, as any program that knows tar takes it."""
+        """The archive without its header, as any tar program reads it."""
         return bytes(self._archive[self.members[0].begin :]) if self.members else bytes(tarfile.RECORDSIZE)
 
     def extract(self, root: Path) -> None:
-        """Delete and write under a directory as the archive says.
+        """Apply an archive's deletions and files to a directory.
 
         Raises:
             SnapshotCorrupt: the directory holds a link where the archive expects a directory, or no such file can be.
@@ -217,7 +217,7 @@ def _header(fields: object) -> Header:
 
 
 def entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every entry below a directory as (name relative to it, status), parents first, in order of names."""
+    """Iterate over every entry below a directory as (relative name, status), parents first, in order of names."""
     pending = [""]
     while pending:
         folder = pending.pop()
@@ -233,7 +233,7 @@ def entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def changes(base: Path | None, root: Path) -> tuple[list[str], list[str]]:
-    """How a directory differs from another: (added or changed, deleted), relative names.
+    """Differences of a directory from another: (added or changed, deleted), relative names.
 
     Contents are compared where nothing else differs, since a time proves nothing.
     """
@@ -296,7 +296,7 @@ def _check(members: Iterable[Member]) -> None:
 
 
 def _target(root: Path, name: str, seen: set[str]) -> str | None:
-    """Where a member lies; None if the directory above it is a link, leads through one or is missing.
+    """Target path of a member; None if its parent directory is a link, leads through one or is missing.
 
     Args:
         root: directory that the name is relative to.

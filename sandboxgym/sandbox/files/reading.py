@@ -1,12 +1,12 @@
-"""Reading what those inside can write: bounds on bytes and time hold before the first byte is read.
+"""Reading files that processes inside can write: bounds on bytes and time hold before the first byte is read.
 
 1. Only a regular file is read as one. A pipe, a device or a directory is an error, whatever took the place of the file
-   since it was looked at: what counts is the open descriptor.
-2. A file that says that it is larger than the limit is not read at all (`FileTooLarge`). One that says nothing (those
-   of /proc) or grows meanwhile is read to the limit and a page, never beyond.
-3. No file of /proc is read or written on behalf of those inside: its content depends on who asks, and this process may
-   see and do more than they.
-4. What is read here takes twice the limit of memory at most.
+   since it was checked: the open descriptor counts.
+2. A file whose reported size exceeds the limit is not read at all (`FileTooLarge`). One that reports no size (those of
+   /proc) or grows meanwhile is read to the limit and a page, never beyond.
+3. No file of /proc is read or written on behalf of processes inside: its content depends on the reader, and this
+   process may see and do more than they.
+4. Reading takes at most twice the limit of memory.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import time
 from sandboxgym.sandbox.base import FileTooLarge
 
 SECONDS = 30.0
-"""In which a file must have been read: some of /proc are made bit by bit while they are."""
+"""Seconds for reading a file: some of /proc are generated while they are read."""
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""To open what may turn out to be anything: no pipe is waited for, no terminal becomes ours, no lease is sat out."""
+"""Flags for opening a file of unknown type: no wait for a pipe, no controlling terminal, no wait for a lease."""
 
 _CHUNK = 1 << 20
 _RECORD = 1 << 12
 
 
 def regular_file(descriptor: int, path: str, *, limit: int, seconds: float = SECONDS) -> bytes:
-    """Content of a file that was opened with `FLAGS`.
+    """Content of a regular file that was opened with `FLAGS`.
 
     Args:
         descriptor: of it, at its start; stays open.
@@ -51,7 +51,7 @@ def regular_file(descriptor: int, path: str, *, limit: int, seconds: float = SEC
 
 
 def check_regular(descriptor: int, path: str) -> os.stat_result:
-    """What is known of an open file.
+    """Status of an open regular file; raises for other types.
 
     Raises:
         OSError: it is no regular file.
@@ -65,7 +65,7 @@ def check_regular(descriptor: int, path: str) -> os.stat_result:
 
 
 def check_not_of_proc(descriptor: int, proc: int, path: str) -> None:
-    """See the promises of this module.
+    """Refuse a file of /proc; see the promises of this module.
 
     Args:
         descriptor: of an open file.
@@ -80,7 +80,7 @@ def check_not_of_proc(descriptor: int, proc: int, path: str) -> None:
 
 
 def beginning(descriptor: int, nbytes: int, *, path: str = "", seconds: float = SECONDS) -> bytes:
-    """The next bytes of an open file, at most so many.
+    """The next bytes of an open file, up to a limit.
 
     Raises:
         TimeoutError: they did not come in time.
@@ -95,7 +95,7 @@ def beginning(descriptor: int, nbytes: int, *, path: str = "", seconds: float = 
 
 
 def start_of(path: str, nbytes: int) -> bytes:
-    """The first bytes of a file of /proc, as far as one look gives them.
+    """The first bytes of a file of /proc, as one read gives them.
 
     Raises:
         OSError: it is gone.

@@ -1,11 +1,11 @@
-"""Root file systems to put under sandboxes: the host's tool chain, an unpacked directory, a Docker image.
+"""Root file systems for sandboxes: the host's tool chain, an unpacked directory, a Docker image.
 
 1. `host` needs neither image nor daemon. It shows the host's programs and libraries read-only, a Python with pytest in
    ``/opt/python``, an /etc made for it, and empty /root, /home, /tmp. It shows no home directory, no credentials, no
    sockets, no other packages of this Python, and neither this package nor its data and caches, wherever they lie.
 2. `image` uses the layers of a local image where the daemon keeps them, without a copy, if this process may read them
    (root, storage driver overlay2); else it unpacks the image once into the cache. It never fetches an image.
-3. What is made in the cache appears there complete or not at all; two processes that make it make it once.
+3. Entries of the cache appear complete or not at all; two processes that need one make it once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PYTHON = "/opt/python"
 _PATH = f"{_PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _PREFIX_PARTS = ("bin", "include", "lib", "lib64", "libexec", "share", "ssl")
-"""Of an interpreter's prefix: a conda prefix also holds other environments and a cache of packages."""
+"""Parts of an interpreter's prefix: a conda prefix also holds other environments and a cache of packages."""
 _FOLDERS = {"root": 0o700, "home": 0o755, "tmp": 0o1777, "var/tmp": 0o1777, "run": 0o755, "dev": 0o755, "proc": 0o555}
 _FOLDERS |= {"sys": 0o555, "mnt": 0o755, "opt": 0o755, "etc": 0o755, "var/lib": 0o755, "var/log": 0o755}
 _ETC = {
@@ -56,7 +56,7 @@ _OURS = ("sandboxgym", "bpo_ref")
 
 
 def resolve(spec: str | os.PathLike[str] | RootFS) -> RootFS:
-    """A root file system by its name.
+    """Find a root file system by its name.
 
     Args:
         spec: ``"host"``, ``"docker:IMAGE"``, or the path of an unpacked directory.
@@ -78,7 +78,7 @@ def resolve(spec: str | os.PathLike[str] | RootFS) -> RootFS:
 
 
 def directory(path: str | os.PathLike[str]) -> RootFS:
-    """An unpacked root file system; it must not change while sandboxes run on it.
+    """Root file system of an unpacked directory; it must not change while sandboxes run on it.
 
     Raises:
         ValueError: not a directory, or the root of this machine.
@@ -95,7 +95,7 @@ def directory(path: str | os.PathLike[str]) -> RootFS:
 
 
 def host(*, extra_binds: Sequence[tuple[Path, str]] = (), packages: Sequence[str] | None = None) -> RootFS:
-    """The tool chain of this machine.
+    """Root file system of this machine's tool chain.
 
     Args:
         extra_binds: more of the host to show read-only, as (host path, path inside).
@@ -127,7 +127,7 @@ def host(*, extra_binds: Sequence[tuple[Path, str]] = (), packages: Sequence[str
 
 
 def image(name: str) -> RootFS:
-    """A Docker image that is on this machine.
+    """Root file system of a Docker image that is on this machine.
 
     Its layers are not held: they go if the image is removed.
 
@@ -151,7 +151,7 @@ def image(name: str) -> RootFS:
 
 
 def _layers(attributes: dict[str, Any]) -> tuple[Path, ...]:
-    """The layers where the daemon keeps them, topmost first; none if they cannot be used from here."""
+    """Layers in the daemon's storage, topmost first; empty if they cannot be used from here."""
     driver = attributes.get("GraphDriver") or {}
     place = driver.get("Data") or {}  # none with containerd's image store
     if driver.get("Name") != "overlay2" or os.geteuid() != 0 or "UpperDir" not in place:
@@ -183,7 +183,7 @@ def _export(client: Any, image_id: str, target: Path) -> None:
 
 
 class _Stream:
-    """Blocks of bytes as a file to read."""
+    """A file object over blocks of bytes."""
 
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self._blocks = iter(blocks)
@@ -202,7 +202,7 @@ class _Stream:
 
 
 def _extract(archive: tarfile.TarFile, root: Path) -> None:
-    """Unpack an image that the user chose: setuid bits and, as root, owners are kept; nothing leaves the directory."""
+    """Unpack an image that the user chose: setuid bits and, as root, owners are kept; nothing is written outside."""
     whole = str(root.resolve())
     owners = os.geteuid() == 0
     for info in archive:
@@ -245,7 +245,7 @@ def _check_visible(visible: Sequence[Path]) -> None:
 
 
 def _hidden(visible: Sequence[Path]) -> list[Path]:
-    """What of the visible directories must not be seen: an empty directory is put over it."""
+    """Parts of the visible directories to hide, each by an empty directory over it."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     prefix, interpreter = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve()
     found = [prefix / lib / version / "site-packages" for lib in ("lib", "lib64")]
@@ -268,14 +268,14 @@ def _hidden(visible: Sequence[Path]) -> list[Path]:
 
 
 def _package_folders(top: Path) -> Iterator[Path]:
-    """Where Pythons keep packages under a directory such as /usr."""
+    """Package directories of Python installations below a directory such as /usr."""
     for pattern in ("", "lib/", "lib64/", "local/lib/", "local/lib64/"):
         for kind in ("site-packages", "dist-packages"):
             yield from top.glob(f"{pattern}python3*/{kind}")
 
 
 def _distributions(names: Sequence[str] | None) -> list[importlib.metadata.Distribution]:
-    """Distributions and what they require, each once."""
+    """Distributions and their requirements, each once."""
     if names is None:
         try:
             importlib.metadata.distribution("pytest")
@@ -305,7 +305,7 @@ def _required(distribution: importlib.metadata.Distribution) -> list[str]:
 
 
 def _asked(stack: contextlib.ExitStack) -> dict[str, subprocess.Popen[str]]:
-    """Programs that were asked for their versions; the stack waits for them."""
+    """Version outputs of programs; the stack waits for them."""
     found = {}
     for program in ("bash", "git"):
         command = shutil.which(program, path=_PATH)
@@ -321,7 +321,7 @@ def _asked(stack: contextlib.ExitStack) -> dict[str, subprocess.Popen[str]]:
 def _versions(
     distributions: Sequence[importlib.metadata.Distribution], asked: Mapping[str, subprocess.Popen[str]]
 ) -> dict[str, str]:
-    """What identifies the tool chain, the same on machines that are set up the same."""
+    """Versions that identify the tool chain, equal on machines that are set up equally."""
     found = {f"package {d.metadata['Name']}": d.version for d in distributions}
     found["machine"] = platform.machine()
     found["python"] = sys.version
@@ -375,7 +375,7 @@ def _make_etc(etc: Path) -> None:
 
 
 def _make_python(prefix: Path, distributions: Sequence[importlib.metadata.Distribution]) -> None:
-    """A virtual environment of the base interpreter with copies of some packages."""
+    """Make a virtual environment of the base interpreter with copies of some packages."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     site = prefix / "lib" / f"python{version}" / "site-packages"
@@ -425,7 +425,7 @@ def _cache() -> Path:
 
 
 def _once(target: Path, make: Callable[[Path], None]) -> None:
-    """Make a directory of the cache unless it is there.
+    """Make a directory of the cache unless it exists.
 
     Raises:
         SandboxUnavailable: it cannot be written, such as where the disk is full. Nothing is left of it.

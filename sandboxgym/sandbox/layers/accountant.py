@@ -1,12 +1,13 @@
-"""What boxes take of a disk, and the end of those that take more than they may. Runs in forks of the zygote.
+"""Disk usage of containers, and the end of those over their limits. Runs in forks of the zygote.
 
-1. All that a box takes counts for it: whatever its names lead to at any depth, with directories, links and blocks that
-   were only reserved; files without a name that one of its processes or threads has open, runs or has mapped; and those
-   whose descriptors are under way through its sockets, as far as these can be looked into.
-2. Where they cannot (several messages wait, a connection was not accepted yet), growth of the disk that no box's count
-   explains, since the descriptors are under way, counts too, if they are still so at a second look.
-3. A box is ended for its own limits only. Where the disk is nearly full and nobody is over, only a box whose limit is
-   none, or for which growth is unexplained, can be ended; new ones are refused long before (`LayerStore.check_room`).
+1. All disk space of a container counts: files that its names lead to at any depth, with directories, links and reserved
+   blocks; files without a name that one of its processes or threads has open, runs or has mapped; and those whose
+   descriptors are in transit through its sockets, as far as these can be inspected.
+2. Where sockets cannot be inspected (several messages wait, a connection was not accepted yet), disk growth that no
+   container's count explains, since the descriptors are in transit, counts too, if they still are at a second look.
+3. A container is ended for its own limits only. Where the disk is nearly full and none is over, only a container
+   without a limit, or one for which growth is unexplained, can be ended; new ones are refused long before
+   (`LayerStore.check_room`).
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FULL = "full"
-"""File beside a killed box's upper directory, which says why."""
+"""File beside a killed container's upper directory, which says why."""
 FLOOR = 256 * 2**20
 """Free bytes of the store's file system below which it counts as nearly full."""
 NOTICED = 64 * 2**20
-"""Bytes of unexplained growth from which on a box is ended for it where the disk is nearly full."""
+"""Bytes of unexplained growth from which on a container is ended for it where the disk is nearly full."""
 NONE = 1 << 62
 """In place of a limit, where there is none."""
 
 _SECONDS = 5.0
-"""For a look at the processes of one box; what was not seen then counts as out of sight."""
+"""Seconds for inspecting the processes of one container; descriptors not seen then count as hidden."""
 _MOST = 253
 """Descriptors that one message can hold."""
 
 
 class Watch:
-    """A box that is held to its limits."""
+    """A container that is held to its limits."""
 
     __slots__ = ("directory", "files", "groups", "nbytes", "pidfd")
 
     def __init__(self, directory: str, *, nbytes: int, files: int, pidfd: int, groups: list[str]) -> None:
         self.directory = directory
-        """What it writes to."""
+        """Directory of its writes."""
         self.nbytes = nbytes
         self.files = files
         self.pidfd = pidfd
@@ -57,7 +58,7 @@ class Watch:
 
 
 class Taken:
-    """What one box takes."""
+    """Disk usage of one container."""
 
     __slots__ = ("files", "nameless", "nbytes", "unseen")
 
@@ -65,9 +66,9 @@ class Taken:
         self.nbytes = 0
         self.files = 0
         self.nameless = 0
-        """Of the bytes, those in files without a name."""
+        """Bytes in files without a name."""
         self.unseen = 0
-        """Descriptors that are under way where they cannot be looked at, and processes that could not be."""
+        """Descriptors in transit that cannot be inspected, and processes that could not be."""
 
 
 def hold_to_limits(
@@ -78,14 +79,14 @@ def hold_to_limits(
     suspects: list[int],
     report: int,
 ) -> None:
-    """End the boxes that take more than they may.
+    """End the containers that exceed their limits.
 
     Args:
-        watched: the boxes, by the id of the init.
+        watched: the containers, by the id of the init.
         free: bytes of the store's file system.
-        counted: bytes by directory, of all boxes at the last look, also of those that ended and were kept.
-        bases: what `unexplained` said when a box last had nothing out of sight, by the id of the init.
-        suspects: boxes for which growth was unexplained at the last look.
+        counted: bytes by directory, of all containers at the last look, also of those that ended and were kept.
+        bases: what `unexplained` said when a container last had nothing out of sight, by the id of the init.
+        suspects: containers for which growth was unexplained at the last look.
         report: a file for ``counted``, ``bases`` and ``suspects`` as they are now.
     """
     taken = {pid: nameless(pid, watch.groups) for pid, watch in watched.items()}
@@ -110,12 +111,12 @@ def hold_to_limits(
 
 
 def unexplained(free: int, counted: dict[str, int]) -> int:
-    """Bytes of the disk that no box's count explains, up to a constant."""
+    """Bytes of disk usage that no container's count explains, up to a constant."""
     return -free - sum(counted.values())
 
 
 def _excess(taken: Taken, watch: Watch, free: int) -> str:
-    """By which limit a box is to be ended; empty if by none."""
+    """The limit for which a container is to be ended; empty if none."""
     if taken.nbytes > watch.nbytes:
         hidden = f" ({taken.nameless:,} in files without a name)" if taken.nameless else ""
         return (
@@ -128,7 +129,7 @@ def _excess(taken: Taken, watch: Watch, free: int) -> str:
 
 
 def _suspects(watched: dict[int, Watch], taken: dict[int, Taken], grown: dict[int, int], *, free: int) -> list[int]:
-    """The boxes with something out of sight that may explain by how much the disk has ``grown``."""
+    """Containers with hidden files that may explain by how much the disk has ``grown``."""
     return [
         pid
         for pid, watch in watched.items()
@@ -140,7 +141,7 @@ def _suspects(watched: dict[int, Watch], taken: dict[int, Taken], grown: dict[in
 def _end_one(
     watched: dict[int, Watch], taken: dict[int, Taken], grown: dict[int, int], suspects: list[int], *, free: int
 ) -> None:
-    """End a box for growth that nothing else explains, or because the disk is nearly full and it has no limit."""
+    """End a container for growth that nothing else explains, or because the disk is nearly full and it has no limit."""
     unlimited = [pid for pid, watch in watched.items() if free < FLOOR and watch.nbytes >= NONE]
     if suspects:
         pid = max(suspects, key=lambda pid: taken[pid].unseen)
@@ -160,11 +161,11 @@ def _end_one(
 
 
 def _end(watch: Watch, reason: str) -> None:
-    """Kill a box, and say why."""
+    """Kill a container, and report why."""
     note = os.path.join(os.path.dirname(watch.directory), FULL)
     with open(f"{note}.new", "w") as file:
         file.write(reason)
-    os.rename(f"{note}.new", note)  # complete, or as the last look wrote it, while the box is on its way out
+    os.rename(f"{note}.new", note)  # complete, or as the last look wrote it, while the container is on its way out
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(watch.pidfd, signal.SIGKILL)
 
@@ -173,7 +174,7 @@ def _end(watch: Watch, reason: str) -> None:
 
 
 def named(watch: Watch, taken: Taken) -> None:
-    """Add what names lead to; not all of it, once it is more than allowed."""
+    """Count files that names lead to; stops once they exceed the limit."""
     seen: set[int] = set()
     above = os.path.dirname(watch.directory)
     for folder in (watch.directory, os.path.join(above, "work")):  # overlayfs puts copies together in the second
@@ -192,7 +193,7 @@ def named(watch: Watch, taken: Taken) -> None:
 
 
 def _read_everything() -> None:
-    """Let an ordinary user read what boxes, in which it is root, have locked.
+    """Let an ordinary user read files that containers, in which it is root, have locked.
 
     In a user namespace of its own in which it is root, too; it then can no longer look at processes.
     """
@@ -211,10 +212,10 @@ def _read_everything() -> None:
 
 
 def nameless(init: int, groups: list[str]) -> Taken:
-    """What the processes of a box hold that has no name any more.
+    """Count files that the processes of a container hold without a name.
 
     Args:
-        init: of the box.
+        init: of the container.
         groups: its control groups.
     """
     taken, until = Taken(), time.monotonic() + _SECONDS
@@ -232,7 +233,7 @@ def nameless(init: int, groups: list[str]) -> Taken:
 
 
 def _processes(init: int, groups: list[str]) -> list[int]:
-    """The processes of a box; its init too where there is a control group."""
+    """Processes of a container; with its init where there is a control group."""
     for path in groups:
         try:
             with open(os.path.join(path, "cgroup.procs")) as file:
@@ -262,18 +263,18 @@ def _names(folder: str) -> list[str]:
 
 
 class _Looks:
-    """Looks into the processes of one box."""
+    """Inspection of the processes of one container."""
 
     def __init__(self, taken: Taken) -> None:
         self.taken = taken
         self.seen: set[tuple[int, int]] = set()
         memory = os.memfd_create("", os.MFD_CLOEXEC)
         self.elsewhere = {os.fstat(memory).st_dev}
-        """Devices that are not the store: files in memory, and all mounts of a box but its layers."""
+        """Devices that are not the store: files in memory, and all mounts of a container but its layers."""
         os.close(memory)
 
     def learn_mounts(self, pid: int) -> bool:
-        """Learn which mounts of a box are not its layers; False if this process does not tell."""
+        """Learn which mounts of a container are not its layers; False if this process does not show them."""
         try:
             with open(f"/proc/{pid}/mountinfo", "rb") as file:
                 for line in file:
@@ -286,7 +287,7 @@ class _Looks:
         return True
 
     def process(self, pid: int) -> None:
-        """Look at a process with all its threads, each of which may have descriptors of its own."""
+        """Inspect a process with all its threads, each of which may have descriptors of its own."""
         threads = _names(f"/proc/{pid}/task")
         for thread in threads:
             self.descriptors(pid, f"/proc/{pid}/task/{thread}")
@@ -323,7 +324,7 @@ class _Looks:
         self.taken.nameless += status.st_blocks * BLOCK
 
     def mapped(self, folder: str) -> bool:
-        """Look at what a process runs and has mapped; False if it has no memory."""
+        """Inspect the executable and the mappings of a process; False if it has no memory."""
         some = False
         try:
             with open(f"{folder}/maps", "rb") as file:
@@ -355,7 +356,7 @@ class _Looks:
         self.seen.add(key)
 
     def socket(self, pid: int, number: int, status: os.stat_result, information: str) -> None:
-        """Look at the descriptors that wait to be received from a socket, and from those among them."""
+        """Inspect the descriptors waiting in a socket, and recursively those in sockets among them."""
         key = status.st_dev, status.st_ino
         if key in self.seen:
             return
@@ -397,7 +398,7 @@ class _Looks:
 
 
 def _waiting(information: str) -> int:
-    """Number of descriptors that wait to be received from a socket, and from the connections it has not accepted."""
+    """Number of descriptors waiting in a socket, and in the connections that it has not accepted."""
     try:
         with open(information, "rb") as file:
             for line in file:
@@ -409,7 +410,7 @@ def _waiting(information: str) -> int:
 
 
 def _peek(descriptor: int) -> list[int]:
-    """Copies of the descriptors in the first message that waits at a socket, which stays there."""
+    """Copies of the descriptors in the first message waiting in a socket, where it stays."""
     channel = _socket.socket(fileno=os.dup(descriptor))
     flags = _socket.MSG_PEEK | _socket.MSG_DONTWAIT | _socket.MSG_CMSG_CLOEXEC
     try:

@@ -1,6 +1,6 @@
-"""Counting and deleting directories that a sandbox's processes wrote. Standard library only.
+"""Count and delete directories that a sandbox's processes wrote. Standard library only.
 
-What is in there is hostile: see ``system/directories.py``.
+Their content is hostile: see ``system/directories.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 512
 
 
 def usage(directory: str) -> int:
-    """Bytes on disk of all that is in a directory; a file with several names counts once."""
+    """Bytes on disk of a directory's content; a file with several names counts once."""
     seen: set[int] = set()
     total = 0
     for entry in directories.walk(directory):
@@ -31,7 +31,7 @@ def usage(directory: str) -> int:
 
 
 def remove_directories(paths: Iterable[str]) -> None:
-    """Delete directories with all that is in them, as far as permissions allow."""
+    """Delete directories with their content, as far as permissions allow."""
     for path in paths:
         try:
             directories.remove(path)

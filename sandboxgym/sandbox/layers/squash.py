@@ -1,9 +1,9 @@
-"""Several layers made into one that shows the same over whatever lies below, and copies of a layer still in use.
+"""Merge several layers into one that shows the same files over any layers below, and copy a layer still in use.
 
-Overlayfs allows 500 layers, but every look-up of what is not there asks each of them: a deep stack is merged before a
-box starts on it. Whiteouts, opaque directories, renamed directories, hard links, modes, owners, times and extended
-attributes are kept; files are linked, not copied, for a frozen layer never changes. Directories may be nested deeper
-than a path can be long.
+Overlayfs allows 500 layers, but every look-up of a missing file asks each of them: a deep stack is merged before a
+container starts on it. Whiteouts, opaque directories, renamed directories, hard links, modes, owners, times and
+extended attributes are kept; files are linked, not copied, for a frozen layer never changes. Directories may be nested
+deeper than the longest path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sandboxgym.sandbox.files.deep_paths import DeepPaths, Place
 from sandboxgym.sandbox.layers.store import Layer, OverlayTree
 
 DEEPEST = 48
-"""Layers that a box may start on without merging."""
+"""Layers that a container may start on without merging."""
 KEPT = 8
 """Newest layers that are left alone, as siblings are likely to share the rest."""
 LIMIT = 400
@@ -33,21 +33,21 @@ _OPAQUE, _REDIRECT, _ORIGIN = "opaque", "redirect", "origin"
 _ENTERED = stat.S_IRUSR | stat.S_IXUSR
 
 Transfer = Callable[["_Merging", str, str, Place, str], None]
-"""Given the paths of a file in a layer and of its copy, and where they are in both."""
+"""Called with the paths of a file in a layer and of its copy, and with its place in both."""
 
 
 def prefix(*, rootless: bool) -> str:
-    """How the names of overlayfs's own extended attributes begin."""
+    """Prefix of the names of overlayfs's own extended attributes."""
     return "user.overlay." if rootless else "trusted.overlay."
 
 
 def is_whiteout(status: os.stat_result) -> bool:
-    """Whether a file of a layer says that its name was deleted."""
+    """True if a file of a layer is a whiteout: its name was deleted."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def own_attribute(path: str, name: str, *, rootless: bool) -> bytes | None:
-    """An extended attribute of overlayfs's own."""
+    """One of overlayfs's own extended attributes."""
     try:
         return os.getxattr(path, prefix(rootless=rootless) + name, follow_symlinks=False)
     except OSError:
@@ -55,13 +55,13 @@ def own_attribute(path: str, name: str, *, rootless: bool) -> bytes | None:
 
 
 def mark_deletions(folder: str, *, rootless: bool) -> None:
-    """Say that a directory holds whiteouts; else its listing gives their names where nothing lies below it."""
+    """Mark a directory as containing whiteouts; else overlayfs lists their names where no layer below has it."""
     if own_attribute(folder, _ORIGIN, rootless=rootless) is None:
         os.setxattr(folder, prefix(rootless=rootless) + _ORIGIN, b"")
 
 
 def squash(tree: OverlayTree, *, deepest: int = DEEPEST, kept: int = KEPT) -> None:
-    """Make the stack of a tree less deep, if it is deeper than ``deepest``; its files stay the same.
+    """Reduce the stack of a tree to ``deepest`` layers if it is deeper; its files stay the same.
 
     Raises:
         SandboxError: it cannot be made less deep than `LIMIT`.
@@ -95,7 +95,7 @@ def squash(tree: OverlayTree, *, deepest: int = DEEPEST, kept: int = KEPT) -> No
 
 
 def _runs(layers: Sequence[Layer], *, rootless: bool) -> list[list[Layer]]:
-    """The layers in groups that can be merged.
+    """Layers in groups that can be merged.
 
     A directory that was renamed names its old path in the layers below it, so only the lowest of a group may have one.
     """
@@ -108,7 +108,7 @@ def _runs(layers: Sequence[Layer], *, rootless: bool) -> list[list[Layer]]:
 
 
 def has_redirect(layer: Layer, *, rootless: bool) -> bool:
-    """Whether a directory of this layer was renamed; found once."""
+    """True if a directory of this layer was renamed; found once per layer."""
     if rootless:  # which the kernel forbids there
         return False
     if layer.redirects is None:
@@ -122,17 +122,17 @@ def has_redirect(layer: Layer, *, rootless: bool) -> bool:
 
 
 def copy_layer(source: Layer, target: Layer, *, rootless: bool) -> None:
-    """Copy what a box wrote so far; nothing may write meanwhile."""
+    """Copy the present writes of a container; nothing may write meanwhile."""
     _merge([str(source.files)], str(target.files), _Copying(), rootless=rootless)
 
 
 def duplicate_layer(source: str, target: str, *, rootless: bool) -> None:
-    """The same layer in another directory, which is empty: files are linked, or copied where they cannot be."""
+    """Copy a layer to an empty directory: files are linked, or copied where they cannot be."""
     _merge([source], target, _Linking(), rootless=rootless)
 
 
 class _Copying:
-    """Copies files; those with several names in a layer have them in the copy, too."""
+    """File copies that keep hard links within a layer."""
 
     def __init__(self) -> None:
         self.linked: dict[tuple[int, int], tuple[Place, str]] = {}
@@ -148,17 +148,17 @@ class _Copying:
 
 
 def _merge(sources: Sequence[str], target: str, transfer: Transfer, *, rootless: bool) -> None:
-    """Put what the layers ``sources`` (topmost first) show together into the empty directory ``target``."""
+    """Merge what the layers ``sources`` (topmost first) show into the empty directory ``target``."""
     with DeepPaths() as paths:
         _Merging(paths, target, transfer, rootless=rootless).run(sources)
 
 
 class _Merging:
-    """See `_merge`.
+    """State of one `_merge`.
 
     Args:
         paths: for all layers.
-        target: where it goes.
+        target: of the copy.
         transfer: what puts a file there that is no directory.
         rootless: whose layers they are.
     """
@@ -169,14 +169,14 @@ class _Merging:
         self.transfer = transfer
         self.rootless = rootless
         self.made: list[tuple[Place, os.stat_result]] = []
-        """Directories, and what each is a copy of, each before those in it."""
+        """Directories with the originals that they copy, each before those in it."""
         self.unlocked: list[tuple[str, Place, int]] = []
         """Directories that this user may not read, and the modes they had."""
         self.pending: list[tuple[Place, Sequence[str], bool]] = []
-        """Directories, the layers that show something of them, and whether they hide what lies below these."""
+        """Directories, the layers that they show, and True if these hide all layers below."""
 
     def run(self, sources: Sequence[str]) -> None:
-        """Merge everything; modes and times of directories come last."""
+        """Merge everything; modes and times of directories are set last."""
         self.folder(Place(), sources, closed=False)
         try:
             while self.pending:
@@ -192,7 +192,7 @@ class _Merging:
             os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def folder(self, place: Place, shown: Sequence[str], *, closed: bool) -> None:
-        """Take a directory of the target, which is there, for a copy of those in ``shown``."""
+        """Make an existing directory of the target a copy of those in ``shown``."""
         source, copy = self.paths.path(shown[0], place), self.paths.path(self.target, place)
         status = os.lstat(source)
         copy_attributes(source, copy)
@@ -202,7 +202,7 @@ class _Merging:
         self.pending.append((place, shown, closed))
 
     def entries(self, place: Place, parts: Sequence[str], *, closed: bool) -> None:
-        """Transfer what is in a directory, and make the directories in it."""
+        """Transfer the files of a directory, and make its subdirectories."""
         decided: set[str] = set()
         deleted = False
         for at, part in enumerate(parts):
@@ -242,7 +242,7 @@ class _Merging:
                 os.setxattr(copy, prefix(rootless=self.rootless) + _REDIRECT, redirect)
 
     def shown(self, parts: Sequence[str], place: Place) -> tuple[list[str], bool]:
-        """Which layers a directory shows, and whether it hides all that lies below them."""
+        """The layers that a directory shows, and True if it hides all layers below."""
         shown: list[str] = []
         for part in parts:
             try:
@@ -258,7 +258,7 @@ class _Merging:
         return shown, False
 
     def unlock(self, part: str, place: Place) -> None:
-        """Let an ordinary user read a directory that a box, in which it is root, has locked."""
+        """Let an ordinary user read a directory that a container, in which it is root, has locked."""
         path = self.paths.path(part, place)
         mode = stat.S_IMODE(os.lstat(path).st_mode) if os.geteuid() != 0 else stat.S_IRWXU
         if mode & _ENTERED != _ENTERED:
@@ -279,7 +279,7 @@ def copy_attributes(source: str, copy: str) -> None:
 
 
 class _Linking:
-    """Links files, and copies them where that cannot be."""
+    """Hard links of files, with copies where linking fails."""
 
     def __init__(self) -> None:
         self.copying = _Copying()
@@ -297,7 +297,7 @@ class _Linking:
 
 
 def copy_file(path: str, copy: str, status: os.stat_result) -> None:
-    """A file that is no directory, with all its attributes and holes."""
+    """Copy a file that is no directory, with all its attributes and holes."""
     if stat.S_ISREG(status.st_mode):
         with readable(path, status), open(path, "rb") as source, open(copy, "xb") as target:
             try:
@@ -315,7 +315,7 @@ def copy_file(path: str, copy: str, status: os.stat_result) -> None:
 
 
 def extents(descriptor: int, size: int) -> list[tuple[int, int]]:
-    """Where a file holds data: offsets and lengths."""
+    """Data extents of a file: offsets and lengths."""
     found = []
     at = 0
     while at < size:

@@ -1,10 +1,11 @@
-"""The files of boxes as layers: immutable directories that many trees share, and one fresh directory for each box.
+"""Store of layers: immutable directories shared by trees, and one writable directory per container.
 
-1. A layer is what one box wrote, as overlayfs keeps it: deletions are whiteouts, a replaced directory is opaque. Once
-   frozen it never changes, and a box that goes on writes to a layer of its own.
+1. A layer is the writes of one container, as overlayfs keeps them: deletions are whiteouts, a replaced directory is
+   opaque. Once frozen it never changes, and a container that continues writes to a layer of its own.
 2. A tree is a stack of frozen layers over a root file system. It holds its layers; a layer that nobody holds is
    deleted in the background.
-3. A directory is never the upper layer of two mounts, nor the upper layer of one and below another.
+3. A directory is never the upper layer of two mounts, nor the upper layer of one and a lower layer of another:
+   overlayfs does not define the result.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxFull
 from sandboxgym.sandbox.layers.disk import usage
 
 FILES, WORK = "files", "work"
-"""Parts of a layer's directory: what was written, and the scratch directory that overlayfs wants beside it."""
+"""Parts of a layer's directory: the written files, and overlayfs's scratch directory."""
 FLOOR = 512 * 2**20
-"""Free bytes that a store's file system must have for a new box."""
+"""Free bytes that a store's file system must have for a new container."""
 FLOOR_FILES = 10_000
-"""Files that there must be room for, on file systems that count them."""
+"""Free files that a store's file system must have, if it counts them."""
 
 
 class Layer:
-    """One directory of a store, with a count of who holds it.
+    """One directory of a store, with the number of its holds.
 
     Args:
         store: whose trees it is in.
@@ -45,7 +46,7 @@ class Layer:
         self.borrowed = borrowed
         self.holds = 1
         self.redirects: bool | None = None
-        """Whether a directory in it was renamed, once that is known."""
+        """True if a directory in it was renamed; None until that is known."""
         self._nbytes: int | None = None
         self._dress: tuple[int, ...] = ()
 
@@ -54,12 +55,12 @@ class Layer:
 
     @property
     def files(self) -> Path:
-        """What was written."""
+        """Directory of the written files."""
         return self.path / FILES
 
     @property
     def work(self) -> Path:
-        """Scratch space of overlayfs."""
+        """Scratch directory of overlayfs."""
         return self.path / WORK
 
     @property
@@ -70,7 +71,7 @@ class Layer:
         return self._nbytes
 
     def dress(self, below: Path) -> None:
-        """Give the root directory the owner, mode and time of the one it will hide."""
+        """Give the root directory the owner, mode and time of the one that it will hide."""
         status = below.stat()
         with contextlib.suppress(PermissionError):  # without privileges there is one owner
             os.chown(self.files, status.st_uid, status.st_gid)
@@ -79,7 +80,7 @@ class Layer:
         self._dress = _dress(self.files)
 
     def untouched(self) -> bool:
-        """Whether nothing was written since `dress`."""
+        """True if nothing was written since `dress`."""
         with os.scandir(self.files) as entries:
             return next(entries, None) is None and _dress(self.files) == self._dress
 
@@ -107,7 +108,7 @@ class LayerStore:
         (directory / "layers").mkdir()
 
     def check_room(self, nbytes: int = 0) -> None:
-        """Refuse to go on while the disk is nearly full.
+        """Raise `SandboxFull` while the disk is nearly full.
 
         Args:
             nbytes: that will be written at once.
@@ -131,15 +132,15 @@ class LayerStore:
             )
 
     def name(self) -> Path:
-        """Where a new layer may be made."""
+        """Path for a new layer."""
         return self.directory / "layers" / str(next(self._numbers))
 
     def adopt(self, path: Path) -> Layer:
-        """The layer at a path of `name`, whose directories exist; held once."""
+        """Take over the layer at a path of `name`, whose directories exist; held once."""
         return Layer(self, path)
 
     def borrow(self, path: Path) -> Layer:
-        """A frozen layer that lies elsewhere, in the form that the layers here have; held once and never deleted.
+        """A frozen layer at another path, in the form of the layers here; held once and never deleted.
 
         Whoever lends it keeps it as it is for as long as the object lives.
         """
@@ -152,7 +153,7 @@ class LayerStore:
         return self.adopt(path)
 
     def hold(self, layers: Sequence[Layer]) -> None:
-        """Hold each layer once more.
+        """Add a hold to each layer.
 
         Raises:
             SandboxClosed: one of them is gone.
@@ -164,7 +165,7 @@ class LayerStore:
                 layer.holds += 1
 
     def drop(self, layers: Sequence[Layer]) -> None:
-        """Hold each layer once less; those that nobody holds are deleted. Does nothing in a fork of the owner."""
+        """Give up a hold on each layer; those without holds are deleted. Does nothing in a fork of the owner."""
         if os.getpid() != self.pid:
             return
         with self._lock:
@@ -178,14 +179,14 @@ class LayerStore:
 
 
 def make_layer_directories(path: Path) -> None:
-    """The directories of an empty layer."""
+    """Make the directories of an empty layer."""
     path.mkdir()
     (path / FILES).mkdir()
     (path / WORK).mkdir()
 
 
 class _Hold:
-    """The layers of a tree; squashing replaces them by fewer."""
+    """Hold on the layers of a tree; squashing replaces them by fewer."""
 
     def __init__(self, store: LayerStore, layers: tuple[Layer, ...]) -> None:
         self.store = store
@@ -208,7 +209,7 @@ class OverlayTree:
         store: of the layers.
         rootfs: below them.
         layers: topmost first; the tree takes a hold of its own.
-        rootless: whether they were written without privileges, which overlayfs marks in another way.
+        rootless: True if they were written without privileges, which overlayfs marks in another way.
         identity: of the tree; default: a new one.
     """
 
@@ -235,7 +236,7 @@ class OverlayTree:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Topmost first.
+        """Layers, topmost first.
 
         Raises:
             SandboxClosed: the tree was released.
@@ -246,7 +247,7 @@ class OverlayTree:
 
     @property
     def store(self) -> LayerStore:
-        """Where its layers are."""
+        """Store that holds its layers."""
         return self._hold.store
 
     @property
@@ -255,17 +256,17 @@ class OverlayTree:
         return sum(layer.nbytes for layer in self.layers)
 
     def replace_layers(self, layers: Sequence[Layer]) -> None:
-        """The same files in other layers."""
+        """Replace the layers by others with the same files."""
         self._hold.replace(tuple(layers))
 
     def pack(self) -> bytes:
-        """What was written since the base, as `archive.pack` gives it."""
+        """Everything written since the base, as `archive.pack` gives it."""
         from sandboxgym.sandbox.files import archive
 
         return archive.pack(self)
 
     def retain(self) -> OverlayTree:
-        """Another hold on the same files."""
+        """Another hold on the same files, released independently."""
         return OverlayTree(self.store, self.rootfs, self.layers, rootless=self.rootless, identity=self.id)
 
     def release(self) -> None:

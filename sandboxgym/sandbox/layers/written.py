@@ -1,12 +1,12 @@
-"""What a box has written, told by the status of its files: whether that changed costs a walk of one layer, no reading.
+"""Change detection for a container's files by their status: one walk of a layer, no reading.
 
-1. Two equal `Written.key` that were `settled` when the files were read stand for equal files. An agent can set the time
-   of modification but not that of the last change (ctime), which comes from the machine's clock.
-2. The kernel's clock for files goes in ticks: what was changed within the last one may change again without a trace.
-   So a reader lets it pass first (`Written.settle`).
-3. A file that is mapped, or that a running process writes, changes its times late. Who asks must know that nothing but
-   an idle shell runs inside.
-4. Where something cannot be looked at, there is no answer at all.
+1. Two equal `Written.key` that were `settled` when the files were read imply equal files. An agent can set the
+   modification time but not the change time (ctime), which comes from the machine's clock.
+2. The kernel's clock for files advances in ticks: a file changed within the last one may change again without a trace.
+   So a reader lets the tick pass first (`Written.settle`).
+3. A file that is mapped, or that a running process writes, changes its times late. The caller must know that only an
+   idle shell runs inside.
+4. Where a file cannot be inspected, there is no answer at all.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ except (OSError, AttributeError):
     TICK = 20_000_000
 """Nanoseconds within which the kernel may give two changes one time, with as much to spare."""
 MOST = 20_000
-"""Entries of a layer that are looked at; of more, reading what counts is not dearer."""
+"""Entries of a layer that are inspected at most; with more, reading the relevant files is no slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One look at the layer that a box writes to."""
+    """Status of the layer that a container writes to, at one time."""
 
     key: str
-    """What the box stands on, and a digest of names, kinds, sizes and times of all that was written since."""
+    """Identity of the tree below, and a digest of names, kinds, sizes and times of all later writes."""
     changed: int
-    """When the last of it was changed, in nanoseconds since 1970; 0 if nothing was written."""
+    """Time of the last change, in nanoseconds since 1970; 0 if nothing was written."""
 
     @property
     def settled(self) -> bool:
-        """Whether a change from now on gives another key."""
+        """True if any later change gives another key."""
         return time.time_ns() - self.changed > TICK
 
     def settle(self) -> bool:
-        """Let the tick pass in which the last change was; False if that would not be soon, for a clock was set."""
+        """Wait for the tick of the last change to pass; False if that would take long, for a clock was set."""
         left = TICK - (time.time_ns() - self.changed)
         if 0 <= left <= TICK:
             time.sleep((left + 10**6) / 1e9)
@@ -54,7 +54,7 @@ class Written:
 
 
 def untouched(base: str) -> str:
-    """The key of a box that has written nothing.
+    """Key of a container that has written nothing.
 
     Args:
         base: the id of the tree that it stands on.
@@ -63,7 +63,7 @@ def untouched(base: str) -> str:
 
 
 def look(files: Path, base: str) -> Written | None:
-    """Look at what a layer holds; None if not all of it can be seen, or it is a great deal.
+    """Inspect a layer; None if not all of it can be seen, or it is too large.
 
     Args:
         files: the directory that overlayfs writes to.
@@ -92,7 +92,7 @@ def look(files: Path, base: str) -> Written | None:
 
 
 def changes(layers: Sequence[Path], *, most: int = MOST) -> list[str] | None:
-    """Paths that lead to all that layers change, absolute and inside: of a file, or of a directory with all in it.
+    """Absolute paths inside that cover all changes of layers: a file, or a directory with all in it.
 
     More may lie below these than was changed, never less. None if not all can be seen, or it is a great deal.
 
@@ -123,7 +123,7 @@ def changes(layers: Sequence[Path], *, most: int = MOST) -> list[str] | None:
 
 
 def _stands_alone(directory: os.DirEntry[str]) -> bool:
-    """Whether a directory in a layer is not just the way to what was changed below.
+    """True if a directory in a layer is more than the path to a change below.
 
     It is new, or hides or replaces what lies below; or it is closed to an ordinary user now, and what is in it gone.
     """

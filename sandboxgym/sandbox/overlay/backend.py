@@ -1,15 +1,15 @@
 """Sandboxes of Linux namespaces over an overlay file system: `OverlayBackend`, as root or as an ordinary user.
 
-1. A box has mount, process, IPC, host name and (unless ``network=True``) network namespaces of its own, a private
-   ``/proc`` and a minimal ``/dev``. It sees its root file system and what it wrote, nothing else of the host.
-2. What runs inside is root without the capabilities that reach out, cannot gain privileges, and is held to a filter of
-   system calls and to a control group, where this process may make them. With private ids (as root, where the kernel
-   can map the ids of files) it is nobody outside.
+1. A container has its own namespaces for mounts, processes, IPC, host name and (unless ``network=True``) network, a
+   private ``/proc`` and a minimal ``/dev``. It sees its root file system and its own writes, nothing else of the host.
+2. Processes inside are root without the capabilities that reach beyond the container, cannot gain privileges, and are
+   held to a filter of system calls and to a control group, where this process may make them. With private ids (as root,
+   where the kernel can map the ids of files) they are an unused user id outside.
 3. `freeze` ends the processes and keeps the layer they wrote: nothing is copied, whatever its size.
-4. Boxes are made by a small process beside this one (``zygote.py``), a little ahead of demand. Every process ends when
-   its owner does.
-5. A live box's own process is a small program that is compiled once, where there is a C compiler; else it is a fork of
-   Python, which takes 1.4 MB more. ``SANDBOXGYM_INIT=python`` asks for that.
+4. Containers are made by a small process beside this one (``zygote.py``), a few ahead of demand. Every process ends
+   when its owner does.
+5. A live container's init is a small program that is compiled once, where there is a C compiler; else it is a fork of
+   Python, which takes 1.4 MB more. ``SANDBOXGYM_INIT=python`` requests that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from sandboxgym.sandbox.layers.written import Written, look
 from sandboxgym.sandbox.overlay import kernel, mounts
 from sandboxgym.sandbox.overlay.cgroups import Groups, rlimits
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, offspring, readable, send, state
-from sandboxgym.sandbox.overlay.runtime import Box, Flavour, Runtime, advice, runtime
+from sandboxgym.sandbox.overlay.runtime import Container, Flavour, Runtime, advice, runtime
 
 _DEFAULT_LIMITS = Limits()
 _STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
@@ -59,11 +59,11 @@ _LOOKS = 3  # in a row that must find nothing running: a chain of short processe
 
 
 class OverlayBackend:
-    """Files and processes of one box; see `base.Backend`.
+    """Files and processes of one container; see `base.Backend`.
 
     Args:
-        rootfs: what lies below all that is written.
-        limits: of the box.
+        rootfs: below all writes.
+        limits: of the container.
         network: share the host's network; else there is only a loopback device.
         rootless: make a user namespace, as an ordinary user can; default: unless this process is root.
         env: added to the environment that `spawn` is given by nobody else; kept for those who start shells.
@@ -87,18 +87,17 @@ class OverlayBackend:
         self.control_inside = CONTROL
         shared_ids = "it is root of no more than its user" if self.rootless else self.runtime.why_not_private(rootfs)
         self.private = not shared_ids
-        """Whether the box has user ids of its own."""
+        """True if the container has user ids of its own."""
         self.capabilities = _capabilities(self.rootless, self.runtime.groups, shared_ids)
         self._extra_env = env
-        self.box: Box | None = None
-        """The live box, or one that was killed; for those who measure."""
+        self.container: Container | None = None
+        """The live container, or one that was killed; read by benchmarks."""
         self.adopts = False
-        """What processes on a terminal leave behind becomes theirs again, so that they can be captured as a whole."""
+        """True to make orphans of a process on a terminal its children, so that CRIU can capture them as one tree."""
         self.lazy_pages: int | None = None
-        """Bytes of memory from which on restored processes get it bit by bit, see ``checkpoint/restore.py``; None:
-        never."""
+        """Bytes of memory from which on it is restored lazily, see ``checkpoint/restore.py``; None: never."""
         self.below: OverlayTree | None = None
-        """What the live box stands on."""
+        """Tree below the live container."""
         self._closed = False
         self._held = _Held(self.runtime)
         weakref.finalize(self, self._held.give_back).atexit = False
@@ -107,30 +106,30 @@ class OverlayBackend:
         return f"OverlayBackend({self.rootfs.id}, {'live' if self.live else 'not live'})"
 
     def base(self) -> OverlayTree:
-        """The root file system with nothing written. Starts nothing."""
+        """The root file system as a tree with nothing written. Starts nothing."""
         return OverlayTree(self.runtime.store, self.rootfs, (), rootless=self.rootless, identity=self.rootfs.id)
 
     @property
     def live(self) -> bool:
-        """Whether there is a box and its init runs."""
-        return self.box is not None and not self.box.ended
+        """True if there is a container and its init runs."""
+        return self.container is not None and not self.container.ended
 
     @property
     def flavour(self) -> Flavour:
-        """The kind of its boxes."""
+        """Kind of the warm containers that this backend takes."""
         return self.rootless, self.network, self.private
 
     @property
     def control(self) -> Path:
-        """The live box's control directory, see `base.Backend.control`.
+        """The live container's control directory; see `base.Backend.control`.
 
         Raises:
-            SandboxClosed: there is no live box.
+            SandboxClosed: there is no live container.
         """
-        return Path(f"/proc/self/fd/{self._live_box().control}")
+        return Path(f"/proc/self/fd/{self._live_container().control}")
 
     def shell_directory(self) -> Path:
-        """The one directory for a shell, emptied; see `base.Backend.shell_directory`."""
+        """Empty and return the one directory for a shell; see `base.Backend.shell_directory`."""
         folder = self.control / mounts.SHELL
         for entry in list(os.scandir(folder)):
             if entry.name in mounts.WRITABLE:
@@ -140,7 +139,7 @@ class OverlayBackend:
         return folder
 
     def keep_processes(self, *, lazy_pages: int | None = None) -> None:
-        """Have what is started from now on such that it can be captured: without ids of its own, among others.
+        """Make containers that CRIU can capture from now on: without private ids, among others.
 
         Args:
             lazy_pages: see the attribute.
@@ -152,7 +151,7 @@ class OverlayBackend:
         self.capabilities = replace(found, notes=(*found.notes, note))
 
     def start(self, tree: OverlayTree | None = None) -> None:
-        """Become live on ``tree``; see `base.Backend.start`."""
+        """Start on ``tree``; see `base.Backend.start`."""
         if self._closed:
             raise SandboxClosed("the backend was closed")
         if tree is None:
@@ -163,8 +162,8 @@ class OverlayBackend:
                 f"{tree.base} ({'rootless' if tree.rootless else 'as root'})"
             )
         left = self.part()
-        if left.box is not None:
-            left.box.kill()  # it dies while the next one is made
+        if left.container is not None:
+            left.container.kill()  # it dies while the next one is made
         try:
             self._revive()
             self._start_on(tree)
@@ -177,96 +176,96 @@ class OverlayBackend:
         squash(tree)
         below = tree.retain()
         try:
-            box = shared.box(self.flavour)
+            container = shared.container(self.flavour)
             try:
-                self._become(box, below)
+                self._specialise(container, below)
             except BaseException:
-                shared.discard(box)
+                shared.discard(container)
                 raise
         except BaseException:
             below.release()
             raise
-        self.settle(box, below)
-        shared.watch(box, self.limits)
+        self.settle(container, below)
+        shared.watch(container, self.limits)
         shared.prepare(self.flavour)
 
-    def settle(self, box: Box, below: OverlayTree) -> None:
-        """Be live in ``box``, which stands on ``below``; both are held from here on."""
-        self.box = self._held.box = box
+    def settle(self, container: Container, below: OverlayTree) -> None:
+        """Become live in a container on ``below``, and take over the holds on both."""
+        self.container = self._held.container = container
         self.below = self._held.below = below
 
-    def _become(self, box: Box, below: OverlayTree) -> None:
-        if box.group:
-            box.group.limit(self.limits)
-        grouped = frozenset(box.group.folders) if box.group else frozenset()
-        request = {**self.mounts(box, below), "rlimits": rlimits(self.limits, grouped=grouped)}
+    def _specialise(self, container: Container, below: OverlayTree) -> None:
+        if container.group:
+            container.group.limit(self.limits)
+        grouped = frozenset(container.group.folders) if container.group else frozenset()
+        request = {**self.mounts(container, below), "rlimits": rlimits(self.limits, grouped=grouped)}
         try:
-            box.layer.dress(Path(request["lowers"][0]))
-            box.root, box.control = box.ask("become", request)
+            container.layer.dress(Path(request["lowers"][0]))
+            container.root, container.control = container.ask("become", request)
         except OSError as error:
             raise SandboxUnavailable(advice(error, rootless=self.rootless)) from error
         except EOFError as error:
             raise SandboxUnavailable(f"the init of a sandbox ended while it was made: {error}") from error
 
-    def mounts(self, box: Box, below: OverlayTree) -> dict[str, Any]:
-        """What is to be mounted in a box, as `mounts.Prepared` takes it."""
+    def mounts(self, container: Container, below: OverlayTree) -> dict[str, Any]:
+        """Mounts of a container, as `mounts.Prepared` takes them."""
         rootfs = self.rootfs
         lowers = [*(layer.files for layer in below.layers), self.runtime.names(rootfs, network=self.network)]
         lowers += [*rootfs.lowers, self.runtime.skeleton(rootfs)]
         return {
             "store": os.fspath(self.runtime.directory),
             "lowers": [os.fspath(path) for path in lowers],
-            "upper": os.fspath(box.layer.files),
-            "work": os.fspath(box.layer.work),
+            "upper": os.fspath(container.layer.files),
+            "work": os.fspath(container.layer.work),
             "shown": self.runtime.shown(self.rootfs),
             "control_inside": CONTROL,
         }
 
     def _revive(self) -> None:
-        """Where the zygote was killed, go on with another; trees live in the directory of the first."""
+        """Start a new zygote where the old one was killed; trees stay in the directory of the first."""
         self.runtime = self._held.runtime = runtime()
 
-    def _live_box(self) -> Box:
+    def _live_container(self) -> Container:
         if os.getpid() != self.runtime.pid:
             raise SandboxClosed("the sandbox belongs to the process that this one was forked from")
-        if self.box is None:
+        if self.container is None:
             raise SandboxClosed("the sandbox is not live: it was not started, or frozen, or closed")
-        if self.box.ended:
-            self._check_full(self.box)
+        if self.container.ended:
+            self._check_full(self.container)
             raise SandboxClosed("the processes of the sandbox were killed from outside")
-        return self.box
+        return self.container
 
-    def _check_full(self, box: Box) -> None:
-        note = box.layer.path / accountant.FULL
+    def _check_full(self, container: Container) -> None:
+        note = container.layer.path / accountant.FULL
         if note.exists():
             raise SandboxFull(f"the sandbox was ended by its limit of {note.read_text()}")
 
     def written(self) -> Written | None:
-        """What the live box wrote above the tree that it was started on; see `written.look`.
+        """Writes of the live container above the tree that it started on; see `written.look`.
 
         Raises:
-            SandboxClosed, SandboxFull: there is no live box.
+            SandboxClosed, SandboxFull: there is no live container.
         """
-        box, below = self._live_box(), self.below
-        return None if below is None else look(box.layer.files, below.id)
+        container, below = self._live_container(), self.below
+        return None if below is None else look(container.layer.files, below.id)
 
     def layers_above(self, tree: Tree) -> list[Path] | None:
-        """The live box's layer and those between; see `base.Backend.layers_above`.
+        """The live container's layer and those between; see `base.Backend.layers_above`.
 
         Raises:
-            SandboxClosed, SandboxFull: there is no live box.
+            SandboxClosed, SandboxFull: there is no live container.
         """
-        box, below = self._live_box(), self.below
+        container, below = self._live_container(), self.below
         if below is None or not isinstance(tree, OverlayTree):
             return None
         lower, here = tree.layers, below.layers
         between = len(here) - len(lower)
         if between < 0 or any(a is not b for a, b in zip(here[between:], lower, strict=True)):
             return None
-        return [box.layer.files, *(layer.files for layer in here[:between])]
+        return [container.layer.files, *(layer.files for layer in here[:between])]
 
     def losses(self) -> tuple[str, ...]:
-        """Nothing; see `base.Backend.losses`."""
+        """No losses; see `base.Backend.losses`."""
         return ()
 
     def spawn(
@@ -278,13 +277,13 @@ class OverlayBackend:
         terminal: bool = False,
         stdin: int | None = None,
     ) -> NamespaceProcess:
-        """Start a process in the box; see `base.Backend.spawn`.
+        """Start a process in the container; see `base.Backend.spawn`.
 
         Raises:
             OSError: the program or directory is not there, or there is no room for another process.
-            SandboxClosed, SandboxFull: there is no live box.
+            SandboxClosed, SandboxFull: there is no live container.
         """
-        box = self._live_box()
+        container = self._live_container()
         status, report = os.pipe()
         descriptors, output, opened = [report], None, [report]
         try:
@@ -293,16 +292,16 @@ class OverlayBackend:
                 source = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
                 opened += [sink, source] if stdin is None else [sink]
                 descriptors += [source, sink]
-            kept = box.spawn(
+            kept = container.spawn(
                 argv, env, cwd=check_inside(cwd), terminal=terminal, adopts=self.adopts, descriptors=descriptors
             )
         except (OSError, EOFError) as error:
             for descriptor in (status, *(() if output is None else (output,))):
                 os.close(descriptor)
             if isinstance(error, EOFError):
-                if not box.ended:
-                    readable(box.pidfd, 1.0)
-                self._live_box()
+                if not container.ended:
+                    readable(container.pidfd, 1.0)
+                self._live_container()
                 raise SandboxClosed(f"the sandbox ended: {error}") from error
             raise
         finally:
@@ -311,62 +310,62 @@ class OverlayBackend:
         return NamespaceProcess(kept[0], status, kept[1] if terminal else None, output)
 
     def processes(self) -> list[ProcessInfo]:
-        """What runs inside, without the init."""
-        return offspring(self._live_box().pid)
+        """Processes inside, without the init."""
+        return offspring(self._live_container().pid)
 
     def kill(self, pids: Iterable[int]) -> None:
-        """Kill processes of this box by the numbers of the host; others are left alone."""
+        """Kill processes of this container by their numbers on the host; others are ignored."""
         mine = {info.pid for info in self.processes()}
         for pid in mine.intersection(pids):
             send(pid, signal.SIGKILL)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing inside runs meanwhile; see `base.Backend.paused`."""
-        with self._stopped(self._live_box()):
+        """Stop all processes inside for the context; see `base.Backend.paused`."""
+        with self._stopped(self._live_container()):
             yield
 
     def freeze(self, *, keep_processes: bool = False) -> OverlayTree:
-        """The files as they stand; see `base.Backend.freeze`."""
-        box = self._live_box()
+        """Make a tree of the present files; see `base.Backend.freeze`."""
+        container = self._live_container()
         below = self.below
         assert below is not None
         if keep_processes:
-            return self._copy(box, below)
-        box.end()
-        self._check_full(box)
+            return self._copy(container, below)
+        container.end()
+        self._check_full(container)
         store = self.runtime.store
-        layers = below.layers if box.layer.untouched() else (box.layer, *below.layers)
+        layers = below.layers if container.layer.untouched() else (container.layer, *below.layers)
         tree = OverlayTree(store, self.rootfs, layers, rootless=self.rootless)
         self.part().give_back()
         return tree
 
-    def _copy(self, box: Box, below: OverlayTree) -> OverlayTree:
+    def _copy(self, container: Container, below: OverlayTree) -> OverlayTree:
         store = self.runtime.store
         store.check_room()
         layer = store.new()
         try:
-            with self._stopped(box):
-                copy_layer(box.layer, layer, rootless=self.rootless)
+            with self._stopped(container):
+                copy_layer(container.layer, layer, rootless=self.rootless)
             return OverlayTree(store, self.rootfs, (layer, *below.layers), rootless=self.rootless)
         finally:
             store.drop([layer])
 
     @contextlib.contextmanager
-    def _stopped(self, box: Box) -> Iterator[None]:
-        """Nothing inside runs meanwhile."""
-        if box.group and box.group.freeze():
+    def _stopped(self, container: Container) -> Iterator[None]:
+        """Stop all processes inside for the context."""
+        if container.group and container.group.freeze():
             try:
                 yield
             finally:
-                box.group.thaw()
+                container.group.thaw()
             return
         stopped: set[int] = set()
         try:
             deadline, calm = time.monotonic() + _STOPPING, 0
-            # One that was stopped may be let go on by another before that is stopped too: each look counts anew.
+            # One that was stopped may be let continue by another before that is stopped too: each look counts anew.
             while calm < _LOOKS and time.monotonic() < deadline:
-                running = {info.pid for info in offspring(box.pid) if state(info.pid) not in "TtZX"}
+                running = {info.pid for info in offspring(container.pid) if state(info.pid) not in "TtZX"}
                 for pid in running:
                     send(pid, signal.SIGSTOP)
                 stopped |= running
@@ -377,82 +376,82 @@ class OverlayBackend:
                 send(pid, signal.SIGCONT)
 
     def unpack(self, data: bytes) -> OverlayTree:
-        """The inverse of `OverlayTree.pack`; see `base.Backend.unpack`."""
+        """Make a tree from the archive of `OverlayTree.pack`; see `base.Backend.unpack`."""
         self.runtime.store.check_room()
         return archive.unpack(data, self.runtime.store, self.rootfs, rootless=self.rootless, limit=self.limits.disk)
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file; see `base.Backend.read_file`."""
-        box = self._live_box()
-        descriptor = kernel.open_beneath(box.root, check_inside(path), FLAGS)
+        """Read a regular file; see `base.Backend.read_file`."""
+        container = self._live_container()
+        descriptor = kernel.open_beneath(container.root, check_inside(path), FLAGS)
         try:
-            _check_not_of_proc(box, descriptor, path)
+            _check_not_of_proc(container, descriptor, path)
             return regular_file(descriptor, path, limit=limit)
         finally:
             os.close(descriptor)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file as root of the box, making missing parents; see `base.Backend.write_file`."""
-        box = self._live_box()
+        """Write a file as root of the container, making missing parents; see `base.Backend.write_file`."""
+        container = self._live_container()
         path = check_inside(path)
         if self.limits.disk is not None and len(data) > self.limits.disk:
             raise SandboxFull(f"{len(data):,} bytes are to be written, {self.limits.disk:,} are allowed (Limits.disk)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
-        with _acting_as(box.base):
+        with _acting_as(container.base):
             try:
-                descriptor = kernel.open_beneath(box.root, path, flags, 0o600)
+                descriptor = kernel.open_beneath(container.root, path, flags, 0o600)
             except FileNotFoundError:
-                _make_parents(box.root, path)
-                descriptor = kernel.open_beneath(box.root, path, flags, 0o600)
+                _make_parents(container.root, path)
+                descriptor = kernel.open_beneath(container.root, path, flags, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            _check_not_of_proc(box, file.fileno(), path)
+            _check_not_of_proc(container, file.fileno(), path)
             os.ftruncate(file.fileno(), 0)
             file.write(data)
             os.fchmod(file.fileno(), mode)
 
-    def twin(self) -> OverlayBackend:
+    def sibling(self) -> OverlayBackend:
         """Another backend of the same kind, not started."""
-        twin = OverlayBackend(
+        sibling = OverlayBackend(
             self.rootfs, limits=self.limits, network=self.network, rootless=self.rootless, env=self._extra_env
         )
-        twin.adopts, twin.lazy_pages = self.adopts, self.lazy_pages
-        twin.private, twin.capabilities = self.private, self.capabilities
-        return twin
+        sibling.adopts, sibling.lazy_pages = self.adopts, self.lazy_pages
+        sibling.private, sibling.capabilities = self.private, self.capabilities
+        return sibling
 
     def part(self) -> _Held:
-        """What must be given back of the box that there was, if there was one; from here on there is none."""
-        left = _Held(self.runtime, self.box, self.below)
-        self.box = self.below = self._held.box = self._held.below = None
+        """Detach from the container, if there is one; returns the resources to give back."""
+        left = _Held(self.runtime, self.container, self.below)
+        self.container = self.below = self._held.container = self._held.below = None
         return left
 
     def close(self) -> None:
-        """End every process and delete what no tree holds. Idempotent."""
+        """End every process and delete the files that no tree holds. Idempotent."""
         self._closed = True
         self.part().give_back()
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a backend that was forgotten must give up."""
+    """Resources of a garbage-collected backend, to be given back."""
 
     runtime: Runtime
-    box: Box | None = None
+    container: Container | None = None
     below: OverlayTree | None = None
 
     def give_back(self) -> None:
-        """End the box and give up what it held. Does nothing in a fork of the owner."""
+        """End the container and give up its holds. Does nothing in a fork of the owner."""
         if os.getpid() != self.runtime.pid:
             return
-        if self.box is not None:
-            self.runtime.discard(self.box)
+        if self.container is not None:
+            self.runtime.discard(self.container)
         if self.below is not None:
             self.below.release()
 
 
-def _check_not_of_proc(box: Box, descriptor: int, path: str) -> None:
-    proc = kernel.open_beneath(box.root, "/proc", os.O_PATH)
+def _check_not_of_proc(container: Container, descriptor: int, path: str) -> None:
+    proc = kernel.open_beneath(container.root, "/proc", os.O_PATH)
     try:
         check_not_of_proc(descriptor, proc, path)
     finally:
@@ -461,7 +460,7 @@ def _check_not_of_proc(box: Box, descriptor: int, path: str) -> None:
 
 @contextlib.contextmanager
 def _acting_as(base: int) -> Iterator[None]:
-    """What this thread makes in a box meanwhile belongs to root of the box."""
+    """Context in which files that this thread makes in a container belong to root of the container."""
     if not base:
         yield
         return
@@ -473,7 +472,7 @@ def _acting_as(base: int) -> Iterator[None]:
 
 
 def _make_parents(root: int, path: str) -> None:
-    """Directories on the way to a path inside."""
+    """Make the directories on a path inside."""
     folder = ""
     for part in path.strip("/").split("/")[:-1]:
         above = kernel.open_beneath(root, folder or "/", os.O_PATH | os.O_DIRECTORY)
@@ -492,8 +491,8 @@ def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Cap
     notes = [
         "A file with several names that is older than the last snapshot becomes one of its own when it is written to.",
         "Statistics of the kernel can be read in /proc.",
-        "The disk limit holds for each file at once; for all that a box takes, and for the number of its files, four "
-        "times a second: then the box is ended.",
+        "The disk limit holds for each file at once; for all that a container takes, and for the number of its files, "
+        "four times a second: then the container is ended.",
     ]
     if "memory" in grouped:
         limits.add("memory")
@@ -546,7 +545,7 @@ def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Cap
 
 
 def why_unavailable(*, rootless: bool | None = None) -> str | None:
-    """Why no overlay sandbox can be made on this machine by this process; None if it can, which was tried."""
+    """Reason why this process cannot make overlay sandboxes here; None if a try succeeded."""
     try:
         shared = runtime()
         folder = shared.directory / "probe"

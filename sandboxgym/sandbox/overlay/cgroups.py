@@ -1,8 +1,9 @@
-"""Limits on a box as a whole: control groups of version 1 or 2 where they can be written, else limits per process.
+"""Limits of a whole container: control groups of version 1 or 2 where they are writable, else limits per process.
 
-1. Every box has a group of its own below the group its owner is in, so that whatever holds the owner holds its boxes.
-2. A group goes when its box ends; `remove_groups` clears what a killed owner left.
-3. Without groups the kernel's limits per process and user hold: `rlimits`.
+1. Every container has a group of its own below the group of its owner, so that limits on the owner include its
+   containers.
+2. A group is removed when its container ends; `remove_groups` clears those of a killed owner.
+3. Without groups the kernel's limits per process and user apply: `rlimits`.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ _COUNTED_BY_USER = (
     else []
 )
 RECORD = "groups"
-"""File in a run directory that lists the groups in which its boxes have theirs, one a line."""
+"""File in a run directory that lists the parent groups of its containers, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The control group of one box: a directory for each hierarchy of version 1, or one of version 2."""
+    """Control group of one container: a directory per hierarchy of version 1, or one of version 2."""
 
     folders: dict[str, Path]
-    """By controller; with version 2 the same for all."""
+    """Directory by controller; with version 2 the same for all."""
     unified: frozenset[str] = frozenset()
-    """Controllers that speak version 2."""
+    """Controllers of version 2."""
 
     @property
     def paths(self) -> list[str]:
-        """Each directory once."""
+        """Paths of the directories, each once."""
         return sorted({str(path) for path in self.folders.values()})
 
     def limit(self, limits: Limits) -> None:
-        """Hold the box to ``limits`` from now on."""
+        """Apply ``limits`` to the container from now on."""
         if "memory" in self.folders:
             if "memory" in self.unified:
                 self._write("memory", "memory.max", _or_max(limits.memory))
@@ -57,7 +58,7 @@ class Group:
                 with contextlib.suppress(OSError):
                     self._write("memory", "memory.memsw.limit_in_bytes", str(limits.memory))
         if "pids" in self.folders:
-            # one more, for the box's own init
+            # one more, for the container's own init
             self._write("pids", "pids.max", _or_max(None if limits.processes is None else limits.processes + 1))
 
     def freeze(self, seconds: float = 5.0) -> bool:
@@ -71,14 +72,14 @@ class Group:
         return self._until("freezer.state", "FROZEN", seconds)
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Let frozen processes continue."""
         if "freezer" in self.unified:
             self._write("freezer", "cgroup.freeze", "0")
         else:
             self._write("freezer", "freezer.state", "THAWED")
 
     def memory(self) -> int | None:
-        """Bytes charged to the box, as far as there is a count."""
+        """Bytes charged to the container, as far as they are counted."""
         name = "memory.current" if "memory" in self.unified else "memory.usage_in_bytes"
         return int((self.folders["memory"] / name).read_text()) if "memory" in self.folders else None
 
@@ -101,16 +102,16 @@ def _or_max(value: int | None) -> str:
 
 @dataclass
 class Groups:
-    """Where the groups of an owner's boxes are."""
+    """Parent of the control groups of an owner's containers."""
 
     parents: dict[str, Path]
-    """By controller."""
+    """Parent directory by controller."""
     unified: frozenset[str]
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
     def make(cls, name: str) -> Groups | None:
-        """Groups called ``name`` below those of this process; None where no controller can be used.
+        """Make groups called ``name`` below those of this process; None where no controller can be used.
 
         A process of version 2 that is not at the top may not have groups with controllers below its own; where it is
         allowed to, they go beside it.
@@ -134,11 +135,11 @@ class Groups:
 
     @property
     def paths(self) -> list[str]:
-        """Each directory once."""
+        """Paths of the directories, each once."""
         return sorted({str(path) for path in self.parents.values()})
 
     def new(self) -> Group:
-        """A group for one box."""
+        """Make a group for one container."""
         name = f"box-{next(self._numbers)}"
         folders = {controller: parent / name for controller, parent in self.parents.items()}
         for folder in set(folders.values()):
@@ -147,7 +148,7 @@ class Groups:
 
 
 def _hierarchies() -> list[tuple[list[str], Path, bool]]:
-    """Controllers, the group of this process that they are for, and whether that is one of version 2."""
+    """Controllers with the group of this process for each, and True for a group of version 2."""
     groups: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -167,7 +168,7 @@ def _hierarchies() -> list[tuple[list[str], Path, bool]]:
 
 
 def _usable(place: Path, controllers: list[str], version2: bool) -> list[str]:
-    """With which of the controllers groups can be made in ``place``."""
+    """Controllers with which groups can be made in ``place``."""
     if not os.access(place / "cgroup.procs", os.W_OK) or not os.access(place, os.W_OK):
         return []
     if not version2:
@@ -182,10 +183,10 @@ def _usable(place: Path, controllers: list[str], version2: bool) -> list[str]:
 
 
 def rlimits(limits: Limits, *, grouped: frozenset[str]) -> list[tuple[int, int]]:
-    """Limits per process, hard and soft, for what no group holds.
+    """Limits per process, hard and soft, for resources that no group limits.
 
     Args:
-        limits: of the box.
+        limits: of the container.
         grouped: the controllers it has a group of.
     """
     found = [(resource.RLIMIT_CORE, 0), *_COUNTED_BY_USER]
@@ -199,7 +200,7 @@ def rlimits(limits: Limits, *, grouped: frozenset[str]) -> list[tuple[int, int]]
 
 
 def remove_groups(paths: Iterable[str], *, seconds: float = 5.0) -> None:
-    """Kill what is in these groups and those below them, and remove them. Idempotent.
+    """Kill all processes in these groups and those below, and remove the groups. Idempotent.
 
     Raises:
         OSError: a group could not be removed in that time.

@@ -1,9 +1,10 @@
-"""User namespaces with ids that nothing else on the machine has: what is root inside is nobody outside.
+"""User namespaces with private ids: root inside is an unused user id outside.
 
-1. Each box gets 65,536 user and group ids of its own. Whatever the kernel counts or permits by user (signals that wait,
-   watches of files, message queues, ownership of the host's files) is then the box's own, and none of the host's.
-2. Ids are taken from a range that distributions leave unused. Which are taken is known to all zygotes of the machine by
-   names of sockets, which go with their owner however it ends.
+1. Each container gets 65,536 user and group ids of its own. Everything that the kernel counts or permits by user
+   (pending signals, watches of files, message queues, ownership of the host's files) is then the container's own, and
+   none of the host's.
+2. Ids are taken from a range that distributions leave unused. Names of sockets show all zygotes of the machine which
+   are taken; these vanish with their owner however it ends.
 
 Standard library only.
 """
@@ -23,7 +24,7 @@ _KEEP_CAPABILITIES = 0x4  # SECBIT_NO_SETUID_FIXUP
 
 
 def claim(wanted: int) -> tuple[int, _socket.socket]:
-    """The first id of a range that nobody has, and what holds it for as long as it is open.
+    """Claim a free range: its first id, and an object that holds the claim while it is open.
 
     Args:
         wanted: number of the range that is tried first.
@@ -46,7 +47,7 @@ def claim(wanted: int) -> tuple[int, _socket.socket]:
 
 
 def namespace(base: int) -> int:
-    """A user namespace in which 0 to 65,535 are the ids from ``base`` on; a descriptor.
+    """Make a user namespace in which 0 to 65,535 are the ids from ``base`` on; a descriptor.
 
     It is made by a process that has these ids already, so that what is counted by user counts as theirs up to the top,
     and not as root's.
@@ -88,7 +89,7 @@ def namespace(base: int) -> int:
 
 
 def enter(descriptor: int) -> None:
-    """Go on as root of a namespace of `namespace`."""
+    """Enter a namespace of `namespace` as its root."""
     kernel.set_namespace(descriptor, kernel.NEWUSER)
     os.setgroups([])
     os.setresgid(0, 0, 0)
@@ -96,7 +97,7 @@ def enter(descriptor: int) -> None:
 
 
 def probe(directories: list[str]) -> None:
-    """Try whether the files of some directories can have private ids. Changes the mounts of this process.
+    """Try whether files in these directories can have private ids. Changes the mounts of this process.
 
     Args:
         directories: on the file systems in question.

@@ -1,11 +1,11 @@
-/* The init of a live box: it starts processes when the owner says so, and collects what ended. It ends with its socket.
+/* The init of a live container: starts processes at the owner's request, and collects ended ones. Ends with its socket.
  *
- * box.py executes it once the box is made and confined, where supervisor.py could compile it; else box.py goes on itself
- * and does the same. A fork of Python costs 1.4 MB of memory for each box, this less than a tenth.
+ * init.py executes it once the container is made and confined, if init_binary.py could compile it; else init.py continues
+ * itself and does the same. A fork of Python costs 1.4 MB of memory per container, this less than a tenth.
  *
- * init PTS: descriptor 3 is the socket to the owner, PTS one of /dev/pts. A message is its length in 4 bytes (big end
- * first) and that many bytes, with descriptors; see wire.py. The only request is what wire.pack_spawn makes. Answered
- * is "ready" with a pidfd and the master side of the terminal, if one was asked for, or "error NUMBER PATH\0TEXT".
+ * init PTS: descriptor 3 is the socket to the owner, PTS one of /dev/pts. A message is its length in 4 bytes (big endian)
+ * and that many bytes, with descriptors; see ipc.py. The only request is that of ipc.pack_spawn. The answer is "ready"
+ * with a pidfd and the master side of the terminal, if one was requested, or "error NUMBER PATH\0TEXT".
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -227,7 +227,7 @@ static void spawn(char *at, char *end, int *given, int number) {
 }
 
 int main(int argc, char **argv) {
-    /* First of all, before anything else runs in the box: executing a program has made this one visible to others. */
+    /* Before anything else runs in the container: executing a program has made this process dumpable again. */
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
     prctl(PR_SET_NAME, "init", 0, 0, 0);

@@ -1,15 +1,15 @@
-"""The init of a box: process 1 of its namespaces, from an embryo to the end. Runs in a fork of the zygote.
+"""The init of a container: process 1, from a warm container process to the end. Runs in a fork of the zygote.
 
-An embryo has its namespaces, control groups, ``/proc`` and ``/dev`` before anybody asks for a box. The owner then
-sends what it is to become: the layers, what is bound into them, the limits. From there on it is confined like all it
-starts, starts processes when the owner says so, and collects orphans. It ends with its socket.
+A warm container process has its namespaces, control groups, ``/proc`` and ``/dev`` before a container is requested. The
+owner then sends its specification: the layers, the bind mounts, the limits. From there on it is confined like all
+processes it starts, starts processes at the owner's request, and collects orphans. It ends with its socket.
 
-With private ids all that is mounted by root, who then goes to a user namespace that owns none of it: not even a program
-that gained all capabilities in there could change a mount.
+With private ids everything is mounted by root, who then enters a user namespace that owns none of the mounts: not even
+a program that gained all capabilities in there could change a mount.
 
-For that it becomes the program ``init.c``, where there is one: every page that a fork of Python writes to, if only to
-count references, is its own from then on. A box with restored processes keeps its init as it is, for a program that was
-just executed can be traced for a moment, and they are there already.
+For that it executes the program ``init.c``, where there is one: every page that a fork of Python writes to, if only to
+count references, takes memory of its own. A container with restored processes keeps its Python init, for a program that
+was just executed can be traced for a moment, and the restored processes run already.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import sys
 import termios
 
 from sandboxgym.sandbox.checkpoint import criu_process
-from sandboxgym.sandbox.overlay import ids, kernel, mounts
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import ids, ipc, kernel, mounts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,12 +45,12 @@ _LOWEST_PORT = "/proc/sys/net/ipv4/ip_unprivileged_port_start"
 
 
 def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
-    """Be a box, in new namespaces, until the owner closes the other end of ``channel``."""
+    """Run as a container's init, in new namespaces, until the owner closes the other end of ``channel``."""
     try:
         try:
             init = Init(*_only(channel, spec["ids"]), spec)
         except OSError as error:
-            wire.send(channel, _failure(error))
+            ipc.send(channel, _failure(error))
         else:
             init.serve()
     except (EOFError, BrokenPipeError):
@@ -61,7 +60,7 @@ def main(channel: _socket.socket, spec: dict[str, Any]) -> NoReturn:
 
 
 def _only(channel: _socket.socket, namespace: int) -> tuple[_socket.socket, int]:
-    """The socket as the first descriptor after the standard ones, a user namespace after it, with nothing else open."""
+    """Keep the socket as the first descriptor after the standard ones, then a user namespace; close all others."""
     if namespace >= 0:
         namespace = fcntl.fcntl(namespace, fcntl.F_DUPFD_CLOEXEC, 5)
     if channel.fileno() != 3:
@@ -77,7 +76,7 @@ def _only(channel: _socket.socket, namespace: int) -> tuple[_socket.socket, int]
 
 
 def _opened(path: str) -> int:
-    """A program to become later; -1 where there is none, or none any more."""
+    """Descriptor of a program to execute later; -1 where there is none, or none any more."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else -1
     except OSError:
@@ -90,19 +89,19 @@ def _failure(error: OSError) -> bytes:
 
 
 class Init:
-    """Process 1."""
+    """Process 1 of a container."""
 
     def __init__(self, channel: _socket.socket, namespace: int, spec: dict[str, Any]) -> None:
-        """Make the embryo; ``namespace`` is the user namespace that it goes to in the end, or -1."""
+        """Set up the warm container process; ``namespace`` is the user namespace that it enters in the end, or -1."""
         self.channel = channel
         self.spec = spec
         self.ids = None if namespace < 0 else mounts.Ids(namespace, spec["base"])
         self.statuses: dict[int, int] = {}
-        """Where the exit status of a started process goes, by its id."""
+        """Descriptor for the exit status of a started process, by its id."""
         self.pts = -1
         self.program = _opened(spec["init"])
         self.requests = {
-            "become": self.become,
+            "become": self.specialise,
             "restorer": self.restorer,
             "mount": self.mount,
             "enter": self.enter,
@@ -125,10 +124,10 @@ class Init:
                 _quietly(kernel.write_text, _LOWEST_PORT, "0")
         kernel.set_hostname(b"sandbox")
         self.proc, self.dev = mounts.special(spec["stage"], rootless=spec["rootless"], owner=spec["base"])
-        wire.send(channel, READY)
+        ipc.send(channel, READY)
 
     def serve(self) -> NoReturn:
-        """Answer the owner until it is gone."""
+        """Answer the owner's requests until it is gone."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
@@ -138,17 +137,17 @@ class Init:
                 os.read(self.wake, 4096)
                 self.collect()
             if self.channel.fileno() in ready:
-                payload, descriptors = wire.receive(self.channel)
+                payload, descriptors = ipc.receive(self.channel)
                 if payload.startswith(b"spawn\0"):
-                    what, request = "spawn", wire.unpack_spawn(payload)
+                    what, request = "spawn", ipc.unpack_spawn(payload)
                 else:
                     what, request = marshal.loads(payload)
                 try:
                     kept = self.requests[what](request, descriptors)
                 except OSError as error:
-                    wire.send(self.channel, _failure(error))
+                    ipc.send(self.channel, _failure(error))
                 else:
-                    wire.send(self.channel, READY, kept)
+                    ipc.send(self.channel, READY, kept)
                     descriptors += kept
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -156,7 +155,7 @@ class Init:
                     self.hand_over()
 
     def hand_over(self) -> None:
-        """Become the program that does the rest, if that can be executed. Nothing else runs in the box yet."""
+        """Execute the compiled init, if possible. No other process runs in the container yet."""
         for descriptor in (self.channel.fileno(), self.pts):
             os.set_inheritable(descriptor, True)
         try:
@@ -165,9 +164,9 @@ class Init:
             for descriptor in (self.channel.fileno(), self.pts):
                 os.set_inheritable(descriptor, False)
 
-    # From an embryo to a box
+    # From a warm container to a specialised one
 
-    def become(self, request: dict[str, Any], _: list[int]) -> list[int]:
+    def specialise(self, request: dict[str, Any], _: list[int]) -> list[int]:
         """Mount the layers, go there, give up privileges; descriptors of the root and of the control directory."""
         sys.meta_path.clear()  # nothing is imported from in there
         prepared = mounts.Prepared(self.spec["stage"], request, rootless=self.spec["rootless"], ids=self.ids)
@@ -196,7 +195,7 @@ class Init:
         return [*self._settle(request), prepared.control]
 
     def restorer(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Start a CRIU that is to restore processes here, and go where it is: among the host's files.
+        """Start a CRIU that will restore processes here, and enter its mount namespace, which has the host's files.
 
         Args:
             request: ``program``; ``work``, the directory that it works in.
@@ -217,15 +216,15 @@ class Init:
         return []
 
     def mount(self, request: dict[str, Any], _: list[int]) -> list[int]:
-        """Mount what the processes are to be restored upon, see `mounts.for_criu`; that of the control directory."""
+        """Mount what the processes are restored upon, see `mounts.for_criu`; returns the control directory's mount."""
         return [mounts.for_criu(self.spec["stage"], self.spec["root"], request)]
 
     def enter(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Go where processes were restored, give up privileges; a descriptor of the root directory.
+        """Enter the restored processes' namespace, give up privileges; a descriptor of the root directory.
 
         Args:
             request: ``last_pid``, the highest process id that was given out there, so that the next is another one;
-                and as for `become`.
+                and as for `specialise`.
             descriptors: of one of these processes.
         """
         sys.meta_path.clear()
@@ -255,26 +254,26 @@ class Init:
         kernel.die_with_parent()  # both were forgotten with the old credentials
         return [os.open("/", os.O_PATH | os.O_DIRECTORY)]
 
-    # A box
+    # A specialised container
 
     def adopt(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Collect a restored process when it ends, as one that was started here; its pidfd.
+        """Take over a restored process, to collect it like a child started here; its pidfd.
 
         Args:
             request: ``pid``, as it is numbered inside.
-            descriptors: where its exit status goes.
+            descriptors: for its exit status.
         """
         kept = [os.pidfd_open(request["pid"])]
         self.statuses[request["pid"]] = os.dup(descriptors[0])
         return kept
 
     def spawn(self, request: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Start a process; its pidfd, and the master side of its terminal if it was given one.
+        """Start a process; its pidfd, and the master side of its terminal if it has one.
 
         Args:
-            request: as `wire.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
+            request: as `ipc.unpack_spawn` gives it: argv, env, cwd, path, terminal; ``adopts``, whether what its
                 descendants leave behind becomes its own.
-            descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
+            descriptors: for its exit status; without a terminal, also for its input and output.
         """
         status, *streams = descriptors
         environment = request["env"]
@@ -317,7 +316,7 @@ class Init:
         return kept
 
     def terminal(self) -> tuple[int, str]:
-        """A new terminal: its master side, and the path of the other."""
+        """Make a terminal: its master side, and the path of the other."""
         master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=self.pts)
         fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
         (number,) = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, bytes(4)))
@@ -328,7 +327,7 @@ class Init:
         return master, f"/dev/pts/{number}"
 
     def collect(self) -> None:
-        """Collect what ended; the rest of a started process's session ends with it."""
+        """Collect ended children; the rest of a started process's session ends with it."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -349,7 +348,7 @@ _ALL_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
 def _spawn_adopting(program: str, argv: list[str], environment: dict[str, str], terminal: str) -> int:
-    """As ``posix_spawn`` with a terminal, which cannot say that a process adopts orphans."""
+    """Start a process with a terminal that adopts orphans, which ``posix_spawn`` cannot express."""
     read, write = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -385,7 +384,7 @@ def _quietly(call: Any, *arguments: Any) -> None:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Root inside is the calling user outside; there is nobody else."""
+    """Map root inside to the calling user outside; no other id is mapped."""
     for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         kernel.write_text(f"/proc/self/{name}", content)
 
@@ -399,7 +398,7 @@ def _raise_loopback() -> None:
 
 
 def _directory(path: str, mode: int = 0o755) -> None:
-    """Make a directory that somebody deleted in an earlier life of this root, or put something else in its place."""
+    """Make a directory that was deleted, or replaced by something else, in an earlier use of this root."""
     folder = ""
     for part in path.strip("/").split("/"):
         folder += f"/{part}"
@@ -416,7 +415,7 @@ def _clear(path: str) -> None:
 
 
 def _target(path: str, mounted: int) -> None:
-    """Something at ``path`` that ``mounted`` can be attached over."""
+    """Make an entry at ``path`` over which ``mounted`` can be attached."""
     if stat.S_ISDIR(os.fstat(mounted).st_mode):
         _directory(path)
     elif not os.path.exists(path) or os.path.isdir(path):
@@ -426,7 +425,7 @@ def _target(path: str, mounted: int) -> None:
 
 
 def _find(name: str, path: str, cwd: str) -> str:
-    """The program that a shell would run."""
+    """Find a program as a shell would."""
     if "/" in name:
         return name
     for folder in path.split(":"):
@@ -437,7 +436,7 @@ def _find(name: str, path: str, cwd: str) -> str:
 
 
 def _end_session(leader: int) -> None:
-    """Kill what is left of a session."""
+    """Kill the rest of a session."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

@@ -1,6 +1,6 @@
-"""The program that a live box's init becomes: ``init.c``, compiled where there is a C compiler, once for each machine.
+"""Compiled init of a live container: ``init.c``, built once per machine, where there is a C compiler.
 
-It is an economy of memory: without it a box's init stays the fork of Python that it began as, and does the same.
+It saves memory: without it a container's init stays the fork of Python that it began as, and does the same.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from sandboxgym.data import cache_dir
 log = logging.getLogger("sandboxgym")
 
 VARIABLE = "SANDBOXGYM_INIT"
-"""Environment variable; ``python`` goes without the program."""
+"""Environment variable; ``python`` disables the program."""
 
-_MODE = 0o755  # a box with ids of its own executes it as nobody
+_MODE = 0o755  # a container with ids of its own executes it as nobody
 _OPTIONS = ("-std=gnu11", "-O2", "-static", "-s")
 _SECONDS = 60.0
 
 
 def program() -> Path | None:
-    """The program; None where it is not wanted or cannot be had."""
+    """Path of the program; None where it is not wanted or cannot be built."""
     if os.environ.get(VARIABLE) == "python":
         return None
     source = importlib.resources.files("sandboxgym.sandbox.overlay").joinpath("init.c").read_bytes()
@@ -40,7 +40,7 @@ def program() -> Path | None:
             _compile(source, path)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
-        log.debug("boxes keep an init in Python: %s %s", error, said.decode(errors="replace"))
+        log.debug("containers keep an init in Python: %s %s", error, said.decode(errors="replace"))
         return None
     return path
 

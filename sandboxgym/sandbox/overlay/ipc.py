@@ -1,6 +1,7 @@
-"""Messages with descriptors between the owner, the zygote and the inits of boxes.
+"""Messages with descriptors between the owner, the zygote and the inits of containers.
 
-The pages that an init dirties are what a box costs, so what runs in one imports little: `_socket`, not ``socket``.
+The memory of a container is the pages that its init dirties, so the code that runs in one imports little: `_socket`,
+not ``socket``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _HEADER = 4
 _ROOM = _socket.CMSG_SPACE(16 * 4) if hasattr(_socket, "CMSG_SPACE") else 0
-"""For 16 descriptors."""
+"""Ancillary buffer for 16 descriptors."""
 
 
 def send(channel: _socket.socket, payload: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -50,7 +51,7 @@ def pack_spawn(argv: Sequence[str], env: Mapping[str, str], *, cwd: str, termina
 
 
 def unpack_spawn(payload: bytes) -> dict[str, Any]:
-    """The inverse of `pack_spawn`."""
+    """Decode the request of `pack_spawn`."""
     _, kind, cwd, path, *rest = map(os.fsdecode, payload.split(b"\0")[:-1])
     end = 1 + int(rest[0])
     env = dict(pair.split("=", 1) for pair in rest[end + 1 :])
@@ -65,7 +66,7 @@ def unpack_spawn(payload: bytes) -> dict[str, Any]:
 
 
 def receive(channel: _socket.socket) -> tuple[bytes, list[int]]:
-    """The next message and its descriptors, which are not inherited.
+    """Receive the next message and its descriptors, which are not inherited.
 
     Raises:
         EOFError: the other side is gone.

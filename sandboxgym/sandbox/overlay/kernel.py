@@ -1,4 +1,4 @@
-"""The Linux system calls that boxes are made with and that Python does not wrap. Standard library only.
+"""Linux system calls for making containers that Python does not wrap. Standard library only.
 
 Every function raises ``OSError`` with the kernel's error number. Nothing here is called on other systems; importing it
 there is harmless.
@@ -27,7 +27,7 @@ NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 """Namespaces, as `clone` and `unshare` take them."""
 
 TMPFS = 0x01021994
-"""What `file_system` gives for a tmpfs."""
+"""Result of `file_system` for a tmpfs."""
 
 RDONLY, NOSUID, NODEV, NOEXEC = 0x1, 0x2, 0x4, 0x8
 """Attributes of a mount, for `new_mount`, `copy_mount` and `set_attributes`."""
@@ -81,14 +81,14 @@ CAPABILITIES = {
     "SYS_CHROOT": 18,
     "SETFCAP": 31,
 }
-"""What a box's root may do: Docker's default set without MKNOD, NET_RAW and AUDIT_WRITE."""
+"""Capabilities of a container's root: Docker's default set without MKNOD, NET_RAW and AUDIT_WRITE."""
 
 # PyDLL keeps the interpreter's lock: after `clone` the child has one thread, and it must find the lock held by it.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def supported() -> bool:
-    """Whether the numbers of this machine's system calls are known here."""
+    """True if the system call numbers of this machine are known here."""
     return sys.platform == "linux" and os.uname().machine in _NUMBERS
 
 
@@ -114,7 +114,7 @@ def clone(flags: int) -> int:
 
 
 def clone_as(pid: int) -> int:
-    """``fork`` with the id ``pid`` for the child, in the namespace of process ids that children go to.
+    """``fork`` with the id ``pid`` for the child, in the namespace of process ids that children enter.
 
     Raises:
         FileExistsError: a process has that id.
@@ -139,12 +139,12 @@ def _forked(name: str, *arguments: int | bytes) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Go on in new namespaces."""
+    """Enter new namespaces."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def set_namespace(descriptor: int, flags: int) -> None:
-    """Go on in namespaces that exist.
+    """Enter existing namespaces.
 
     Args:
         descriptor: of one of them, or of a process (a pidfd), whose namespaces of the kinds in ``flags`` are meant.
@@ -154,19 +154,19 @@ def set_namespace(descriptor: int, flags: int) -> None:
 
 
 def file_system(path: str) -> int:
-    """The number of the kind of file system that ``path`` is on."""
+    """Type number of the file system that holds ``path``."""
     buffer = ctypes.create_string_buffer(512)
     _check(_libc.statfs(os.fsencode(path), buffer), "statfs")
     return int(ctypes.c_long.from_buffer(buffer).value)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose parents end; kept when another program is executed."""
+    """Become the parent of all orphaned descendants; kept when another program is executed."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_hostname(name: bytes) -> None:
-    """Name of this machine in the current namespace."""
+    """Set the host name in the current namespace."""
     _check(_libc.sethostname(name, ctypes.c_size_t(len(name))), "sethostname")
 
 
@@ -179,7 +179,7 @@ def read_text(path: str) -> str:
 
 
 def write_text(path: str, content: str) -> None:
-    """Write to a file that exists in one piece, as those of ``/proc`` and control groups want it."""
+    """Write to an existing file with one call, as files of ``/proc`` and control groups require."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, content.encode())
@@ -196,7 +196,7 @@ def close_from(lowest: int) -> None:
 
 
 def make_private() -> None:
-    """What is mounted in this namespace stays in it, and nothing comes in."""
+    """Make all mounts of this namespace private: no mount propagates out or in."""
     _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE)
 
 
@@ -206,7 +206,7 @@ def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int, data: b
 
 
 def new_mount(kind: str, options: Sequence[tuple[str, str | None]], *, attributes: int = 0) -> int:
-    """A new file system that is mounted nowhere yet.
+    """Make a new file system that is mounted nowhere yet.
 
     Args:
         kind: ``"overlay"``, ``"tmpfs"``…
@@ -234,7 +234,7 @@ def new_mount(kind: str, options: Sequence[tuple[str, str | None]], *, attribute
 
 
 def _complaint(context: int) -> str:
-    """What the kernel logged about a mount that failed."""
+    """The kernel's log message about a mount that failed."""
     lines = []
     while True:
         try:
@@ -244,14 +244,14 @@ def _complaint(context: int) -> str:
 
 
 def mount(kind: str, target: str, *, options: Sequence[tuple[str, str | None]] = (), attributes: int = 0) -> None:
-    """A new file system at ``target``."""
+    """Mount a new file system at ``target``."""
     mounted = new_mount(kind, options, attributes=attributes)
     attach(mounted, target)
     os.close(mounted)
 
 
 def copy_mount(path: str, *, attributes: int = 0, ids: int = -1, recursive: bool = True) -> int:
-    """What is seen at ``path``, with the mounts below it, as a mount of its own that is nowhere yet (a bind mount).
+    """Copy the tree of mounts at ``path`` as a detached mount (a bind mount).
 
     Args:
         path: a directory or file.
@@ -281,26 +281,26 @@ def set_attributes(tree: int, attributes: int, *, ids: int = -1, recursive: bool
 
 
 def attach(mounted: int, target: str) -> None:
-    """Show a mount of `new_mount` or `copy_mount` at ``target``."""
+    """Attach a mount of `new_mount` or `copy_mount` at ``target``."""
     _syscall("move_mount", mounted, b"", AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
 
 
 def bind(source: str, target: str, *, attributes: int = 0) -> None:
-    """Show ``source`` at ``target`` too."""
+    """Bind-mount ``source`` at ``target``."""
     tree = copy_mount(source, attributes=attributes)
     attach(tree, target)
     os.close(tree)
 
 
 def enter_root() -> None:
-    """Make the current directory, a mount point, the root, and lose the old one with all that is mounted there."""
+    """Make the current directory, a mount point, the root, and detach the old one with all its mounts."""
     _syscall("pivot_root", b".", b".")
     unmount(".")
     os.chdir("/")
 
 
 def unmount(path: str) -> None:
-    """Take away what is mounted at ``path``, now or when nobody uses it any more."""
+    """Unmount ``path``, now or when it is no longer used."""
     _check(_libc.umount2(os.fsencode(path), ctypes.c_int(_MNT_DETACH)), "umount2")
 
 
@@ -334,17 +334,17 @@ def _prctl(option: int, *values: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that made this process ends; forgotten when credentials change."""
+    """Request a kill when the thread that made this process ends; reset when credentials change."""
     _prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def set_secure_bits(bits: int) -> None:
-    """How this thread's capabilities follow its user ids, see capabilities(7)."""
+    """Set the rules by which this thread's capabilities follow its user ids, see capabilities(7)."""
     _prctl(_PR_SET_SECUREBITS, bits)
 
 
 def act_on_files_as(user: int) -> None:
-    """Make files as a user and group, by their number, with all capabilities that there were; this thread only.
+    """Set the user and group of files that this thread makes, by number, and keep all its capabilities.
 
     The kernel drops what concerns files when the user changes: it is taken up again.
 
@@ -364,12 +364,12 @@ def act_on_files_as(user: int) -> None:
 
 
 def undumpable() -> None:
-    """No process of the same user may look into this one, trace it or open what it has open."""
+    """Forbid processes of the same user to inspect this one, trace it or open its descriptors."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def drop_privileges() -> None:
-    """Keep of all capabilities those of `CAPABILITIES`, and never gain one again, by whatever program."""
+    """Drop all capabilities but those of `CAPABILITIES`, and forbid gaining any again, by whatever program."""
     kept = sum(1 << number for number in CAPABILITIES.values())
     last = int(read_text("/proc/sys/kernel/cap_last_cap"))
     for number in range(last + 1):
@@ -383,7 +383,7 @@ def drop_privileges() -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Hold this process and all it starts to a seccomp filter (BPF instructions of 8 bytes)."""
+    """Apply a seccomp filter to this process and all that it starts (BPF instructions of 8 bytes)."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     holder = ctypes.create_string_buffer(header, len(header))
@@ -391,7 +391,7 @@ def install_filter(program: bytes) -> None:
 
 
 def show_command_line(name: bytes) -> None:
-    """Let ``ps`` show ``name`` for this process, cut to the room that its command line takes."""
+    """Set the name that ``ps`` shows for this process, cut to the room of its command line."""
     fields = read_text("/proc/self/stat").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     ctypes.memset(start, 0, end - start)

@@ -1,14 +1,14 @@
-"""What is mounted in a box: its layers, ``/proc``, ``/dev``, the control directory, and directories of the host.
+"""Mounts of a container: its layers, ``/proc``, ``/dev``, the control directory, and directories of the host.
 
-1. No inode of the host's can be changed or locked through them. Device nodes are the box's own, or on a mount that is
-   read-only. A directory of the host is shown through an overlay of its own, whose inodes are the box's; where that
-   cannot be (a single file, a directory with mounts below it), through a mount that is read-only.
-2. With private ids (`ids`) files have on disk the owners that they have inside: what is below the overlay is mounted
-   with its ids mapped.
-3. The control directory is in memory, of a bounded size, and made for one box. It is read-only inside but for the files
-   that the shell writes to, which can be neither replaced nor removed.
+1. No inode of the host can be changed or locked through them. Device nodes are the container's own, or on a read-only
+   mount. A directory of the host is shown through an overlay of its own, whose inodes are the container's; where that
+   is impossible (a single file, a directory with mounts below it), through a read-only mount.
+2. With private ids (`ids`) files have on disk the owners that they have inside: the layers below the overlay are
+   mounted with mapped ids.
+3. The control directory is in memory, of a bounded size, and made for one container. It is read-only inside but for the
+   files that the shell writes to, which can be neither replaced nor removed.
 
-Standard library only; runs in the init of a box, before anything else does.
+Standard library only; runs in the init of a container, before anything else does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 """Devices in ``/dev``, with their numbers."""
 OVERLAY, BIND, EMPTY = "overlay", "bind", "empty"
-"""How a directory or file of the host is shown."""
+"""Ways of showing a directory or file of the host."""
 SHELL, WRITABLE = "shell.0", ("state.0", "state.1", "syntax", "limits")
-"""Of the control directory: the shell's directory, and the files there that it writes to."""
+"""Parts of the control directory: the shell's directory, and the files there that the shell writes to."""
 CONTROL_BYTES = 56 * 2**20
 """Room in the control directory: three times a shell's largest state and some."""
 DEV_PLACE, NOTHING_PLACE, EMPTY_PLACE, BIND_PLACE = "dev", "nothing", "empty", "bind-{}"
-"""Where `for_criu` puts what processes are restored upon: ``/dev``, a file and a directory with nothing in it, and what
-is bound, by its number."""
+"""Places made by `for_criu`: ``/dev``, an empty file, an empty directory, and the bind mounts by number."""
 
 _FOLDERS = ("shm", "pts")
 _LINKS = {
@@ -56,7 +55,7 @@ _LINKED = 64  # inodes of a control directory
 
 
 class Ids:
-    """The user namespace of a box, as a descriptor, and the first of its ids outside."""
+    """User namespace of a container, as a descriptor, and the first of its ids outside."""
 
     def __init__(self, descriptor: int, base: int) -> None:
         self.descriptor = descriptor
@@ -64,7 +63,7 @@ class Ids:
 
 
 def special(stage: str, *, rootless: bool, owner: int = 0) -> tuple[int, int]:
-    """``/proc`` and ``/dev`` of a box, to be attached later.
+    """``/proc`` and ``/dev`` of a container, to be attached later.
 
     Args:
         stage: a directory to mount upon meanwhile.
@@ -86,23 +85,25 @@ def special(stage: str, *, rootless: bool, owner: int = 0) -> tuple[int, int]:
         if os.path.exists(path := os.path.join(proc, name)):
             kernel.bind(os.path.join(stage, "empty"), path, attributes=_SAFE | kernel.NOEXEC | kernel.RDONLY)
     _make_dev(dev, rootless=rootless, owner=owner)
+    # The kernel limits the terminals of the whole machine: without a limit of its own a container could take them all.
     options = [("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620"), ("max", str(_TERMINALS))]
     kernel.mount("devpts", os.path.join(dev, "pts"), options=options, attributes=kernel.NOSUID | kernel.NOEXEC)
     mounts = kernel.copy_mount(proc), kernel.copy_mount(dev)
+    # Devices on a read-only mount can be written to, but their modes, owners and times cannot be changed.
     kernel.set_attributes(mounts[1], kernel.RDONLY, recursive=False)
     kernel.unmount(stage)
     return mounts
 
 
 def _open_stage(stage: str) -> None:
-    """A directory in memory to prepare mounts in, with a file and a directory in which there is nothing."""
+    """A directory in memory to prepare mounts in, with an empty file and an empty directory."""
     kernel.mount("tmpfs", stage, options=[("mode", "0755")])
     os.close(os.open(os.path.join(stage, "nothing"), os.O_CREAT | os.O_CLOEXEC, 0o444))
     os.mkdir(os.path.join(stage, "empty"), 0o555)
 
 
 def _make_dev(path: str, *, rootless: bool, owner: int = 0) -> None:
-    """A ``/dev`` without terminals, on a mount that is still to be made read-only."""
+    """Make a ``/dev`` without terminals, on a mount that is still to be made read-only."""
     kernel.mount("tmpfs", path, options=[("mode", "0755"), ("size", "64k")], attributes=kernel.NOSUID | kernel.NOEXEC)
     os.chown(path, owner, owner)
     for name, (major, minor) in NODES.items():
@@ -124,14 +125,14 @@ def _make_dev(path: str, *, rootless: bool, owner: int = 0) -> None:
 
 
 class Prepared:
-    """The mounts of one box that depend on what it becomes, until they are attached.
+    """Mounts of one container that depend on its specification, until they are attached.
 
     Args:
         stage: a directory to mount upon meanwhile.
         request: ``store``, the directory in which layers are; ``lowers``, ``upper`` and ``work``; ``shown``, what is
             shown of the host: path, how, and path inside; ``control_inside``.
         rootless: there are no privileges outside.
-        ids: of the box, if it has its own.
+        ids: of the container, if it has its own.
     """
 
     def __init__(self, stage: str, request: dict[str, Any], *, rootless: bool, ids: Ids | None) -> None:
@@ -142,7 +143,7 @@ class Prepared:
         self._used = 0
         _open_stage(stage)
         self.control = self._make_control(0 if ids is None else ids.base)
-        """Of the control directory, for the owner."""
+        """Mount of the control directory, for the owner."""
         if ids is not None:
             kernel.act_on_files_as(ids.base)
         try:
@@ -155,7 +156,7 @@ class Prepared:
         self.binds += self._control_mounts()
 
     def close(self) -> None:
-        """Take away what was only needed to prepare."""
+        """Unmount what was needed for preparation only."""
         kernel.unmount(self._stage)
 
     def _place(self) -> str:
@@ -178,8 +179,10 @@ class Prepared:
             options: list[tuple[str, str | None]] = [("lowerdir+", name) for name in named[:-2]]
             options += [("upperdir", named[-2]), ("workdir", named[-1]), ("volatile", None)]
             # A directory of a lower layer can then be renamed as one of the upper layer can: taking a snapshot changes
-            # nothing. The kernel forbids it to users without privileges.
+            # nothing. The kernel forbids it to users without privileges. Metacopy would leave the data of a file whose
+            # mode was changed in the layer below, and an index ties a layer to those it was first mounted over.
             privileged: list[tuple[str, str | None]] = [("redirect_dir", "on"), ("metacopy", "off"), ("index", "off")]
+            # Overlayfs's own attributes are trusted.* by default, which only root of the machine may set.
             options += [("userxattr", None)] if self._rootless else privileged
             return kernel.new_mount("overlay", options, attributes=_SAFE)
         finally:
@@ -187,7 +190,7 @@ class Prepared:
                 os.close(descriptor)
 
     def _mapped(self, paths: Sequence[str]) -> list[str]:
-        """Where the files of layers are with the ids of the box: one mount for all that are in the store."""
+        """Places of the layers with the ids of the container: one mount for all that are in the store."""
         if self._ids < 0:
             return list(paths)
         store = self._request["store"]
@@ -199,7 +202,7 @@ class Prepared:
         ]
 
     def _attached(self, path: str) -> str:
-        """A directory with its ids mapped, at a place of its own: kernels before 6.15 want layers attached."""
+        """Attach a directory with mapped ids at a place of its own: kernels before 6.15 accept only attached layers."""
         place = self._place()
         mounted = kernel.copy_mount(path, ids=self._ids, recursive=False)
         kernel.attach(mounted, place)
@@ -207,7 +210,7 @@ class Prepared:
         return place
 
     def _shown(self, path: str, how: str) -> int:
-        """A directory or file of the host, which nothing can be written to."""
+        """Read-only mount of a directory or file of the host."""
         attributes = _SAFE | kernel.RDONLY
         if how == EMPTY:
             return kernel.copy_mount(os.path.join(self._stage, "empty"), attributes=attributes)
@@ -235,7 +238,7 @@ class Prepared:
                 os.close(descriptor)
 
     def _make_control(self, user: int) -> int:
-        """A control directory whose files for the shell are those of root inside, who is ``user`` outside."""
+        """Make a control directory with files for the shell owned by root inside, which is ``user`` outside."""
         place = self._place()
         options = [("mode", "0755"), ("size", str(CONTROL_BYTES)), ("nr_inodes", str(_LINKED))]
         kernel.mount("tmpfs", place, options=options, attributes=_SAFE | kernel.NOEXEC)
@@ -261,13 +264,13 @@ class Prepared:
 
 
 def attached_points(shown: Sequence[tuple[str, str, str]], control_inside: str) -> list[str]:
-    """Where the mounts of `Prepared.binds` are inside, in their order."""
+    """Mount points inside of `Prepared.binds`, in their order."""
     writable = [f"{control_inside}/{SHELL}/{name}" for name in WRITABLE]
     return [*(inside for _, _, inside in shown), control_inside, *writable]
 
 
 def for_criu(stage: str, root: str, request: dict[str, Any]) -> int:
-    """Mount what processes are to be restored upon where CRIU sees it: the layers, and in ``stage`` all else by places.
+    """Mount, where CRIU sees it, the layers, and in ``stage`` all other mounts by places.
 
     Args:
         stage: a directory to mount upon.

@@ -1,4 +1,4 @@
-"""Processes of boxes as their owner sees and ends them, by the numbers and the process table of the host."""
+"""Processes of containers as their owner observes and ends them, by the host's process ids and /proc."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE = 10.0
 
 @dataclass(eq=False)
 class NamespaceProcess:
-    """A process in a box; see `base.Process`."""
+    """A process in a container; see `base.Process`."""
 
     pidfd: int
     status: int
@@ -31,20 +31,20 @@ class NamespaceProcess:
 
     @property
     def pid(self) -> int | None:
-        """As the host numbers it; None once it ended."""
+        """Process id on the host; None once it ended."""
         if self._pid is None and self.pidfd >= 0:
             self._pid = _pid_of(self.pidfd)
         return self._pid
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit status (128 + signal if killed), or None if it still runs after ``timeout`` seconds."""
+        """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
         if self.code is None and self.status >= 0 and readable(self.status, timeout):
             # The init writes it; without an init, all were killed.
             self.code = int(os.read(self.status, 16) or 128 + signal.SIGKILL)
         return self.code
 
     def kill(self) -> None:
-        """Kill it and all that it started, as far as it is still its offspring or in its session. Idempotent.
+        """Kill the process and all that it started, as far as it is still its offspring or in its session. Idempotent.
 
         Raises:
             SandboxError: some do not die.
@@ -52,7 +52,7 @@ class NamespaceProcess:
         pid = self.pid
         if self.code is not None or pid is None:
             return
-        # Stopped first, for what is being killed one by one can go on forking meanwhile.
+        # Stopped first, for what is being killed one by one can continue forking meanwhile.
         stopped: set[int] = set()
         for _ in range(50):
             found = {pid, *(info.pid for info in offspring(pid))} - stopped
@@ -73,7 +73,7 @@ class NamespaceProcess:
             time.sleep(0.0005)
 
     def close(self) -> None:
-        """Close the descriptors held here. Idempotent."""
+        """Close the descriptors held by this process. Idempotent."""
         for name in ("pidfd", "status", "terminal", "output"):
             descriptor = getattr(self, name)
             if descriptor is not None and descriptor >= 0:
@@ -82,7 +82,7 @@ class NamespaceProcess:
 
 
 def readable(descriptor: int, seconds: float | None) -> bool:
-    """Whether there is something to read, or an end, within that time; `select` knows no descriptor above 1023."""
+    """True if a descriptor becomes readable or ends in that time; `select` is limited to descriptors up to 1023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1e3))
@@ -113,7 +113,7 @@ def _children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The numbers of all descendants of a process."""
+    """Process ids of all descendants of a process."""
     found = []
     pending = [pid]
     while pending:
@@ -124,7 +124,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def offspring(pid: int) -> list[ProcessInfo]:
-    """All descendants of a process that have not ended, without it."""
+    """All descendants of a process that have not ended."""
     found = {}
     pending = [(child, pid) for child in _children(pid)]
     while pending:

@@ -1,6 +1,6 @@
-"""What a killed owner of sandboxes left: the processes of its zygote, control groups, layers.
+"""Cleanup after a killed owner of sandboxes: the processes of its zygote, control groups, layers.
 
-Its mounts went with its processes, for none was made in the host's namespace.
+Its mounts vanish with its processes, for none was made in the host's namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS = 10.0
 
 
 def started(pid: int) -> str:
-    """When a process started, as the kernel counts; empty if there is none."""
+    """Start time of a process, as the kernel counts; empty if there is none."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -30,12 +30,12 @@ def started(pid: int) -> str:
 
 
 def record_zygote(directory: Path, pid: int) -> None:
-    """Note in a run directory which process is its zygote."""
+    """Record the zygote of a run directory."""
     (directory / ZYGOTE).write_text(f"{pid} {started(pid)}")
 
 
 def clear(directory: Path) -> None:
-    """Clear what a run directory of sandboxes records; the files go too. Idempotent.
+    """Clear the resources recorded in a run directory of sandboxes, and delete its files. Idempotent.
 
     Raises:
         OSError: a control group cannot be removed.
@@ -51,7 +51,7 @@ def clear(directory: Path) -> None:
 
 
 def _end(pid: int, start: str) -> None:
-    """Kill a process, if the id is still its own, and wait until it is gone."""
+    """Kill a process, if the id is still its own, and wait for its end."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""What the overlay backends of one process share: the zygote, the store of layers, boxes made ahead of demand."""
+"""Resources shared by the overlay backends of a process: the zygote, the store of layers, warm containers."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from sandboxgym.sandbox.base import CONTROL, Limits, RootFS, SandboxError, Sandb
 from sandboxgym.sandbox.files import name_files as names
 from sandboxgym.sandbox.layers import accountant
 from sandboxgym.sandbox.layers.store import FILES, WORK, Layer, LayerStore
-from sandboxgym.sandbox.overlay import init_binary, kernel, mounts, seccomp, zygote
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import init_binary, ipc, kernel, mounts, seccomp, zygote
 from sandboxgym.sandbox.overlay.cgroups import RECORD, Group, Groups
 from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.overlay.reaper import record_zygote
 from sandboxgym.system import run_directories
 
 AHEAD = 2
-"""Embryos that are kept ready for each kind of box."""
+"""Warm containers kept ready for each kind."""
 KIND = "sandbox"
-"""Of the run directory."""
+"""Kind of the run directory."""
 run_directories.register_reaper(KIND, "sandboxgym.sandbox.overlay.reaper:clear")
 
 _SKELETON = ("proc", "sys", "dev/shm", "tmp", "run", "root", CONTROL.strip("/"))
 _STOP_SECONDS = 10.0
 
 Flavour = tuple[bool, bool, bool]
-"""Rootless, network, private ids."""
+"""Kind of a container: rootless, network, private ids."""
 
 VARIABLE = "SANDBOXGYM_PRIVATE_IDS"
-"""Environment variable; ``0`` goes without private ids, for root file systems with ids above 65,535."""
+"""Environment variable; ``0`` disables private ids, for root file systems with ids above 65,535."""
 
 
-class Box:
-    """The init of a box, and the way to it."""
+class Container:
+    """Connection to the init of a container."""
 
     def __init__(
         self, channel: socket.socket, pidfd: int, pid: int, group: Group | None, layer: Layer, base: int = 0
@@ -58,19 +57,19 @@ class Box:
         self.group = group
         self.layer = layer
         self.base = base
-        """What the ids of files inside begin at outside; 0 where they are the same."""
+        """First id outside of the files inside; 0 where ids are equal."""
         self.root = -1
         """Descriptor of the root directory."""
         self.control = -1
         """Descriptor of the control directory."""
         self.frozen = False
-        """Whether its control group was frozen."""
+        """True if its control group was frozen."""
         self.pages = -1
-        """Tells when all memory of restored processes is there: by `join.DONE`, or by its end if it never will be."""
+        """Descriptor that reports all restored memory in place: by `criu_process.DONE`, or by its end on failure."""
         self._waiting = False
 
     def ask(self, what: str, request: dict[str, Any], descriptors: Sequence[int] = ()) -> list[int]:
-        """Have something done; the descriptors that come back.
+        """Send a request; the descriptors of the answer.
 
         Raises:
             OSError: it failed inside.
@@ -80,7 +79,7 @@ class Box:
         return self.answer()
 
     def tell(self, what: str, request: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """`ask` without waiting for the `answer`, which must be taken before the next request.
+        """Send a request without waiting for the `answer`, which must be taken before the next request.
 
         Raises:
             EOFError: the init is gone.
@@ -97,22 +96,22 @@ class Box:
         adopts: bool,
         descriptors: Sequence[int],
     ) -> list[int]:
-        """Start a process; its pidfd, and the master side of its terminal if it was given one.
+        """Start a process; its pidfd, and the master side of its terminal if it has one.
 
         Args:
             argv: program and arguments.
             env: the whole environment.
             cwd: directory inside.
-            terminal: whether it gets one.
-            adopts: whether what its descendants leave behind becomes its own; with a terminal only.
-            descriptors: where its exit status goes; unless it is on a terminal, its input and its output.
+            terminal: True for a terminal.
+            adopts: True to make its orphaned descendants its children; with a terminal only.
+            descriptors: for its exit status; without a terminal, also for its input and output.
 
         Raises:
             OSError: it cannot be started.
             EOFError: the init is gone.
             ValueError: null bytes.
         """
-        self._send(wire.pack_spawn(argv, env, cwd=cwd, terminal=terminal, adopts=adopts), descriptors)
+        self._send(ipc.pack_spawn(argv, env, cwd=cwd, terminal=terminal, adopts=adopts), descriptors)
         return self.answer()
 
     def _send(self, payload: bytes, descriptors: Sequence[int]) -> None:
@@ -121,13 +120,13 @@ class Box:
             raise EOFError("an earlier request was interrupted before its answer came")
         self._waiting = True
         try:
-            wire.send(self.channel, payload, descriptors)
+            ipc.send(self.channel, payload, descriptors)
         except OSError as error:
             raise EOFError(str(error)) from error
 
     def answer(self) -> list[int]:
-        """The next answer; see `ask`."""
-        payload, descriptors = wire.receive(self.channel)
+        """Wait for the next answer; see `ask`."""
+        payload, descriptors = ipc.receive(self.channel)
         self._waiting = False
         if payload.startswith(b"error "):
             reason, _, message = payload.decode(errors="backslashreplace").partition("\0")
@@ -137,7 +136,7 @@ class Box:
 
     @property
     def ended(self) -> bool:
-        """Whether every process is gone."""
+        """True if every process is gone."""
         return self.pidfd < 0 or readable(self.pidfd, 0)
 
     def freeze(self) -> bool:
@@ -146,7 +145,7 @@ class Box:
         return self.frozen
 
     def thaw(self) -> None:
-        """Let them go on. Idempotent."""
+        """Let stopped processes continue. Idempotent."""
         if self.frozen and self.group is not None:
             self.frozen = False
             with contextlib.suppress(OSError):  # they have ended, and the group with them
@@ -181,7 +180,7 @@ class Box:
 
 
 class Runtime:
-    """What all overlay backends of one process share: the store, the zygote, and the groups of control groups."""
+    """Resources shared by all overlay backends of one process: the store, the zygote, and the control groups."""
 
     def __init__(self) -> None:
         run_directories.reap()
@@ -197,7 +196,7 @@ class Runtime:
         self._private: dict[tuple[Path, ...], str] = {}
         self._shown: dict[str, list[tuple[str, str, str]]] = {}
         self._features = -1
-        self._ready: dict[Flavour, deque[Box]] = {}
+        self._ready: dict[Flavour, deque[Container]] = {}
         self._asked: deque[tuple[Flavour, Group | None, Path]] = deque()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -220,15 +219,15 @@ class Runtime:
             "user": os.geteuid(),
             "group": os.getegid(),
         }
-        wire.send(self.channel, marshal.dumps(settings))
+        ipc.send(self.channel, marshal.dumps(settings))
 
     @property
     def live(self) -> bool:
-        """Whether the zygote is there."""
+        """True if the zygote runs."""
         return self.process.poll() is None
 
-    def box(self, flavour: Flavour) -> Box:
-        """An embryo, made ahead or now.
+    def container(self, flavour: Flavour) -> Container:
+        """Take a warm container, made ahead or now.
 
         Raises:
             SandboxUnavailable: the kernel refuses.
@@ -241,18 +240,18 @@ class Runtime:
                 self._tell("hurry")
             while not ready:
                 self._receive(flavour)
-            box = ready.popleft()
+            container = ready.popleft()
             if not ready and self._asked:  # many are wanted, one after the other
                 self._tell("hurry")
         try:
-            box.answer()
+            container.answer()
         except (OSError, EOFError) as error:
-            self.discard(box)
+            self.discard(container)
             raise SandboxUnavailable(advice(error, rootless=flavour[0])) from error
-        return box
+        return container
 
     def prepare(self, flavour: Flavour) -> None:
-        """Have embryos made for those who ask next."""
+        """Have warm containers made for later requests."""
         with self.lock:
             coming = sum(kind == flavour for kind, _, _ in self._asked) + len(self._ready.get(flavour, ()))
             for _ in range(AHEAD - coming):
@@ -275,9 +274,9 @@ class Runtime:
         self._tell("embryo", spec)
 
     def _receive(self, wanted: Flavour) -> None:
-        """Take in the next embryo that was asked for; one of another kind than wanted may have failed."""
+        """Receive the next warm container that was requested; one of another kind than wanted may have failed."""
         try:
-            payload, descriptors = wire.receive(self.channel)
+            payload, descriptors = ipc.receive(self.channel)
         except (EOFError, OSError) as error:
             raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
         flavour, group, path = self._asked.popleft()
@@ -285,8 +284,8 @@ class Runtime:
         layer = self.store.adopt(path)
         if pid:
             channel, pidfd = descriptors
-            box = Box(socket.socket(fileno=channel), pidfd, pid, group, layer, base)
-            self._ready.setdefault(flavour, deque()).append(box)
+            container = Container(socket.socket(fileno=channel), pidfd, pid, group, layer, base)
+            self._ready.setdefault(flavour, deque()).append(container)
             return
         self.store.drop([layer])
         for group_path in group.paths if group else ():
@@ -297,57 +296,57 @@ class Runtime:
     def _tell(self, *request: Any, descriptors: Sequence[int] = ()) -> None:
         with self.lock:
             try:
-                wire.send(self.channel, marshal.dumps(request), descriptors)
+                ipc.send(self.channel, marshal.dumps(request), descriptors)
             except OSError as error:
                 raise SandboxUnavailable(f"the process that makes sandboxes ended: {error}") from error
 
-    def discard(self, box: Box) -> None:
-        """End a box and give up its layer."""
+    def discard(self, container: Container) -> None:
+        """End a container and give up its layer."""
         with contextlib.suppress(SandboxError):
-            box.end()
-        self.store.drop([box.layer])
+            container.end()
+        self.store.drop([container.layer])
 
-    def capturer(self, program: str, box: Box) -> socket.socket:
-        """A CRIU that looks at a live box; the socket to it.
+    def capturer(self, program: str, container: Container) -> socket.socket:
+        """Start a CRIU that can capture a live container; the socket to it.
 
         Args:
             program: CRIU.
-            box: live.
+            container: live.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                spec = {"program": program, "init": box.pid}
+                spec = {"program": program, "init": container.pid}
                 self._tell("capture", spec, descriptors=[theirs.fileno(), self.features(program)])
             except BaseException:
                 ours.close()
                 raise
         return ours
 
-    def restorer(self, program: str, box: Box, work: Path) -> socket.socket:
-        """A CRIU that will restore into an embryo; the socket to it. The embryo has not answered yet.
+    def restorer(self, program: str, container: Container, work: Path) -> socket.socket:
+        """Start a CRIU that will restore into a warm container, which has not answered yet; the socket to it.
 
         Args:
             program: CRIU.
-            box: the embryo.
+            container: the warm container.
             work: directory for CRIU to work in.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 request = {"program": program, "work": os.fspath(work)}
-                box.tell("restorer", request, [theirs.fileno(), self.features(program)])
+                container.tell("restorer", request, [theirs.fileno(), self.features(program)])
             except BaseException:
                 ours.close()
                 raise
         return ours
 
-    def bring_pages(self, program: str, box: Box, *, layer: Path, images: Path, work: Path) -> int:
-        """Have the memory of what is about to be restored into ``box`` brought to it bit by bit.
+    def bring_pages(self, program: str, container: Container, *, layer: Path, images: Path, work: Path) -> int:
+        """Have memory restored lazily into a container whose processes are about to be restored.
 
         Args:
             program: CRIU.
-            box: the embryo; gets `Box.pages`.
+            container: the warm container; gets `Container.pages`.
             layer: which is not deleted meanwhile, with the pages in it.
             images: in ``layer``.
             work: the directory of the restoring CRIU.
@@ -356,9 +355,9 @@ class Runtime:
             A descriptor that a byte comes from when restoring may begin; it ends without one if that cannot be done.
         """
         ready, told = os.pipe()
-        box.pages, done = os.pipe()
+        container.pages, done = os.pipe()
         places = {"layer": layer, "images": images, "work": work}
-        spec = {"program": program, "init": box.pid, **{name: os.fspath(path) for name, path in places.items()}}
+        spec = {"program": program, "init": container.pid, **{name: os.fspath(path) for name, path in places.items()}}
         try:
             self._tell("pages", spec, descriptors=[told, done, self.features(program)])
         except BaseException:
@@ -378,15 +377,15 @@ class Runtime:
                     with theirs:
                         self._tell("features", str(self.directory), program, descriptors=[theirs.fileno()])
                     try:
-                        _, (self._features,) = wire.receive(ours)
+                        _, (self._features,) = ipc.receive(ours)
                     except EOFError as error:
                         raise SandboxUnavailable("no mount namespace for CRIU can be made") from error
             return self._features
 
-    def watch(self, box: Box, limits: Limits) -> None:
-        """Hold a box to what it may take of the disk."""
+    def watch(self, container: Container, limits: Limits) -> None:
+        """Hold a container to its limits of disk usage."""
         most = [accountant.NONE if limit is None else limit for limit in (limits.disk, limits.files)]
-        self._tell("watch", box.pid, str(box.layer.files), *most)
+        self._tell("watch", container.pid, str(container.layer.files), *most)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Delete directories in the background."""
@@ -394,15 +393,15 @@ class Runtime:
             self._tell("remove", list(paths))
 
     def forget(self) -> None:
-        """Close the ways to a zygote that was killed, and to the embryos that went with it."""
+        """Close the connections to a zygote that was killed, and to the warm containers that ended with it."""
         self.channel.close()
-        for box in itertools.chain(*self._ready.values()):
-            box.channel.close()
-            os.close(box.pidfd)
+        for container in itertools.chain(*self._ready.values()):
+            container.channel.close()
+            os.close(container.pidfd)
         self._ready.clear()
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Wait until what was to be removed is gone."""
+        """Wait until all requested removals are done."""
         read, write = os.pipe()
         try:
             self._tell("settle", descriptors=[write])
@@ -412,7 +411,7 @@ class Runtime:
         os.close(read)
 
     def why_not_private(self, rootfs: RootFS) -> str:
-        """Why boxes over a root file system cannot have ids of their own; empty if they can, which is tried once."""
+        """Reason why containers over a root file system cannot have private ids; empty if they can, tested once."""
         if os.environ.get(VARIABLE) == "0":
             return f"{VARIABLE}=0 is set"
         with self.lock:
@@ -427,7 +426,7 @@ class Runtime:
             return self._private[rootfs.lowers]
 
     def shown(self, rootfs: RootFS) -> list[tuple[str, str, str]]:
-        """What is shown of the host: path, how (see ``mounts.py``), path inside."""
+        """Files of the host to show: path, kind of mount (see ``mounts.py``), path inside."""
         key = _digest(rootfs)
         with self.lock:
             if key not in self._shown:
@@ -436,7 +435,7 @@ class Runtime:
             return self._shown[key]
 
     def skeleton(self, rootfs: RootFS) -> Path:
-        """A directory with what has to be there to be mounted upon, to lie below everything else."""
+        """Lowest layer, with the mount points that every container needs."""
         path = self.directory / f"skeleton-{_digest(rootfs)}"
         with self.lock:
             if not path.exists():
@@ -455,12 +454,12 @@ class Runtime:
         return path
 
     def names(self, rootfs: RootFS, *, network: bool) -> Path:
-        """A layer with the files that names are resolved by, above a root file system; see ``files/name_files.py``."""
+        """Layer with the files of name resolution, above a root file system; see ``files/name_files.py``."""
         with self.lock:
             return names.layer(self.directory, rootfs.lowers, names.contents(network=network))
 
     def close(self) -> None:
-        """End the zygote, which ends every box, and give the run directory back."""
+        """End the zygote, which ends every container, and give the run directory back."""
         with contextlib.suppress(SandboxUnavailable):
             self._tell("end")  # forks of this process may hold the channel open
         self.channel.close()
@@ -490,7 +489,7 @@ _runtime_lock = threading.Lock()
 
 
 def runtime() -> Runtime:
-    """What this process's overlay backends share; made at the first call, and again where it died."""
+    """The runtime of this process; made at the first call, and again where it died."""
     global _runtime
     with _runtime_lock:
         if _runtime is not None and (_runtime.pid != os.getpid() or not _runtime.live):
@@ -510,7 +509,7 @@ def _close_runtime() -> None:
 
 
 def advice(error: Exception, *, rootless: bool) -> str:
-    """Why the kernel may have refused to make a box, and what helps."""
+    """Likely reason why the kernel refused to make a container, and the remedy."""
     code = error.errno if isinstance(error, OSError) else None
     what = "without root" if rootless else "as root"
     hint = ""

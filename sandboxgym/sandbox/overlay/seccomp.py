@@ -1,13 +1,13 @@
-"""The system calls that are closed to what runs in a box, as a program for the kernel's filter.
+"""Filter of the system calls forbidden inside a container, as a program for the kernel (seccomp).
 
-1. What reaches past a container is refused with EPERM: mounts, namespaces, kernel modules, keys, BPF, performance
-   counters, clocks, io_uring. It is a list of what is closed; calls that came to the kernel after `NEWEST` are closed
-   too (ENOSYS), so that nothing opens by itself with a new kernel.
+1. Calls that reach beyond a container are refused with EPERM: mounts, namespaces, kernel modules, keys, BPF,
+   performance counters, clocks, io_uring. The list is of closed calls; calls that came to the kernel after `NEWEST` are
+   closed too (ENOSYS), so that a new kernel opens nothing by itself.
 2. Calls of a foreign architecture (32-bit programs, x32) are refused as a whole, and so are address families other than
    unix, IPv4, IPv6 and netlink: a vsock, say, is not confined by a network namespace.
-3. Room on the disk cannot be reserved without writing (``fallocate`` gives EOPNOTSUPP, for which C libraries have an
-   answer): what is reserved in an instant is past a limit that is looked at from time to time. Holes can be punched.
-4. Contexts of asynchronous I/O (``io_setup`` gives ENOSYS) are counted for the machine as a whole: there are none.
+3. Disk space cannot be reserved without writing (``fallocate`` gives EOPNOTSUPP, which C libraries handle): an instant
+   reservation would exceed a limit that is checked periodically. Holes can be punched.
+4. Contexts of asynchronous I/O (``io_setup`` gives ENOSYS) are counted for the machine as a whole: none is allowed.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
 }
 NEWEST = 469
-"""The highest number of a call that was there when this list was made (Linux 6.18); the same on both machines."""
+"""The highest call number known to this list (Linux 6.18); equal on both architectures."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SOCKET = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""socket, socketpair"""
+"""Numbers of socket and socketpair."""
 _IO_SETUP = {"x86_64": 206, "aarch64": 0}
 _FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _PUNCH_HOLE = 0x02 | 0x01
@@ -105,7 +105,7 @@ def _code(operation: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter as BPF instructions.
+    """Build the filter as BPF instructions.
 
     Args:
         machine: ``"x86_64"`` or ``"aarch64"``; default: this one.

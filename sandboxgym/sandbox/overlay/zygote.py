@@ -1,24 +1,28 @@
-"""A small process beside the owner that forks boxes, so that their making does not depend on the owner's size.
+"""A small process beside the owner that forks containers, at a cost independent of the owner's size.
 
 It is started by `command`, which imports this module without the package around it: standard library only, and little
-of that, for each box's init is a fork of it. The owner asks over a socket (`wire`, payloads by ``marshal``):
+of that, for each container's init is a fork of it. The owner sends requests over a socket (`ipc`, payloads by
+``marshal``):
 
-- ``("embryo", spec)``: a process in new namespaces, answered with its socket, a pidfd and its id; see ``init.py``. It
-  is made a moment later, for the box that was just started needs the kernel's locks itself, or at once after:
+- ``("embryo", spec)``: a warm container process in new namespaces, answered with its socket, a pidfd and its id; see
+  ``init.py``. It is made a moment later, for the container that was just started needs the kernel's locks itself, or at
+  once after:
 - ``("hurry",)``;
 - ``("private", directories)`` with a pipe: why files there cannot have private ids (``ids.py``), nothing if they can;
 - ``("features", path, …)`` with a socket: the mount namespace for every CRIU, with what it needs of the host, is sent
   through it; see ``checkpoint/criu_process.py``, as for:
-- ``("capture", spec)`` with a socket and that namespace: a CRIU in a box's namespaces, talked to through the socket;
-- ``("pages", spec)`` with two pipes and that namespace: a CRIU that brings a restored box its memory; what is asked to
-  be removed meanwhile of ``spec["layer"]``, where it has it from, stays until it is done;
-- ``("watch", id, directory, nbytes, files)``: kill the box when it takes more of the disk;
-  see ``layers/accountant.py``;
+- ``("capture", spec)`` with a socket and that namespace: a CRIU in a container's namespaces, which answers at the
+  socket;
+- ``("pages", spec)`` with two pipes and that namespace: a CRIU that lazily restores a container's memory; removals
+  requested meanwhile of ``spec["layer"]``, from which it reads, wait until it is done;
+- ``("watch", id, directory, nbytes, files)``: kill the container when it exceeds its limits of disk usage; see
+  ``layers/accountant.py``;
 - ``("remove", paths)``: delete directories in the background;
-- ``("settle",)`` with a descriptor: closed once all that was asked for is done;
+- ``("settle",)`` with a descriptor: closed once all earlier requests are done;
 - ``("end",)``.
 
-When the owner ends, however it does, every box is killed and the zygote with it. When the zygote ends, so do the boxes.
+When the owner ends, however it does, every container is killed and the zygote with it. When the zygote ends, so do the
+containers.
 """
 
 from __future__ import annotations
@@ -36,30 +40,28 @@ from sandboxgym.sandbox.checkpoint import criu_process
 from sandboxgym.sandbox.layers import accountant
 from sandboxgym.sandbox.layers.accountant import FLOOR, Watch
 from sandboxgym.sandbox.layers.disk import remove_directories
-from sandboxgym.sandbox.overlay import ids, kernel
-from sandboxgym.sandbox.overlay import init as box
-from sandboxgym.sandbox.overlay import ipc as wire
+from sandboxgym.sandbox.overlay import ids, init, ipc, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 ROOMS = ((), ("sandbox",), ("sandbox", "overlay"), ("sandbox", "layers"), ("sandbox", "checkpoint"))
-"""Packages that this program and its forks import from, whose own ``__init__`` modules are left out."""
+"""Packages that this program and its forks import from, with their own ``__init__`` modules left out."""
 LATER = 0.02
-"""Seconds after which an embryo is made that nobody waits for."""
+"""Seconds until a warm container is made that no request waits for."""
 TICK = 0.25
-"""Seconds between two looks at the disk while a box is watched."""
+"""Seconds between two looks at the disk while a container is watched."""
 PAUSE = 0.1
-"""Seconds that what is to be deleted waits for more, for one program to delete it all; not if somebody waits for it."""
+"""Seconds that a deletion waits for others, to share one process; none if a request waits for it."""
 RECOUNT = 10.0
-"""Seconds between two counts of what boxes wrote, at least."""
+"""Fewest seconds between two counts of the containers' writes."""
 PATIENCE = 300.0
-"""Seconds after which a count that has not ended is given up and another one made."""
+"""Seconds after which an unfinished count is abandoned and another one started."""
 
 
 def command(python: str) -> list[str]:
-    """The command line of a zygote whose socket to the owner is its standard input."""
+    """Command line of a zygote whose socket to the owner is its standard input."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     program = (
         "import sys\n"
@@ -82,7 +84,7 @@ def main() -> NoReturn:
     os.close(null)
     gc.disable()
     gc.freeze()
-    payload, _ = wire.receive(owner)
+    payload, _ = ipc.receive(owner)
     zygote = Zygote(owner, marshal.loads(payload))
     try:
         zygote.serve()
@@ -94,42 +96,43 @@ def main() -> NoReturn:
 
 
 class Zygote:
-    """What the owner's requests act on."""
+    """State of the zygote, on which requests act."""
 
     def __init__(self, owner: _socket.socket, settings: dict[str, Any]) -> None:
         self.owner = owner
         self.settings = settings
-        """For `box.Embryo`; and ``pid`` of the owner, ``store``, its directory."""
-        self.embryos: list[dict[str, Any]] = []
-        """That are to be made, and from when on:"""
+        """Settings for `init.Init`; and ``pid`` of the owner, ``store``, its directory."""
+        self.pending: list[dict[str, Any]] = []
+        """Specs of the warm containers to be made."""
         self.quiet = 0.0
-        self.boxes: dict[int, list[str]] = {}
+        """Time (monotonic) before which none of them is made, unless one is waited for."""
+        self.containers: dict[int, list[str]] = {}
         """Control groups by the id of the init."""
         self.ranges: dict[int, _socket.socket] = {}
-        """What holds the private ids of a box, by the id of the init."""
+        """Claims of containers' private ids, by the id of the init."""
         self.next_range = int.from_bytes(os.urandom(2), "big")
         self.watched: dict[int, Watch] = {}
-        """By the id of the init."""
+        """Watched containers, by the id of the init."""
         self.to_remove: list[str] = []
         self.due = 0.0
-        """When they are."""
+        """Time (monotonic) from which `to_remove` is deleted."""
         self.waiting: list[int] = []
         self.remover = 0
         self.accountant = 0
         self.report = os.memfd_create("report", os.MFD_CLOEXEC)
-        """Where the accountant writes what the next one must know:"""
+        """Memory file in which the accountant leaves `sizes`, `bases` and `suspects` for its successor."""
         self.sizes: dict[str, int] = {}
-        """Bytes by directory, and"""
+        """Bytes by directory."""
         self.bases: dict[int, int] = {}
-        """what nothing explained while nothing was out of sight, by the id of the init;"""
+        """Unexplained bytes of the disk while no descriptor was hidden, by the id of the init."""
         self.suspects: list[int] = []
-        """boxes that may explain how the disk has filled. See `accountant`."""
+        """Ids of the inits of containers that may explain the growth of the disk; see ``layers/accountant.py``."""
         self.free = 0
         self.free_files = 0
         self.features = -1
-        """Of `criu_process.keep_features`."""
+        """Mount namespace of `criu_process.keep_features`."""
         self.bringing: dict[int, tuple[str, int]] = {}
-        """Where memory is being brought from, and the init of the box, by the id of the process that sees to it."""
+        """Source of lazily restored memory and the container's init, by the id of the restoring process."""
         self.counted = 0.0
         self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write)
@@ -145,7 +148,7 @@ class Zygote:
         poll.register(alive, select.POLLIN)
         while True:
             pause = PAUSE if self.to_remove else TICK if self.watched else None
-            if self.embryos:
+            if self.pending:
                 pause = max(0.0, self.quiet - time.monotonic())
             ready = {fd for fd, _ in poll.poll(pause and pause * 1e3)}
             if alive in ready:
@@ -154,26 +157,26 @@ class Zygote:
                 os.read(self.wake, 4096)
                 self.collect()
             if self.owner.fileno() in ready:
-                payload, descriptors = wire.receive(self.owner)
+                payload, descriptors = ipc.receive(self.owner)
                 self.answer(marshal.loads(payload), descriptors)
-            if self.embryos and time.monotonic() >= self.quiet:
-                self.embryo(self.embryos.pop(0))
+            if self.pending and time.monotonic() >= self.quiet:
+                self.make_container(self.pending.pop(0))
             if self.watched:
                 self.look_at_disk()
             self.work()
 
     def answer(self, request: tuple[Any, ...], descriptors: list[int]) -> None:
-        """Do what a request says."""
+        """Execute a request."""
         what, *rest = request
         if what == "embryo":
-            self.embryos.append(rest[0])
+            self.pending.append(rest[0])
             self.quiet = time.monotonic() + LATER
         elif what == "hurry":
             self.quiet = 0.0
         elif what == "watch":
             pid, directory, nbytes, files = rest
-            if pid in self.boxes and pid not in self.watched:  # not collected, so the id is still its own
-                pidfd, groups = os.pidfd_open(pid), self.boxes[pid]
+            if pid in self.containers and pid not in self.watched:  # not collected, so the id is still its own
+                pidfd, groups = os.pidfd_open(pid), self.containers[pid]
                 self.watched[pid] = Watch(directory, nbytes=nbytes, files=files, pidfd=pidfd, groups=groups)
                 self.bases[pid] = accountant.unexplained(_free(self.settings["store"])[0], self.sizes)
         elif what == "private":
@@ -196,8 +199,8 @@ class Zygote:
         else:
             raise ValueError(f"unknown request {what!r}")
 
-    def embryo(self, spec: dict[str, Any]) -> None:
-        """Fork the init of a box and hand its socket to the owner."""
+    def make_container(self, spec: dict[str, Any]) -> None:
+        """Fork the init of a warm container and send its socket to the owner."""
         for path in spec["directories"]:
             os.mkdir(path, 0o755)
         opened: list[Any] = []
@@ -213,15 +216,15 @@ class Zygote:
             pid = kernel.clone(spec["namespaces"])
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                box.main(theirs, {**self.settings, **spec, "base": base, "ids": namespace})
+                init.main(theirs, {**self.settings, **spec, "base": base, "ids": namespace})
             if base:
                 self.ranges[pid] = opened.pop(0)
-            self.boxes[pid] = spec["cgroups"]
+            self.containers[pid] = spec["cgroups"]
             pidfd = os.pidfd_open(pid)
-            wire.send(self.owner, marshal.dumps((pid, 0, "", base)), [mine.fileno(), pidfd])
+            ipc.send(self.owner, marshal.dumps((pid, 0, "", base)), [mine.fileno(), pidfd])
             os.close(pidfd)
         except OSError as error:
-            wire.send(self.owner, marshal.dumps((0, error.errno, str(error), 0)))
+            ipc.send(self.owner, marshal.dumps((0, error.errno, str(error), 0)))
         finally:
             if namespace >= 0:
                 os.close(namespace)
@@ -229,7 +232,7 @@ class Zygote:
                 one.close()
 
     def tell_private(self, directories: list[str], descriptors: list[int]) -> None:
-        """Write to a pipe why files in some directories cannot have private ids; nothing if they can."""
+        """Write to a pipe why files in these directories cannot have private ids; nothing if they can."""
         (answer,) = descriptors
         pid = os.fork()
         if pid == 0:
@@ -243,19 +246,19 @@ class Zygote:
         os.waitpid(pid, 0)
 
     def tell_features(self, needed: list[str], descriptors: list[int]) -> None:
-        """Make the mount namespace for every CRIU, once; the socket is closed where that cannot be done."""
+        """Make the mount namespace for every CRIU, once; the socket is closed where that fails."""
         answer = _socket.socket(fileno=descriptors[0])
         try:
             if self.features < 0:
                 self.features = criu_process.keep_features(needed)
-            wire.send(answer, b"", [self.features])
+            ipc.send(answer, b"", [self.features])
         except OSError as error:
             print(f"sandboxgym: no mount namespace can be made for CRIU: {error}", file=sys.stderr)
         finally:
             answer.close()
 
     def beside(self, work: Any, spec: dict[str, Any], descriptors: list[int]) -> int:
-        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, all closed, where that fails."""
+        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, with all closed, on failure."""
         try:
             pid = os.fork()
             if pid == 0:
@@ -271,7 +274,7 @@ class Zygote:
                 os.close(descriptor)
 
     def collect(self) -> None:
-        """Collect what ended, and remove the control groups of boxes."""
+        """Collect ended children, and remove the control groups of containers."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -282,12 +285,12 @@ class Zygote:
             if pid in self.watched:
                 os.close(self.watched.pop(pid).pidfd)
                 self.bases.pop(pid)
-            for path in self.boxes.pop(pid, ()):
+            for path in self.containers.pop(pid, ()):
                 _remove_group(path)
             if pid in self.ranges:
                 self.ranges.pop(pid).close()
             _, starving = self.bringing.pop(pid, ("", 0))
-            if status and starving in self.boxes:  # not collected, so the id is still its own
+            if status and starving in self.containers:  # not collected, so the id is still its own
                 os.kill(starving, signal.SIGKILL)
             if pid == self.remover:
                 self.remover = 0
@@ -296,7 +299,7 @@ class Zygote:
                 self.read_report()
 
     def work(self) -> None:
-        """Start what is to be done in the background, and tell who waits for it."""
+        """Start background work, and notify those who wait for it."""
         if not self.remover and (self.waiting or time.monotonic() >= self.due):
             used = {path for path, _ in self.bringing.values()}
             if removable := [path for path in self.to_remove if path not in used]:
@@ -308,7 +311,7 @@ class Zygote:
             self.waiting.clear()
 
     def look_at_disk(self) -> None:
-        """Count what boxes wrote, if the disk lost enough since the last count that a limit may be reached.
+        """Count the writes of containers, if the disk lost enough since the last count that a limit may be reached.
 
         And once in a while, for what one process frees hides what another one writes.
         """
@@ -329,7 +332,7 @@ class Zygote:
             self.accountant = _aside(accountant.hold_to_limits, dict(self.watched), free, *known, self.report)
 
     def read_report(self) -> None:
-        """Take over what the accountant found out; nothing if it was killed."""
+        """Take over the accountant's report; nothing if it was killed."""
         with open(self.report, "rb", closefd=False) as file:
             file.seek(0)
             try:
@@ -340,26 +343,26 @@ class Zygote:
         self.bases |= {pid: base for pid, base in bases.items() if pid in self.watched}
 
     def end(self) -> None:
-        """Kill every box and collect it, with whatever brought it its memory."""
-        for pid, groups in self.boxes.items():
+        """End every container and collect it, with the process that restores its memory."""
+        for pid, groups in self.containers.items():
             os.kill(pid, signal.SIGKILL)
             for path in groups:  # the owner may have ended while it copied the files of stopped processes
                 _thaw(path)
         deadline = time.monotonic() + 10
-        while (self.boxes or self.bringing) and time.monotonic() < deadline:
+        while (self.containers or self.bringing) and time.monotonic() < deadline:
             if select.select([self.wake], [], [], 0.05)[0]:
                 os.read(self.wake, 4096)
             self.collect()
 
 
 def _free(path: str) -> tuple[int, int]:
-    """Bytes and files that there is room for; a file system that does not count files has room for many."""
+    """Free bytes and free files; a file system that does not count files has room for many."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else 1 << 62
 
 
 def _aside(work: Any, *arguments: Any) -> int:
-    """The id of a process that does ``work``."""
+    """Fork a process that does ``work``; its id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -373,14 +376,14 @@ def _aside(work: Any, *arguments: Any) -> int:
 
 
 def _thaw(path: str) -> None:
-    """Let a frozen group of version 1 go on, where not even a kill takes effect."""
+    """Thaw a frozen group of version 1, in which not even a kill takes effect."""
     state = os.path.join(path, "freezer.state")
     if os.path.exists(state):
         kernel.write_text(state, "THAWED")
 
 
 def _remove_group(path: str) -> None:
-    """Remove the control group of a box that ended; the last of its processes may take a moment."""
+    """Remove the control group of a container that ended; the exit of its last process may take a moment."""
     for _ in range(50):
         try:
             os.rmdir(path)

@@ -1,11 +1,11 @@
-"""What came up in a sandbox since a moment, found and ended as a whole.
+"""Processes started in a sandbox since a moment, found and ended as a whole.
 
-1. Nothing inside runs while it is looked for and killed (`base.Backend.paused`): a chain of processes, each of which
-   ends as soon as it has started the next, has nowhere to go; nor has what left its session and its parents, or was
-   stopped.
-2. What is older than the moment is spared, and so is what descends from it: the background jobs of earlier commands. A
-   process that came up since and has lost its parents is nobody's, and goes.
-3. When `end_started` returns, what it found has ended; it looks again until there is nothing to find.
+1. No process inside runs while they are found and killed (`base.Backend.paused`): a chain of processes, each of which
+   ends as soon as it has started the next, cannot escape; nor can a process that left its session and its parents, or
+   was stopped.
+2. Older processes and their descendants are spared: the background jobs of earlier commands. A newer process that has
+   lost its parents belongs to none of them, and is killed.
+3. When `end_started` returns, the processes found have ended; it repeats until it finds none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sandboxgym.sandbox.process_table import state
 log = logging.getLogger("sandboxgym")
 
 PATIENCE = 10.0
-"""Seconds in which all must have ended."""
+"""Seconds in which all killed processes must have ended."""
 
 _GLANCE = 0.002  # seconds between two looks at what is about to end
 _ROUNDS = 20  # in which something was found; more are a backend that cannot stop what runs
@@ -33,24 +33,24 @@ _STARTED = 19  # which of the fields after its name tells when a process started
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time as the kernel gives the beginnings of processes: in hundredths of a second since the machine started."""
+    """A time on the kernel's clock of process starts: in hundredths of a second since boot."""
 
     ticks: int
 
     @classmethod
     def now(cls) -> Self:
-        """The present; before the beginning of everything where the kernel tells no beginnings."""
+        """The present; before every process start where the kernel shows no start times."""
         if not hasattr(time, "CLOCK_BOOTTIME"):
             return cls(0)
         return cls(int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")))
 
     def follows(self, birth: str) -> bool:
-        """Whether it is known to be later than the beginning of a process."""
+        """True if this moment is known to be later than the start of a process."""
         return birth.isdigit() and int(birth) < self.ticks
 
 
 def birth_of(pid: int) -> str:
-    """When a process started, to tell it from another of its number; empty if it is gone, or that cannot be known."""
+    """Start time of a process, which tells it from another of its number; empty if gone or unknown."""
     try:
         return start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()[_STARTED].decode()
     except (OSError, IndexError):
@@ -58,14 +58,14 @@ def birth_of(pid: int) -> str:
 
 
 def births_of(pids: Iterable[int]) -> dict[int, str]:
-    """`birth_of` each."""
+    """Start times of several processes, see `birth_of`."""
     return {pid: birth_of(pid) for pid in pids}
 
 
 def started_since(
     infos: Collection[ProcessInfo], since: Moment, *, older: Mapping[int, str], shell: int | None
 ) -> dict[int, str]:
-    """Which of some processes came up since a moment, and their births.
+    """Of these processes those started since a moment, with their start times.
 
     Args:
         infos: all of a sandbox.
@@ -94,7 +94,7 @@ def started_since(
 def kill_started(
     backend: Backend, since: Moment, *, older: Mapping[int, str] | None = None, shell: int | None = None
 ) -> dict[int, str]:
-    """Kill what came up since a moment, once; which processes these are, by their births.
+    """Kill the processes started since a moment, once; returns them with their start times.
 
     Args:
         backend: whose processes.
@@ -114,7 +114,7 @@ def kill_started(
 def end_started(
     backend: Backend, since: Moment, *, older: Mapping[int, str] | None = None, shell: int | None = None
 ) -> None:
-    """Kill what came up since a moment until there is no more of it, and it is gone; arguments as of `kill_started`."""
+    """Kill the processes started since a moment until none is left; arguments as of `kill_started`."""
     deadline = time.monotonic() + PATIENCE
     try:
         for _ in range(_ROUNDS):
@@ -129,7 +129,7 @@ def end_started(
 
 
 def await_end(doomed: Mapping[int, str], deadline: float) -> None:
-    """Wait until processes that were killed have ended: a signal is sent long before it has been obeyed."""
+    """Wait until killed processes have ended, which takes longer than sending the signal."""
     left = dict(doomed)
     while time.monotonic() < deadline:
         left = {pid: birth for pid, birth in left.items() if state(pid) not in "ZX" and birth_of(pid) == birth}

@@ -1,10 +1,10 @@
-"""One bash on a terminal, and the two channels to it: the terminal for output, a pipe beside it for reports.
+"""One bash on a terminal, and its two channels: the terminal for output, a pipe beside it for reports.
 
-shell.bash, which is sourced first, defines what the reports are: ``end`` with an exit code, ``syntax``, and ``state``
-with the number of the file that holds the whole state; `BashProcess.ask` adds ``answer``.
+shell.bash, which is sourced first, defines the reports: ``end`` with an exit code, ``syntax``, and ``state`` with the
+number of the file that holds the whole state; `BashProcess.ask` adds ``answer``.
 
-Whoever runs inside may write to the pipe and to the files too. So a report is what looks like one to the letter, other
-lines are dropped, however long they are, and no file is read beyond a bound.
+Processes inside may write to the pipe and to the files too. So a report must match exactly, other lines are dropped,
+however long they are, and no file is read beyond a bound.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 READY = "ready"
 """The nonce of the reports of a bash that has just started."""
 MAX_STATE = 4 * 2**20
-"""Bytes of a shell's whole state from which on it is not read: as a script, it may take twenty times as much."""
+"""Bytes of a shell's whole state above which it is not read: as a script, it may take twenty times as much."""
 
 # One group, sourced in POSIX mode: all of it is parsed before any of the command is. See shell.bash.
 _GO = b"""{
@@ -63,7 +63,7 @@ _GLANCE = 0.1  # seconds between two looks at a process that nobody tells of
 
 
 class Report(NamedTuple):
-    """What the bash said beside the terminal."""
+    """A report of the bash beside the terminal."""
 
     nonce: str
     kind: str
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What came from the bash at one time."""
+    """Output and reports of the bash received at one time."""
 
     output: bytes
     reports: list[Report]
@@ -79,10 +79,10 @@ class Heard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What there is to know about a captured bash, to go on with a copy of it."""
+    """Facts about a captured bash needed to continue with a copy of it."""
 
     name: str
-    """Of its directory below the control directory."""
+    """Name of its directory below the control directory."""
     received: bytes
     limits: Mapping[str, bytes] | None
     modes: list[Any] | None
@@ -93,10 +93,10 @@ class BashProcess:
     """A bash in a live sandbox; it was told to start, and reports the nonce `READY` when it has.
 
     Args:
-        backend: where it runs.
+        backend: of the sandbox.
         env: its environment.
         cwd: its directory.
-        state: what it starts with, if not with ``env`` and ``cwd`` only.
+        state: its initial state, if not only ``env`` and ``cwd``.
 
     Raises:
         SandboxUnavailable: it cannot be started.
@@ -126,7 +126,7 @@ class BashProcess:
         """A copy of a captured bash, which runs already.
 
         Args:
-            backend: where it runs; its control directory holds what the captured one had.
+            backend: of the sandbox; its control directory holds the files of the captured one.
             process: of the copy, with its terminal.
             connection: of the captured one.
         """
@@ -139,11 +139,11 @@ class BashProcess:
 
     @property
     def connection(self) -> Connection:
-        """For `restored`."""
+        """Facts about this bash for `restored`."""
         return Connection(self._name, self._received, self._limits, self._modes, self._typed)
 
     def move(self, process: Process) -> None:
-        """Go on with a copy of this bash, which has taken its place; the old one is forgotten, not killed."""
+        """Continue with a copy of this bash, which has taken its place; the old one is forgotten, not killed."""
         self.process.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -179,10 +179,10 @@ class BashProcess:
         self._prompt: bytes | None = None  # the system call in which it waits for a line, once that was seen
         self._goal: int | None = None  # bytes that it has read in all once it has read what was typed
         self.gone = False
-        """It has ended, and all that it said was heard."""
+        """True if the bash has ended, and all its output was read."""
 
     def command(self, text: str, nonce: str) -> None:
-        """Have an idle bash run a command."""
+        """Make an idle bash run a command."""
         quoted = encode(text).replace(b"'", rb"'\''")
         content = _GO % (quoted, nonce.encode())
         try:
@@ -197,15 +197,15 @@ class BashProcess:
         self._type_line(self._line)
 
     def resume(self) -> None:
-        """Have a bash at its prompt report what it owes; nothing if it owes nothing."""
+        """Make a bash at its prompt send the report that is due; no effect if none is."""
         self._type_line(_RESUME)
 
     def dump_less(self, nonce: str) -> None:
-        """Have a bash at its prompt hand out its state again, without the variables that are too large."""
+        """Make a bash at its prompt dump its state again, without the variables that are too large."""
         self._type_line(b"__sg_less=1 __sg_nonce=%s;%s" % (nonce.encode(), _RESUME))
 
     def at_prompt(self) -> bool:
-        """Whether it is seen to wait for the next line. False where the kernel does not show that.
+        """True if the bash is seen to wait for its next line. False where the kernel does not show that.
 
         The buffer tells its prompt from the builtin ``read`` and from the programs that a command starts.
         """
@@ -215,7 +215,7 @@ class BashProcess:
         return read is not None and read >= self._goal
 
     def wake(self) -> None:
-        """Have it go on if a signal stopped it: it has no parent that would."""
+        """Continue the bash if a signal stopped it: it has no parent that would."""
         if self.process.pid is not None and process_table.state(self.process.pid) == "T":
             with contextlib.suppress(OSError):  # it is gone, or it is another user's
                 os.kill(self.process.pid, signal.SIGCONT)
@@ -233,7 +233,7 @@ class BashProcess:
             os.sched_yield()
 
     def _system_call(self) -> bytes | None:
-        """In which it is, and the first arguments; empty in none, None if that cannot be seen."""
+        """System call that the bash is in, with the first arguments; empty in none, None if that cannot be seen."""
         try:
             words = start_of(f"/proc/{self.process.pid}/syscall", 256).split()
         except OSError:
@@ -248,19 +248,19 @@ class BashProcess:
             return None
 
     def ask(self, nonce: str) -> None:
-        """Have a bash at its prompt report ``answer``, and change nothing."""
+        """Make a bash at its prompt report ``answer``, and change nothing."""
         self._typed += b"{ \\builtin printf '%s answer 0\\n' >%s;} 2>/dev/null\n" % (nonce.encode(), self._reports)
 
     def type(self, data: bytes) -> None:
-        """Type to whatever reads the terminal; it goes on its way in `step`."""
+        """Type to the program that reads the terminal; `step` sends the text."""
         self._typed += data
 
     def forget_typed(self) -> None:
-        """Do not type what was not read yet."""
+        """Discard typed text that was not read yet."""
         self._typed = b""
 
     def step(self, deadline: float) -> Heard | None:
-        """What has come, after waiting for it; None if nothing came before the deadline (by `time.monotonic`)."""
+        """Wait for output and reports; None if none came before the deadline (by `time.monotonic`)."""
         terminal = self._terminal.child_fd
         if self._typed:
             self._poll.modify(terminal, select.POLLIN | select.POLLOUT)
@@ -287,7 +287,7 @@ class BashProcess:
         return Heard(output, reports) if ready or self.gone else None
 
     def interrupt(self) -> None:
-        """Ctrl-C, without the key: with it, the terminal would drop the output that is on its way."""
+        """Send SIGINT without the Ctrl-C key, at which the terminal would drop the output in transit."""
         terminal = self._terminal.child_fd
         try:
             fcntl.ioctl(terminal, _TIOCSIG, signal.SIGINT)
@@ -296,23 +296,23 @@ class BashProcess:
                 os.write(terminal, b"\x03")
 
     def abort(self) -> None:
-        """Have the bash drop the rest of its command, as soon as what it waits for has ended."""
+        """Make the bash drop the rest of its command, as soon as the program that it waits for has ended."""
         if self.process.pid is not None and hasattr(signal, "SIGRTMAX"):
             with contextlib.suppress(OSError):  # it is gone, or it is another user's
                 os.kill(self.process.pid, signal.SIGRTMAX)
 
     def dump(self, slot: int) -> bytes:
-        """The content of a state file that was reported complete."""
+        """Content of a state file that was reported complete."""
         return self._read(f"state.{slot}", MAX_STATE)
 
     def syntax_error(self, nbytes: int) -> bytes:
-        """What bash says of a command that does not parse, its first bytes."""
+        """Bash's message about a command that does not parse, its first bytes."""
         with self._opened("syntax") as descriptor:
             check_regular(descriptor, "syntax")
             return beginning(descriptor, nbytes)
 
     def parse(self, dump: bytes) -> ShellState:
-        """The state in a dump."""
+        """Parse the state in a dump."""
         if self._limits is None:
             self._limits = parse_limits(self._read("limits", _MAX_LIMITS))
         if self._parser is None:
@@ -320,7 +320,7 @@ class BashProcess:
         return self._parser.parse(dump)
 
     def close(self) -> None:
-        """Kill the bash and what it started. Once."""
+        """Kill the bash and its descendants. Once."""
         with contextlib.suppress(SandboxClosed):  # all was killed with the sandbox
             self.process.kill()
         self.process.close()
@@ -360,7 +360,7 @@ class BashProcess:
 
 
 def parse_reports(received: bytes) -> tuple[list[Report], bytes]:
-    """The reports in what was received, and the beginning of another one, as far as it can be one.
+    """The complete reports in received bytes, and the beginning of another one, as far as it can be one.
 
     Half a line that somebody else wrote does not spoil the report after it.
     """
@@ -371,7 +371,7 @@ def parse_reports(received: bytes) -> tuple[list[Report], bytes]:
 
 
 def open_pidfd(pid: int | None) -> int | None:
-    """A descriptor that tells of the end of a process; None where there is no such thing."""
+    """A descriptor that becomes readable when a process ends; None where pidfds do not exist."""
     if pid is None or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -382,7 +382,7 @@ def open_pidfd(pid: int | None) -> int | None:
 
 @functools.cache
 def _source() -> bytes:
-    """shell.bash without its comments: every new bash reads them letter by letter."""
+    """shell.bash without its comments, which every new bash would read byte by byte."""
     source = importlib.resources.files("sandboxgym.sandbox.shell").joinpath("shell.bash").read_bytes()
     return b"\n".join(line for line in source.split(b"\n") if not line.lstrip().startswith(b"#"))
 
@@ -412,7 +412,7 @@ def _expect(terminal: int) -> tuple[fdspawn, type[Exception]]:
 
 
 def _modes(terminal: int) -> list[Any] | None:
-    """How the terminal shall be for each command; None for what is no terminal on this side (a container's socket)."""
+    """Terminal modes for each command; None where this side has no terminal (a container's socket)."""
     try:
         modes = termios.tcgetattr(terminal)
     except termios.error:

@@ -1,6 +1,6 @@
 """One command in a process of its own, its output in a pipe.
 
-What it started may hold the pipe when it has ended: no more is read then than a pipe holds.
+Descendants of the command may hold the pipe after it has ended: at most a pipe's capacity is read then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RELAY = 2.0  # seconds in which a relayed output must end once its process did,
 def collect(
     process: Process, timeout: float, limit: int, *, most: int | None = None, end: Callable[[], None] | None = None
 ) -> Result:
-    """Read what a process prints until it ends, or is killed at the time limit.
+    """Read a process's output until it ends, or is killed at the time limit.
 
     Args:
         process: without a terminal.

@@ -1,6 +1,6 @@
-"""A persistent bash on a terminal: what one command leaves behind, the next one finds.
+"""A persistent bash on a terminal: each command finds the state that the last one left.
 
-1. A command arrives in a file; what is typed is one fixed line. So its text may hold anything that bash takes: several
+1. A command arrives in a file; only one fixed line is typed. So its text may hold anything that bash takes: several
    lines, here-documents, ``!``. It is parsed as a whole first, and not run if it does not parse.
 2. Its exit code arrives through a pipe beside the terminal, and its output lies between two marks that are new each
    time. No output can be mistaken for a prompt, and no prompt for output. What background jobs print between two
@@ -12,8 +12,8 @@
    completed, and so is one whose user broke what it reports with: it is seen to be back at its prompt, where the kernel
    shows that, rather than waited for until the time limit. `Result.ended` and `Result.replaced` tell. A command that
    had not begun by then runs in the new shell, once.
-5. What users redefine (builtins, reserved words, options, descriptors, prompts) is theirs, and captured with the state;
-   what is run to start and to end a command does not go by it (``shell.bash``).
+5. Redefinitions by users (builtins, reserved words, options, descriptors, prompts) are kept, and captured with the
+   state; the code that starts and ends a command does not depend on them (``shell.bash``).
 6. Nothing here waits for a fixed time.
 """
 
@@ -58,7 +58,7 @@ PATIENCE = 3.0
 STARTING = 30.0
 """Seconds in which a new shell must answer."""
 SETTLING = 10.0
-"""Seconds in which a shell must have handed out its state after a command, before it is replaced."""
+"""Seconds in which a shell must have dumped its state after a command, before it is replaced."""
 
 _PATTERN_WINDOW = 1 << 16  # bytes of output that a pattern is looked for in
 _ECHOED = re.compile(rb'^\(\(1\)\) >"\$__sg_.*\n', re.MULTILINE)  # with set -v, bash shows the line that ends a command
@@ -73,53 +73,53 @@ _GAP = 64  # chunks between two commands that are read and dropped
 
 @dataclass(frozen=True, slots=True)
 class Interaction(Result):
-    """What a command printed since it was last heard of."""
+    """Output of a command since the last interaction."""
 
     running: bool = False
-    """It goes on, and can be answered; ``exit_code`` means nothing yet."""
+    """True if the command still runs, and can be answered; ``exit_code`` means nothing yet."""
 
 
 @dataclass(slots=True)
 class _Command:
-    """The command that runs."""
+    """State of the running command."""
 
     text: str
     raw: int
     nonce: str
     capture: Capture
     began: float
-    """By `time.monotonic`."""
+    """Start, by `time.monotonic`."""
     since: Moment
-    """By the clock that start times of processes are given in."""
+    """Start, by the clock of process start times."""
     older: Mapping[int, str]
-    """Children of the shell that it found, and when they started."""
+    """Children of the shell before the command, with their start times."""
     exit_code: int | None = None
     syntax_error: bool = False
     replaced: bool = False
     prompt: bytes = b""
-    """What a lost bash printed when it was asked: it did so before it was asked, too."""
+    """Prompt printed by a lost bash when it was asked: it printed one before, too."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Over a bash that is waited for."""
+    """Observation of a bash that is being waited for."""
 
     at: float = field(default_factory=lambda: time.monotonic() + _FIRST_LOOK)
-    """When to look next."""
+    """Time of the next look."""
     pause: float = _FIRST_LOOK
     asked: bool = False
     idle: int = 0
-    """How often it was at its prompt since it was asked."""
+    """Number of looks at which it was at its prompt since it was asked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a captured shell is, beside the bash itself: in which command, and what was heard of it."""
+class ShellSession:
+    """State of a captured shell beside the bash itself: its running command, and the output received so far."""
 
     connection: Connection
     number: int
     command: _Command | None
-    """Its ``older`` are numbered as inside, without their births."""
+    """Running command; its ``older`` are numbered as inside, without their start times."""
     state: ShellState | None
     dump: bytes
     slot: int | None
@@ -130,11 +130,11 @@ class Shell:
     """A bash in a sandbox.
 
     Args:
-        backend: where it runs; live from the first command on.
+        backend: of the sandbox; live from the first command on.
         env: the environment of a new shell.
         cwd: its directory.
         output: bytes that are kept of one command's output.
-        state: what it starts with; default: nothing but ``env`` and ``cwd``.
+        state: its initial state; default: only ``env`` and ``cwd``.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Shell:
         cls,
         backend: Backend,
         process: Process,
-        seat: Seat,
+        session: ShellSession,
         *,
         env: Mapping[str, str],
         cwd: str = "/",
@@ -172,22 +172,22 @@ class Shell:
         """A copy of a captured shell, whose bash runs already: in the middle of a command, if it was in one.
 
         Args:
-            backend: where it runs.
+            backend: of the sandbox.
             process: the bash.
-            seat: of the captured shell.
+            session: of the captured shell.
             env: as for any shell, and so the others.
             cwd: see there.
             output: see there.
         """
-        self = cls(backend, env=env, cwd=cwd, output=output, state=seat.state)
-        self._bash = BashProcess.restored(backend, process, seat.connection)
-        self._number, self._dump = seat.number, seat.dump
-        self._slot, self._settled = seat.slot, seat.settled
-        self._command = self._copied(seat.command)
+        self = cls(backend, env=env, cwd=cwd, output=output, state=session.state)
+        self._bash = BashProcess.restored(backend, process, session.connection)
+        self._number, self._dump = session.number, session.dump
+        self._slot, self._settled = session.slot, session.settled
+        self._command = self._copied(session.command)
         return self
 
-    def seat(self) -> Seat:
-        """For `restored`, of a bash that is stopped: all that it said is heard first."""
+    def session(self) -> ShellSession:
+        """State of a stopped bash for `restored`; all of its output is read first."""
         bash = self._bash
         assert bash is not None
         while heard := bash.step(0.0):
@@ -198,13 +198,13 @@ class Shell:
         if command is not None:
             older = {number: "" for pid in command.older if (number := number_inside(pid))}
             command = replace(command, capture=copy.deepcopy(command.capture), older=older)
-        return Seat(bash.connection, self._number, command, self._state, self._dump, self._slot, self._settled)
+        return ShellSession(bash.connection, self._number, command, self._state, self._dump, self._slot, self._settled)
 
-    def move(self, process: Process, seat: Seat) -> None:
-        """Go on with a copy of the bash, which has taken its place since ``seat`` was taken."""
+    def move(self, process: Process, session: ShellSession) -> None:
+        """Continue with a copy of the bash, which has taken its place since ``session`` was taken."""
         assert self._bash is not None
         self._bash.move(process)
-        self._command = self._copied(seat.command)
+        self._command = self._copied(session.command)
 
     def _copied(self, command: _Command | None) -> _Command | None:
         if command is None:
@@ -214,12 +214,12 @@ class Shell:
 
     @property
     def running(self) -> bool:
-        """Whether an `interact` left a command that has not ended."""
+        """True if an `interact` left a command that has not ended."""
         return self._command is not None
 
     @property
     def pid(self) -> int | None:
-        """The number of the bash on the host, if it was started and the number can be known."""
+        """Process id of the bash on the host, if it was started and the id can be known."""
         return None if self._bash is None else self._bash.process.pid
 
     def start(self) -> None:
@@ -235,7 +235,7 @@ class Shell:
         """Run a command to its end.
 
         Args:
-            command: what bash shall run, in any number of lines.
+            command: bash source, in any number of lines.
             timeout: seconds after which everything that it started is killed.
             raw: bytes of its output's beginning that are also kept as they were written.
 
@@ -244,7 +244,7 @@ class Shell:
             SandboxClosed: the sandbox is gone.
         """
         if self._command is not None:
-            raise SandboxError("a command still runs: go on with interact(), or end it with interrupt()")
+            raise SandboxError("a command still runs: continue with interact(), or end it with interrupt()")
         if refusal := _refusal(command):
             return Result(output=refusal, exit_code=2, seconds=0.0, syntax_error=True)
         self._begin(command, raw=raw)
@@ -292,7 +292,7 @@ class Shell:
         return self._finish(timed_out=True)
 
     def state(self) -> ShellState | None:
-        """The state after the last command that was completed; None if nothing was started.
+        """State after the last completed command; None if nothing was started.
 
         Raises:
             SandboxClosed: the sandbox is gone.
@@ -315,7 +315,7 @@ class Shell:
         return self._state
 
     def rest(self) -> None:
-        """Wait until an idle bash has closed what it uses itself between two commands, as far as can be seen.
+        """Wait until an idle bash has closed the files that it uses itself between two commands, as far as can be seen.
 
         And until what it started in the background is the program that it was to be.
         """
@@ -329,7 +329,7 @@ class Shell:
             os.sched_yield()
 
     def redirected(self) -> tuple[str, ...]:
-        """Which of the descriptors 0 to 2 of a bash at rest do not lead to its terminal, as far as can be seen."""
+        """Descriptors 0 to 2 of a bash at rest that do not lead to its terminal, as far as can be seen."""
         found = []
         with contextlib.suppress(OSError):
             terminal = os.readlink(f"/proc/{self.pid}/fd/255")  # where bash keeps it
@@ -343,11 +343,11 @@ class Shell:
         return tuple(found)
 
     def owns(self, info: ProcessInfo) -> bool:
-        """Whether a process is the bash itself."""
+        """True if a process is the bash itself."""
         return info.pid == self.pid if self.pid is not None else info.command == " ".join(ARGV)
 
     def close(self) -> None:
-        """Kill the bash and what it started. Idempotent."""
+        """Kill the bash and its descendants. Idempotent."""
         if self._bash is not None:
             self._bash.close()
             self._bash = self._command = self._slot = None
@@ -380,7 +380,7 @@ class Shell:
         self._replace()
 
     def _replace(self) -> int:
-        """Put a new bash in the place of one that ended or hangs; the exit code of the old one."""
+        """Replace a bash that ended or hangs; returns the exit code of the old one."""
         assert self._bash is not None
         try:
             self._state = self._last_state()
@@ -409,7 +409,7 @@ class Shell:
         return self._state
 
     def _idle(self) -> BashProcess:
-        """The bash, started and idle; what it printed since the last command is dropped."""
+        """The bash, started and idle; output since the last command is dropped."""
         self.start()
         for _ in range(_ATTEMPTS):
             self._settle()
@@ -427,7 +427,7 @@ class Shell:
         raise SandboxError(f"each of the last {_ATTEMPTS} shells in the sandbox ended before it could be used")
 
     def _calm(self, bash: BashProcess) -> None:
-        """Have the bash answer a line that does nothing, again and again if need be.
+        """Make the bash answer a line that does nothing, repeatedly if needed.
 
         A Ctrl-C that it notices at its prompt makes it throw away a line, and that must not be the next command.
         """
@@ -463,7 +463,7 @@ class Shell:
         self._replaced = False
 
     def _wait(self, deadline: float, *, until: re.Pattern[str] | None = None) -> bool:
-        """Whether the command, or the shell, ended before the deadline or the pattern."""
+        """True if the command, or the shell, ended before the deadline or the pattern."""
         command, bash = self._running(), self._bash
         assert bash is not None
         seen, watch = b"", _Watch()
@@ -496,7 +496,7 @@ class Shell:
         return True
 
     def _looks_lost(self, watch: _Watch) -> bool:
-        """Whether the bash is at its prompt and will not say what it owes: what says it was overwritten by its user.
+        """True if the bash is at its prompt and will not send the report that is due: its user overwrote the reporting.
 
         One that is stopped is woken. Seen at its prompt, it is asked, once; then it is waited for until it is there
         again, for some time, since what it wrote on the terminal takes its way.
@@ -574,7 +574,7 @@ class Shell:
         return self._command
 
     def _interrupt(self) -> None:
-        """End the command; the bash too, if it does not let go. Nothing of the command is run after this."""
+        """End the command; the bash too, if the command survives. Nothing of the command runs after this."""
         command, bash = self._running(), self._bash
         assert bash is not None
         self._startled = True
@@ -601,7 +601,7 @@ class Shell:
 
 
 def _refusal(text: str, *, typed: bool = False) -> str:
-    """Why a text is not given to bash; empty if it is."""
+    """Reason why a text cannot be given to bash; empty if it can."""
     if len(text) > LONGEST_COMMAND:
         what = "what is typed" if typed else "a command"
         return f"bash: {what} has at most {LONGEST_COMMAND:,} characters, found {len(text):,}\n"
@@ -611,13 +611,13 @@ def _refusal(text: str, *, typed: bool = False) -> str:
 
 
 def number_inside(pid: int) -> int | None:
-    """The number of a process in its innermost namespace; None if it is gone."""
+    """Process id of a process in its innermost namespace; None if it is gone."""
     match = re.search(r"^NSpid:.*\s(\d+)$", _status(pid), re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def _children(pid: int | None) -> frozenset[int]:
-    """The children of a process, where the host shows them."""
+    """Children of a process, where the host shows them."""
     try:
         return frozenset(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_bytes().split()))
     except OSError:
@@ -625,7 +625,7 @@ def _children(pid: int | None) -> frozenset[int]:
 
 
 def _is_starting(pid: int) -> bool:
-    """Whether a process was forked off only now, and is, or may be, about to execute a program."""
+    """True if a process was just forked, and is, or may be, about to execute a program."""
     fields = _stat(pid)
     if fields[:1] not in ([b"R"], [b"D"]) or fields[11:13] != [b"0", b"0"]:  # it sleeps, or has run for some time
         return False
@@ -636,7 +636,7 @@ def _is_starting(pid: int) -> bool:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether a process was killed and is on its way out."""
+    """True if a process was killed and is exiting."""
     fields = _stat(pid)
     if fields and int(fields[6]) & _EXITING:
         return True
@@ -652,7 +652,7 @@ def _status(pid: int | None) -> str:
 
 
 def _stat(pid: int | None) -> list[bytes]:
-    """What the kernel says of a process, from its state on; empty where it says nothing."""
+    """Fields of a process's /proc stat, from its state on; empty where there are none."""
     try:
         return start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()
     except OSError:

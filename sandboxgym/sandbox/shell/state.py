@@ -1,4 +1,4 @@
-"""What a bash is beside its processes: captured as plain data, and applied to another bash.
+"""State of a bash apart from its processes: captured as plain data, and applied to another bash.
 
 1. Captured: working directory and OLDPWD, every variable with its attributes (arrays, exported or not, readonly,
    integer, case, references to names), functions, aliases, ``shopt`` and ``set -o`` options, umask, traps, soft limits
@@ -7,10 +7,10 @@
 2. Not captured: processes and jobs, coprocesses, ``$!``, open descriptors (those 0 to 2 were redirected to included),
    the seeds of RANDOM and SRANDOM, hard limits, the table of ``hash``, completions and key bindings, modes of the
    terminal. A working directory that is gone is replaced by ``/``.
-3. It is all text that bash printed, kept as bytes, so that values in any encoding survive.
-4. Those inside can write whatever they want where it is read from: parsing takes a time and a memory that grow with its
-   length, and what does not fit is one error.
-5. Where all of it is too much, variables that are too large are left out and named (`ShellState.omitted`).
+3. All of it is text that bash printed, kept as bytes, so that values in any encoding survive.
+4. Processes inside can write anything to the files that it is read from: parsing takes time and memory that grow with
+   the length, and malformed text is one error.
+5. If the whole is too large, the largest variables are left out and named (`ShellState.omitted`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
     *("traps", "flags", "status", "last", "positional", "history", "directories", "disabled", "hidden", "omitted"),
 )
-"""What shell.bash prints, in this order."""
+"""Sections that shell.bash prints, in this order."""
 
 OWN = b"__sg_"
 """Prefix of the names that shell.bash defines."""
 HOOK = (rb"\\__sg_unfinished;\"\${__sg_then[@]}\";", rb'\\__sg_unfinished;"${__sg_then[@]}";')
-"""What shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
+"""Code that shell.bash puts into PROMPT_COMMAND, in the two ways that bash quotes it."""
 
 # Set by bash itself, so that assigning them fails, or means something else; and by backends, for each process.
 _INTERNAL = frozenset(
@@ -45,7 +45,7 @@ _INTERNAL = frozenset(
 )
 _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
 _INHERITED += b"SHELL SHLVL TERM USER"
-"""Variables that a new bash has without being told; unset where the captured one had none."""
+"""Variables that every new bash has; unset where the captured one had none."""
 _EVALUATED = frozenset(b"BASH_ENV ENV PROMPT_COMMAND PS0 PS1 PS2 PS4 TMOUT".split())
 """Variables whose values bash acts on at a prompt."""
 
@@ -63,9 +63,9 @@ _OWN_FUNCTION = re.compile(rb"^__sg_\w++ \(\) *+\n\{", re.MULTILINE)
 _FUNCTION_END = re.compile(rb"^\}[^\n]*+\n(?:declare -f\w++ \S++\n)?", re.MULTILINE)
 _ATTRIBUTES_AFTER = re.compile(rb"^(\}[^\n]*+\n)declare -f\w++ \S++\n", re.MULTILINE)
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
-"""What ``history`` prints before each line of it, with the time format of shell.bash."""
+"""Prefix of each line of ``history``, with the time format of shell.bash."""
 MOST_VARIABLES = 10_000
-"""Variables of a state: a bash that starts takes more than linear time to set them."""
+"""Most variables of a state: a bash that starts takes more than linear time to set them."""
 _MANY = 1000
 """Lines of the history and directories of the stack that are kept; a new bash keeps 500 of the former."""
 _ONE_LINE = re.compile(rb"[^\n]*")
@@ -95,7 +95,7 @@ class ShellState:
     cwd: bytes
     variables: Mapping[bytes, Variable]
     functions: bytes
-    """Their definitions."""
+    """Definitions of functions."""
     function_attributes: bytes
     aliases: bytes
     shopts: bytes
@@ -113,19 +113,19 @@ class ShellState:
     positional: bytes
     """``"$@"``, quoted."""
     history: bytes = b""
-    """As ``history`` prints it, see `_BEFORE_ENTRY`."""
+    """History as ``history`` prints it, see `_BEFORE_ENTRY`."""
     directories: bytes = b""
-    """The stack of ``pushd``, one a line; the first is the working directory."""
+    """The stack of ``pushd``, one per line; the first is the working directory."""
     disabled: bytes = b""
-    """Builtins that ``enable -n`` disabled, one a line."""
+    """Builtins that ``enable -n`` disabled, one per line."""
     hidden: bytes = b""
     """The definitions of functions called ``builtin`` or ``enable``, which are in place during commands only."""
     omitted: bytes = b""
-    """Names of variables that were left out because they are too large, one a line."""
+    """Names of variables that were left out because they are too large, one per line."""
 
     @classmethod
     def parse(cls, dump: bytes, *, limits: Mapping[str, bytes]) -> ShellState:
-        """From what shell.bash printed.
+        """Parse the output of shell.bash.
 
         Args:
             dump: the content of a state file; what follows the end is ignored.
@@ -134,7 +134,7 @@ class ShellState:
         return Parser(limits).parse(dump)
 
     def script(self) -> bytes:
-        """Bash source that gives a new shell, in which shell.bash was sourced, this state."""
+        """Bash source that gives this state to a new shell in which shell.bash was sourced."""
         valued = {name for name, variable in self.variables.items() if variable.value is not None}
         unset = [name for name in _INHERITED.split() if name not in valued]
         return b"\n".join(
@@ -163,7 +163,7 @@ class ShellState:
         )
 
     def values_only(self) -> ShellState:
-        """Without anything that a new bash might execute, or might end at: directory, variables, limits and history."""
+        """A copy without code that a new bash might execute, or exit at: directory, variables, limits and history."""
         kept = {name: variable for name, variable in self.variables.items() if name not in _EVALUATED}
         return replace(
             self,
@@ -180,7 +180,7 @@ class ShellState:
         )
 
     def mapped(self, change: Callable[[bytes], bytes]) -> ShellState:
-        """The same with all its text changed: for backends whose sandboxes do not all lie at the same path."""
+        """A copy with all its text changed: for backends whose sandboxes lie at different paths."""
         texts: dict[str, Any] = {
             field.name: change(value) for field in fields(self) if isinstance(value := getattr(self, field.name), bytes)
         }
@@ -191,7 +191,7 @@ class ShellState:
         return replace(self, **texts, variables=variables)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain data (bytes, strings, integers, lists) that `from_plain` takes."""
+        """Plain data (bytes, strings, integers, lists) for `from_plain`."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["variables"] = [[name, item.attributes, item.value] for name, item in self.variables.items()]
         plain["limits"] = [list(item) for item in self.limits.items()]
@@ -199,7 +199,7 @@ class ShellState:
 
     @classmethod
     def from_plain(cls, plain: Any) -> ShellState:
-        """The inverse of `to_plain`.
+        """Decode the plain data of `to_plain`.
 
         Raises:
             SnapshotCorrupt: it is not such data.
@@ -226,12 +226,12 @@ class ShellState:
 
 
 def parse_limits(text: bytes) -> dict[str, bytes]:
-    """The soft limits that ``ulimit -Sa`` prints, by letter; without the size of pipes, which cannot be set."""
+    """The soft limits in the output of ``ulimit -Sa``, by letter; without the size of pipes, which cannot be set."""
     return {letter.decode(): value for letter, value in _LIMIT.findall(text) if letter != b"p"}
 
 
 class Parser:
-    """Reads what shell.bash printed, again and again; what is as it was the last time is not read again.
+    """Incremental parser of shell.bash's output; parts equal to the last time are not parsed again.
 
     Args:
         limits: the soft limits that the shell started with (`parse_limits`).
@@ -244,7 +244,7 @@ class Parser:
         self._places: dict[bytes, int] = {}
 
     def parse(self, dump: bytes) -> ShellState:
-        """The state in the content of a state file; see `ShellState.parse`."""
+        """Parse the content of a state file; see `ShellState.parse`."""
         parts = dump.split(b"\0", len(SECTIONS) + 1)
         if parts[len(SECTIONS) : len(SECTIONS) + 1] != [b"end"]:
             last = [part[:100] for part in parts[-2:]]
@@ -283,7 +283,7 @@ class Parser:
         return {letter: value for letter, value in now.items() if self._limits.get(letter, value) != value}
 
     def _variables(self, text: bytes) -> dict[bytes, Variable]:
-        # Of some hundred declarations a command changes a few. Where the text goes on with what followed the last
+        # Of some hundred declarations a command changes a few. Where the text continues with what followed the last
         # time, the expression would find just that: it looks at nothing beyond the end of a declaration.
         before, places = self._declared, self._places
         declared: list[tuple[bytes, bytes, Variable | None]] = []
@@ -307,7 +307,7 @@ class Parser:
 
 
 def _declaration_at(text: bytes, at: int) -> tuple[bytes, bytes, Variable | None]:
-    """A declaration as it is written, its name, and what it declares; None if that is no part of the state."""
+    """A declaration's source, its name, and its value; None if it is no part of the state."""
     match = _DECLARATION.match(text, at)
     if match is None:
         line = _ONE_LINE.match(text, at)
@@ -353,7 +353,7 @@ def _first_lines(text: bytes) -> list[bytes]:
 
 
 def _shopts(printed: bytes) -> list[bytes]:
-    """What ``shopt -p`` printed, as one command that switches options on and one that switches off."""
+    """Commands from the output of ``shopt -p``: one that switches options on and one that switches off."""
     settings = _SHOPT.findall(printed)
     named = {flag: [name for used, name in settings if used == flag] for flag in (b"-s", b"-u")}
     return [b"builtin shopt %s %s" % (flag, b" ".join(names)) for flag, names in named.items() if names]
@@ -375,7 +375,7 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 def _text(value: Any) -> bytes:
-    """What bash can read: a script ends for it at a null byte, or goes on without it."""
+    """Text that bash can read: at a null byte it ends a script, or drops the byte."""
     if b"\0" in (text := _typed(value, bytes)):
         raise ValueError("expected text without null bytes")
     return bytes(text)

@@ -1,4 +1,4 @@
-"""What a program printed on a terminal, as bounded plain text; in a time that grows with its length, whatever it is."""
+"""Terminal output of a program as bounded plain text, in time that grows with its length, whatever it is."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Capture:
 
     Args:
         limit: bytes that are kept.
-        begin: what precedes the stream; all before it is dropped. Empty if it begins at once.
-        end: what follows it; all after it is dropped. Empty if it has no end.
+        begin: mark before the stream; everything before it is dropped. Empty if it begins at once.
+        end: mark after the stream; everything after it is dropped. Empty if it has no end.
         raw: bytes of its beginning that are kept beside these halves.
     """
 
@@ -28,7 +28,7 @@ class Capture:
         self._raw = raw
         self._begin, self._end = begin, end
         self.begun = not begin
-        """Whether ``begin`` was seen."""
+        """True if ``begin`` was seen."""
         self._carry = b""
         self._head, self._tail = bytearray(), bytearray()
         self.beginning = bytearray()
@@ -36,7 +36,7 @@ class Capture:
         self.elided = 0
         """Bytes dropped from the middle so far."""
         self.complete = False
-        """Whether ``end`` was seen."""
+        """True if ``end`` was seen."""
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes."""
@@ -59,7 +59,7 @@ class Capture:
         self._keep(data)
 
     def drain(self) -> tuple[bytes, int]:
-        """What was kept and not yet taken, with a line in place of what was dropped; and how many bytes were."""
+        """Kept bytes not yet taken, with a line in place of the dropped ones, and the number of these."""
         if self.begun and not self.complete:
             # An end mark may be on its way in pieces: what could be its beginning stays.
             for length in range(len(self._carry), 0, -1):
@@ -94,12 +94,12 @@ class Capture:
 
 
 def decode(data: bytes) -> str:
-    """UTF-8, with backslash escapes for what is not."""
+    """Decode UTF-8, with backslash escapes for other bytes."""
     return data.decode("utf-8", "backslashreplace")
 
 
 def encode(text: str) -> bytes:
-    """UTF-8; the surrogates of `os.fsdecode` stand for the bytes they were made from, others for themselves."""
+    """Encode as UTF-8; the surrogates of `os.fsdecode` become their original bytes, others stay."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -107,7 +107,7 @@ def encode(text: str) -> bytes:
 
 
 def plain_text(data: bytes) -> str:
-    """The lines as they stand on the screen in the end: no escape sequences, progress bars in their last state."""
+    """Lines as a terminal finally shows them: no escape sequences, progress bars in their last state."""
     text = decode(data).replace("\r\n", "\n")
     if "\x1b" in text:
         # After the last end of a string sequence none is looked for: each beginning would look through all the rest.
@@ -125,7 +125,7 @@ def _erasing(match: re.Match[str]) -> str:
 
 
 def _line(line: str) -> str:
-    """One line with carriage returns, backspaces and erasures carried out."""
+    """One line with carriage returns, backspaces and erasures applied."""
     shown: list[str] = []
     length = 0
     for part in reversed(line.split("\r")):  # each shows only where those after it end
@@ -140,7 +140,7 @@ def _line(line: str) -> str:
 
 
 def _without_backspaces(part: str) -> str:
-    """Text in which each backspace takes away what is before it."""
+    """Text in which each backspace removes the character before it."""
     first, *others = part.split("\x08")
     kept = list(first)
     for text in others:

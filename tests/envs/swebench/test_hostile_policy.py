@@ -263,7 +263,7 @@ def check_nothing_is_left(env: Any) -> None:
         env.close()
         assert not root.exists() and not processes_of(root.parent.name, [])
     else:
-        box, store = backend.box, str(backend.runtime.directory)
+        box, store = backend.container, str(backend.runtime.directory)
         env.close()
         assert box.ended and not offspring(box.pid)
         assert not [line for line in Path("/proc/self/mounts").read_text().splitlines() if store in line]

@@ -1,7 +1,7 @@
-"""Level 3: where futures are random, a restore changes no probability, and seeded siblings are independent.
+"""Level 3: with random futures, a restore changes no probability, and seeded siblings are independent.
 
-Where the random streams are captured, futures couple exactly (`stochastic.coupled`); what is left to statistics is
-that a *seed* given to ``restore`` or ``fork`` gives a fresh draw from the right distribution, and environments whose
+Where the random streams are captured, futures couple exactly (`stochastic.coupled`); statistics are needed to show that
+a *seed* given to ``restore`` or ``fork`` gives a fresh draw from the right distribution, and for environments whose
 randomness nobody captures. `continuations` draws the samples, `distribution` compares them.
 """
 
@@ -65,7 +65,7 @@ def coupled(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 
 
 def _judge(subject: Subject, budget: Budget, check: str, what: str) -> dict[str, Any]:
-    """The verdict of a check on the study's p-values."""
+    """Verdict of a check from the study's p-values."""
     found = study(subject, budget)
     if found.reason:
         raise Skipped(found.reason)
@@ -124,7 +124,7 @@ def _powerful(subject: Subject, found: Study, tests: dict[str, st.Comparison], e
 
 
 def _weak(subject: Subject, reason: str, evidence: dict[str, Any]) -> NoReturn:
-    """Too few futures: with captured streams those with a seed are left to exact coupling, which needs no sample."""
+    """Message for too few futures: with captured streams, seeds are left to exact coupling, which needs no sample."""
     if subject.capabilities.rng and not subject.noise.startswith("two runs"):
         raise Skipped(f"{reason}; that streams are exact is for stochastic.coupled and streams.*, without a sample")
     raise Inconclusive(reason, evidence)

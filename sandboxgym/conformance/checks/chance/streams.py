@@ -1,7 +1,7 @@
-"""Random streams by looking: every generator that an environment leads to, wherever it keeps it.
+"""Level 3: random streams compared bit by bit: every generator that an environment's attributes lead to.
 
-`generators` finds them. What differs is a fault only where the stream decides what happens: it is given other bits in
-an environment of its own, and the future must then be another. Streams without an effect are told in the evidence.
+`generators` finds them. A difference is a fault only where the stream affects the outcomes: the stream gets other bits
+in an environment of its own, and the future must then change. Streams without an effect are listed in the evidence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.harness import generators
 from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, Control, Subject, put, take
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, restore, snapshot
 
 TRIALS = 24
 """Other bits that a stream is given before it is taken to have no effect."""
@@ -27,7 +27,7 @@ Bits = dict[str, Any]
 
 
 class _Proof:
-    """Which streams decide what happens, found out when first asked for."""
+    """The streams that affect the outcomes, found at the first request."""
 
     def __init__(self, subject: Subject, budget: Budget) -> None:
         self.subject, self.budget = subject, budget
@@ -35,7 +35,7 @@ class _Proof:
         self.effectless: set[str] = set()
 
     def effect(self, path: str, *, episode: bool) -> str:
-        """What other bits of a stream change, in words: within the episode, or in the next one too; else empty."""
+        """Effect of other bits in a stream, in words: within the episode, or in the next one too; else empty."""
         key = (path, episode)
         if key not in self.known:
             self.known[key] = self._effect(path, episode)
@@ -73,15 +73,15 @@ class _Proof:
 
 
 def _effect_after_restore(subject: Subject, control: Control, path: str, trial: int) -> str:
-    """What other bits of a stream change in a restored future, where runs from a seed vary but restores do not."""
+    """Effect of other bits in a stream on a restored future, where runs from a seed vary but restores do not."""
     point = max(1, control.last // 3)
     futures = []
     with opened(subject) as env:
         _begin(subject, env, control, point)
-        snap = take(env)
+        snap = snapshot(env)
         try:
             for renewed in (False, False, True):
-                put(env, snap)
+                restore(env, snap)
                 if renewed:
                     stream = generators.find(env, [path]).get(path)
                     if stream is None or not stream.renewable:
@@ -109,15 +109,15 @@ def _control(subject: Subject, budget: Budget, index: int = 0) -> Control:
 
 
 def _repeating(subject: Subject, budget: Budget) -> Control:
-    """A control run that repeats itself, or from which at least two restores of one snapshot go on alike."""
+    """A control run that repeats itself, or for which at least two restores of one snapshot give equal futures."""
     control = subject.control(0, budget.steps)
     if not control.repeatable:
         point, futures = max(1, control.last // 3), []
         with opened(subject) as env:
             _begin(subject, env, control, point)
-            snap = take(env)
+            snap = snapshot(env)
             for _ in range(3):
-                put(env, snap)
+                restore(env, snap)
                 futures.append([subject.call(env, op)[0] for op in control.ops[point : control.last]])
             release(snap)
         if any(first_difference(futures[0], future) for future in futures[1:]):
@@ -214,7 +214,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
         for index in budget.spending(len(seeds), seconds=budget.seconds / 2, at_least=16):
             seed = seeds[index]
             try:
-                put(env, snap, seed)
+                restore(env, snap, seed)
             except Exception as error:
                 if seed not in LARGE:
                     raise
@@ -237,7 +237,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
         other = scene.make()
         for seed in [seed for seed in (0, 1, LARGE[0], seeds[-1]) if seed in known]:
             for target in (env, other):
-                put(target, snap, seed)
+                restore(target, snap, seed)
                 for path, bits in _bits(target, known[seed]).items():
                     if bits != known[seed].get(path, bits) and (effect := proof.effect(path, episode=True)):
                         scene.fail(

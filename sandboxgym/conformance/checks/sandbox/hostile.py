@@ -1,7 +1,7 @@
-"""Level 4: what a sandbox promises of its own, held against commands that try to break it.
+"""Level 4: promises specific to sandboxes, tested with commands that try to break them.
 
-Nothing here leaves the sandbox by a known hole: it is what an agent's commands may do by accident or for a reward. What
-is tried is in ``place_probes.py`` and ``attacks.py``, limits in ``hostile_limits.py``. Every attack is bounded, and is
+No known hole is used to leave the sandbox: the commands are those that an agent may run by accident or for a reward.
+They are defined in ``places.py`` and ``attacks.py``, limits in ``hostile_limits.py``. Every attack is bounded, and is
 cleared away afterwards.
 """
 
@@ -33,9 +33,9 @@ from sandboxgym.system import run_directories
 _AFTER = ("api.protocol",)
 _SHOWN = 40
 _DEEPEST, _ENTRIES = 9, 50_000
-"""Levels and entries among which leftovers are looked for."""
+"""Levels and entries searched for leftovers."""
 _PATIENCE = 10.0
-"""Seconds in which they may be cleared by another process."""
+"""Seconds in which another process may clear them."""
 
 
 # Places.
@@ -43,7 +43,7 @@ _PATIENCE = 10.0
 
 @dataclass
 class Row:
-    """What became of the marks in one place."""
+    """Result of the marks in one place."""
 
     place: Place
     declared: bool
@@ -51,7 +51,7 @@ class Row:
     lost: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For the evidence."""
+        """The row as JSON values, for the evidence."""
         measured = "leaked" if self.leaks else "lost" if self.lost else "kept"
         row: dict[str, Any] = {"probe": self.place.path, "declared": self.declared, "measured": measured}
         return row | ({"leaks": self.leaks} if self.leaks else {}) | ({"lost": self.lost} if self.lost else {})
@@ -125,7 +125,7 @@ def _places_told(rows: Sequence[Row], shared: bool) -> dict[str, Any]:
 
 
 def _followed(yard: Yard, rows: Sequence[Row], env: AnyEnv, alive: list[AnyEnv]) -> None:
-    """Make all marks, and look where each of them shows. ``env`` has those from before the snapshot."""
+    """Make all marks, and find where each of them shows. ``env`` has those from before the snapshot."""
     scene, token, found = yard.scene, yard.token, [row.place for row in rows]
 
     def look(who: AnyEnv, words: str, expected: str = "") -> None:
@@ -392,7 +392,7 @@ def leftovers(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 
 def _few(yard: Yard, env: AnyEnv) -> list[Place]:
-    """The directory of commands, and one that no snapshot covers; nothing of the machine's own."""
+    """The working directory, and one that no snapshot covers; no directory of the machine's own."""
     ask = yard.asks(env)
     with place_probes.own_folders() as folders:
         shared = place_probes.shares_files(ask, folders)
@@ -414,7 +414,7 @@ def _mounts(folder: Path, elsewhere: Iterable[Path]) -> list[str]:
 
 
 def _named(folder: Path, elsewhere: Iterable[Path], token: str) -> list[str]:
-    """Entries with a token in their names, near the top: what is below them may be nested without end."""
+    """Entries with a token in their names, near the top: the directories below may be nested without end."""
     found, level, seen = [], [str(path) for path in _owned(folder, elsewhere)], 0
     for _ in range(_DEEPEST):
         below = []

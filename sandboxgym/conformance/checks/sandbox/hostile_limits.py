@@ -1,7 +1,7 @@
-"""Level 4: the limits that a sandbox declares, held against commands that try to pass them.
+"""Level 4: declared limits of a sandbox, tested with commands that try to exceed them.
 
-What is tried is in ``attacks.py``. A limit that is not declared (`Subject.limits`), or is larger than a check can try
-in seconds, is skipped with the reason.
+The commands are defined in ``attacks.py``. A limit that is not declared (`Subject.limits`), or is larger than a check
+can try in seconds, is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sandboxgym.conformance.sandbox_probes.yard import Untyped, yard_of
 from sandboxgym.conformance.subject import AnyEnv, Subject
 
 _SETTLE = 2.0
-"""Seconds for a sandbox to see what was written."""
+"""Seconds for a sandbox to notice the writes."""
 _ROUNDS = 3
-"""A chain of forks may be met by chance."""
+"""Repetitions, since a chain of forks may be caught by chance."""
 
 
 @check(

@@ -1,4 +1,4 @@
-"""Level 4: what a shell sandbox keeps, loses and leaks, declared against measured."""
+"""Level 4: state that a shell sandbox keeps, loses and leaks, declared against measured."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Readings = dict[str, str]
 
 @dataclass
 class Row:
-    """One line of the matrix."""
+    """One line of the matrix of probes."""
 
     probe: Probe
     declared: bool
     places: dict[str, str] = field(default_factory=dict)
-    """Kept or lost, by where it was looked for: restored, in a fork, in another environment."""
+    """Kept or lost, by place of reading: restored, in a fork, in another environment."""
     leaks: list[str] = field(default_factory=list)
     detail: str = ""
 
     @property
     def measured(self) -> str:
-        """The worst of what was seen."""
+        """The worst of the observed results."""
         if self.leaks:
             return LEAKED
         found = set(self.places.values())
@@ -46,11 +46,11 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether the contract is broken: anything leaks, or what is declared is not kept."""
+        """True if the contract is broken: the state leaks, or is declared kept and lost."""
         return self.measured in (LEAKED, DISTURBED) or (self.declared and self.measured == LOST)
 
     def to_json(self) -> dict[str, Any]:
-        """For the evidence."""
+        """The row as JSON values, for the evidence."""
         row: dict[str, Any] = {"probe": self.probe.name, "declared": self.declared, "measured": self.measured}
         row |= self.places
         if self.leaks:
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass
 class Session:
-    """The environments and what was typed into them."""
+    """The environments of one measurement, and the commands typed into them."""
 
     subject: Subject
     scene: Scene
@@ -82,7 +82,7 @@ class Session:
             raise Inconclusive(f"the sandbox's shell did not get through the script ({value}): {output[-200:]!r}")
 
     def read(self, env: AnyEnv, probes: Iterable[Probe]) -> Readings:
-        """What all the probes show."""
+        """Read all the probes."""
         return parse(self.type(env, script(probes, "read", self.token)))
 
 
@@ -133,7 +133,7 @@ def losses(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     """Sets up, one after the other, what is hard to capture: io_uring, a traced child, nested namespaces, another
     user's process, one that outlived its shell, and connections, sockets and pipes to a peer outside. FAIL unless a
     snapshot is then refused with an error of a type of its own, or declares a loss (``info["lossy"]`` of the restore,
-    or Subject.lossy), or keeps the thing, if all of it is inside; and unless the sandbox goes on as before.
+    or Subject.lossy), or keeps the thing, if all of it is inside; and unless the sandbox continues as before.
     """
     if subject.shell is None:
         raise Skipped("no shell hook: give Subject.shell to probe a sandbox with shell commands")
@@ -187,7 +187,7 @@ def _declared(subject: Subject, probe: Probe) -> bool:
 
 
 def measure(session: Session, chosen: Sequence[Probe] = PROBES) -> list[Row]:
-    """What becomes of each piece of hidden state, in an environment that is made for it."""
+    """Results of all pieces of hidden state, in environments made for them."""
     subject, scene = session.subject, session.scene
     env = scene.make()
     scene.reset(env, seed=1, options=subject.options(0))
@@ -225,7 +225,7 @@ def measure(session: Session, chosen: Sequence[Probe] = PROBES) -> list[Row]:
 
 
 def _applies(probe: Probe, pristine: Readings, before: Readings) -> bool:
-    """Whether the change shows at all in an environment that nothing was done to."""
+    """True if the change shows at all in an untouched environment."""
     shown = before.get(probe.name, "")
     if probe.name == "shell.random":  # bash and the like, and one shell for all commands
         drawn, _, expected = shown.partition("|")
@@ -276,7 +276,7 @@ def _elsewhere(
 
 
 def _siblings(session: Session, rows: dict[str, Row], probes: list[Probe], parent: AnyEnv) -> None:
-    """Fork; change everything in one fork, close it, and look from the parent and the other one."""
+    """Fork; change everything in one fork, close it, and read in the parent and the other one."""
     scene = session.scene
     changing, watching = scene.fork(parent, 2)
     session.opened += [changing, watching]
