@@ -21,6 +21,7 @@ import yaml
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.adapters.prompts import PromptName, make_prompt
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
 
@@ -108,7 +109,7 @@ def evaluate(
         RuntimeError: no episode came to an end.
     """
     env = envs.take()
-    available = getattr(env.unwrapped, "num_tasks", None)
+    available = task_count(env)
     envs.give(env)
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]

@@ -108,8 +108,8 @@ class TrainingSession:
             raise ConfigError(f"lookahead: needs info['admissible_commands'], which {args.env_id} does not give")
         if args.network != "none" and first_info(self.envs).get("features") is None:
             raise ConfigError(
-                f"network: needs info['features'], which {args.env_id} does not give; of this package, ALFWorld and "
-                "WebShop do with env_kwargs features=true"
+                f"network: needs info['features'], which {args.env_id} does not give; some "
+                "environments do with env_kwargs features=true"
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
