@@ -246,6 +246,38 @@ def test_official_games_are_opened_as_the_environment_does(run, tmp_path, server
     assert (tmp_path / "named").is_dir()
 
 
+def test_a_data_set_of_another_package_is_fetched_once_that_is_imported(run, tmp_path, server, monkeypatch):
+    (tmp_path / "others.py").write_text(f"""
+import gymnasium
+from sandboxgym import EnvCard, SnapshotWrapper, TaskEnv
+from sandboxgym.data import DataFile, DataSet
+
+FILE = DataFile("rows.parquet", "{server.url}/rows.parquet")
+ROWS = DataSet("others", "rows", "none", {{"rows": (FILE,)}}, check="others:check")
+
+def check(root):
+    if (root / "broken").exists():
+        raise ValueError("no rows that can be played")
+    return ["1 row"]
+
+class Others(TaskEnv):
+    card = EnvCard(data_sets=(ROWS,))
+
+gymnasium.register("others/Others-v0", entry_point=Others, additional_wrappers=(SnapshotWrapper.wrapper_spec(),))
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "invalid choice: 'others'" in run("download", "others")[2]
+    try:
+        status, out, err = run("download", "others", "--import", "others")
+        assert status == 0 and "1 row" in out, err
+        assert data.parts_found(data_set("others")) == ["rows"]
+        (data.directory(data_set("others")) / "broken").touch()
+        status, _, err = run("download", "--import", "others", "--", "others")
+        assert status == 1 and "no rows that can be played" in err
+    finally:
+        gym.registry.pop("others/Others-v0", None)
+
+
 @pytest.mark.parametrize("name", ["alfworld", "webshop", "swebench"])
 def test_every_known_data_set_is_described_in_full(name):
     dataset = data_set(name)
