@@ -161,8 +161,8 @@ top = Path(os.environ["HOME"], "top")
 for mode, path in ((0, "a/b/c"), (0o400, "a/b"), (0o111, "a"), (0, "")):
     (top / path).chmod(mode)
 denied = []
-print(list(directories.walk(str(top), denied=denied)), len(denied), leftovers.tree_nbytes(top))
-leftovers.remove_tree(top)
+print(list(directories.walk(str(top), denied=denied)), len(denied), run_directories.tree_nbytes(top))
+run_directories.remove_tree(top)
 print(top.exists())
 """
 

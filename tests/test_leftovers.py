@@ -47,7 +47,7 @@ def rename(*_):
     sys.stdin.readline()
 
 os.rename = rename
-leftovers.claim("copy")
+run_directories.claim("copy")
 """
 
 
@@ -73,7 +73,7 @@ def test_a_directory_that_its_owner_could_not_complete(
 _MAKING = """
 import os, sys
 from sandboxgym.system import directories, run_directories
-print(leftovers.claim(sys.argv[1]), flush=True)
+print(run_directories.claim(sys.argv[1]), flush=True)
 if sys.argv[2:]:
     os.kill(os.getpid(), 9)
 """

@@ -632,7 +632,11 @@ print(runtime().directory, runtime().process.pid, *pids, flush=True)
 while True:
     box.snapshot(strict=True).release()
 """
-REAP = "import sandboxgym.sandbox.overlay.runtime; from sandboxgym.system import run_directories as d; print(len(d.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:

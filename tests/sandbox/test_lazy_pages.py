@@ -225,7 +225,11 @@ assert child.backend.box.pages >= 0
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 os.kill(os.getpid(), 9)
 """
-REAP = "import sandboxgym.sandbox.overlay.runtime; from sandboxgym.system import run_directories as d; print(len(d.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:

@@ -48,7 +48,11 @@ while True:
     trees = [*trees[-5:], backends[0].freeze(keep_processes=len(trees) % 3 == 0)]
     backends[0].start(trees[-1])
 """
-REAP = "import sandboxgym.sandbox.overlay.runtime; from sandboxgym.system import run_directories as d; print(len(d.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def _owner(folder: Path, rootless: bool) -> tuple[subprocess.Popen[str], dict[str, object]]:
