@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium as gym
-import yaml
 
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.adapters.prompts import PromptName, make_prompt
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
@@ -63,20 +63,8 @@ class Score:
 
 
 def make_env(env_id: str, kwargs: Sequence[str], max_turns: int) -> gym.Env[Any, Any]:
-    """``gym.make`` with arguments written as ``name=value``."""
-    return gym.make(env_id, max_episode_steps=max_turns, **parse_kwargs(kwargs))
-
-
-def parse_kwargs(kwargs: Sequence[str]) -> dict[str, Any]:
-    """Arguments written as ``name=value`` (the value is YAML).
-
-    Raises:
-        ValueError: one is not.
-    """
-    pairs = [pair.partition("=") for pair in kwargs]
-    if bad := [pair for pair, (_, equals, _) in zip(kwargs, pairs) if not equals]:
-        raise ValueError(f"expected arguments as name=value, found {bad}")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    """``gym.make`` with arguments as `parse_arguments` reads them."""
+    return gym.make(env_id, max_episode_steps=max_turns, **parse_arguments(kwargs))
 
 
 def evaluate(

@@ -30,7 +30,7 @@ from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory, plain_key
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
-from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
+from bpo_ref.eval import Score, evaluate, make_env
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -56,6 +56,7 @@ from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs, Failure
 
 Item = TypeVar("Item")
@@ -392,7 +393,7 @@ class TrainingSession:
         if args.sft_data:
             return read_demonstrations(Path(args.sft_data))
         try:
-            expert_kwargs = parse_kwargs(args.expert_kwargs)
+            expert_kwargs = parse_arguments(args.expert_kwargs)
         except ValueError as error:
             raise ConfigError(f"expert_kwargs: {error}") from error
         path = self.out / "demonstrations.jsonl"

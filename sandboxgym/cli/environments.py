@@ -17,6 +17,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from sandboxgym import data
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec
@@ -61,8 +62,9 @@ SENTENCES: dict[str, dict[Any, str]] = {
 def add_kwargs(parser: argparse.ArgumentParser) -> None:
     """The option with which every command takes an environment's arguments."""
     parser.add_argument(
-        "--kwargs",
         "--env-kwargs",
+        "--kwargs",
+        dest="kwargs",
         nargs="+",
         action="extend",
         default=[],
@@ -71,18 +73,12 @@ def add_kwargs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["games=train", "limit=5"]`` as ``{"games": "train", "limit": 5}``."""
-    kwargs: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"expected NAME=VALUE, found {pair!r}", status=USAGE)
-        try:
-            kwargs[name] = json.loads(value)
-        except ValueError:
-            kwargs[name] = value
-    return kwargs
+def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
+    """`parse_arguments`, with its error as a command's."""
+    try:
+        return parse_arguments(texts)
+    except ValueError as error:
+        raise CommandError(str(error), status=USAGE) from error
 
 
 def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[Any, Any]:
