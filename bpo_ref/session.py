@@ -29,7 +29,7 @@ from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory, plain_key
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
-from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
+from bpo_ref.eval import Score, evaluate, make_env
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -58,6 +58,7 @@ from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs, Failure
 
 Item = TypeVar("Item")
@@ -131,8 +132,8 @@ class TrainingSession:
             raise ConfigError(f"lookahead: needs info['admissible_commands'], which {args.env_id} does not give")
         if args.network != "none" and first_info(self.envs).get("features") is None:
             raise ConfigError(
-                f"network: needs info['features'], which {args.env_id} does not give; of this package, ALFWorld and "
-                "WebShop do with env_kwargs features=true"
+                f"network: needs info['features'], which {args.env_id} does not give; some "
+                "environments do with env_kwargs features=true"
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
@@ -430,7 +431,7 @@ class TrainingSession:
         if args.sft_data:
             return read_demonstrations(Path(args.sft_data))
         try:
-            expert_kwargs = parse_kwargs(args.expert_kwargs)
+            expert_kwargs = parse_arguments(args.expert_kwargs)
         except ValueError as error:
             raise ConfigError(f"expert_kwargs: {error}") from error
         path = self.out / "demonstrations.jsonl"

@@ -23,6 +23,7 @@ from sandboxgym.errors import (
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.registration import make, register_envs
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import EnvCard, Expert, Task, TaskEnv, TaskInfo, TaskNotFound, TaskRows
 from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot, successors
 from sandboxgym.wrappers.codecs import Adapter, WrapperCodec, register_wrapper
 
@@ -35,7 +36,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "EnvCard",
     "EnvPool",
+    "Expert",
     "Layer",
     "PooledEnvs",
     "RemoteEnv",
@@ -51,6 +54,11 @@ __all__ = [
     "SnapshotVectorEnv",
     "SnapshotWrapper",
     "SupportsSnapshot",
+    "Task",
+    "TaskEnv",
+    "TaskInfo",
+    "TaskNotFound",
+    "TaskRows",
     "Transition",
     "Unicode",
     "WrapperCodec",

@@ -60,6 +60,7 @@ from bpo_ref.schedules import make_schedule
 from bpo_ref.session import MAY_CHANGE, gives_key
 from bpo_ref.train import aggregate, assign_credit, policy_loss
 from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
 
 METHODS = (
@@ -240,7 +241,7 @@ class Laboratory:
 
     def _draw(self, batch: int) -> list[Any]:
         env = self.envs.take()
-        self._available = getattr(env.unwrapped, "num_tasks", None)
+        self._available = task_count(env)
         tasks = draw_tasks(env, self.study.tasks, (self.study.seed, 91, batch))
         self.envs.give(env)
         return tasks

@@ -18,6 +18,7 @@ from bpo_ref.sampling.backends import Backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generation
 from sandboxgym.adapters.prompts import Exchange, Prompt
+from sandboxgym.task_env import Expert, has_expert, task_count
 from sandboxgym.tree import Action, Context, Envs, Path, PathKey
 from sandboxgym.tree.envs import described, logger
 
@@ -178,8 +179,7 @@ def collect_demonstrations(
 ) -> list[dict[str, list[Any]]]:
     """Play expert episodes through the API and keep those with a total reward of ``least``, or successful ones (None).
 
-    ``env.unwrapped.expert(rng=…, noise=…)`` gives a player with ``reset(observation)``, ``act(observation)`` and
-    ``noisy``, which tells of the last action whether it was a deliberate mistake.
+    ``env.unwrapped.expert(rng=…, noise=…)`` gives the player, see `sandboxgym.task_env.Expert`.
 
     Args:
         envs: source of the environment.
@@ -199,17 +199,18 @@ def collect_demonstrations(
     prompt = prompt or Prompt()
     env = envs.take()
     base: Any = env.unwrapped
-    if not hasattr(base, "expert"):
-        raise ConfigError(f"sft_steps: {base} has no expert to learn from; set sft_data, or a pretrained model")
+    if not has_expert(env):
+        raise ConfigError(f"sft_steps: {base} has no expert to learn from: give sft_data, or a pretrained model")
     try:
         base.expert(rng=random.Random(seed), noise=noise, **(expert_kwargs or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"expert_kwargs: {error}") from error
-    order = list(range(getattr(base, "num_tasks", 1)))
+    count = task_count(env)
+    order = list(range(1 if count is None else count))
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []
     for episode in range(episodes):
-        options = {"task": order[episode % len(order)]} if hasattr(base, "num_tasks") else None
+        options = None if count is None else {"task": order[episode % len(order)]}
         for left in reversed(range(retries + 1)):
             base = env.unwrapped
             expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise, **(expert_kwargs or {}))
@@ -231,7 +232,7 @@ def collect_demonstrations(
 
 def _demonstration(
     env: gym.Env[Any, Any],
-    expert: Any,
+    expert: Expert,
     prompt: Prompt,
     least: float | None,
     *,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bpo_ref.learning.batch import Critique
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Edge, RolloutTree
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
 
 def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:
     """Draw the tasks of a batch, without replacement if there are enough; None if the environment draws its own."""
-    available = getattr(env.unwrapped, "num_tasks", None)
+    available = task_count(env)
     if available is None:
         return [None] * count
     rng = np.random.default_rng([*seed, 7])

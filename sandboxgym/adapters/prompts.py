@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from sandboxgym.registration import card_of
+
 PromptName = Literal["plain", "react", "choice"]
 
 _ACTION = re.compile(r"<action>(.*)</action>", re.DOTALL)
@@ -31,22 +33,8 @@ FORMAT = """Answer in this form, every time:
 <think>what you know by now, what is still missing, and what to do next</think>
 <action>one action</action>
 Only the action is carried out, exactly as you write it. You are then told what came of it."""
-SYSTEMS = {
-    "ALFWorld": """You are in a house that is described to you in words, and have a task to do in it. One command a
-turn: go to X, open X, close X, take Y from X, move Y to X, clean Y with X, heat Y with X, cool Y with X, use X,
-examine X, look, inventory.
-X is a place and Y a thing, each called as it was shown to you, with its number, such as "cabinet 3". You can reach
-only the place that you went to last, and carry one thing. What cannot be done has no effect.""",
-    "WebShop": """You are in a web shop, to buy what an instruction asks for. One action a turn:
-search[keywords] where the page has a search bar, click[name] for whatever the page lets you click.
-Look for a product of the right kind, within the price; choose its options by clicking on them; click[buy now] ends the
-episode, and your purchase is compared with the instruction.""",
-    "SWEBench": """You are a programmer at work in a repository, through a tool that the task introduces. One action a
-turn, of the kind that it asks for; a command may have several lines. Look before you change, run what you changed, and
-submit when you are done.""",
-}
-"""What an agent is told before its first observation, by environment."""
 ANYWHERE = "You act in an environment that answers in text, one action a turn."
+"""What an agent is told of an environment whose card has no system prompt."""
 
 
 class UnreadableAnswer(ValueError):
@@ -223,7 +211,8 @@ def make_prompt(
 
     Args:
         name: ``"plain"``, ``"react"`` or ``"choice"``.
-        env_id: its Gymnasium id. ``react`` knows what to tell of this package's, and says little of any other.
+        env_id: its Gymnasium id. ``react`` tells what the environment's card has for it (`EnvCard`), and little of an
+            environment without one.
         system: in place of what it would tell.
         list_actions: see `Prompt`; ``choice`` lists them anyway.
         history: see `Prompt`.
@@ -238,6 +227,5 @@ def make_prompt(
     if name != "react":
         raise ValueError(f"prompt: expected plain, react or choice, found {name!r}")
     if system is None:
-        family = env_id.rpartition("/")[2].rpartition("-v")[0].removesuffix("Browser")
-        system = f"{SYSTEMS.get(family, ANYWHERE)}\n\n{FORMAT}"
+        system = f"{card_of(env_id).system_prompt or ANYWHERE}\n\n{FORMAT}"
     return React(system, list_actions, history)

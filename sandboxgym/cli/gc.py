@@ -18,14 +18,14 @@ from sandboxgym import data
 from sandboxgym.cli import FAILED, OK
 from sandboxgym.cli.download import LOCK, SCRATCH
 from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.registration import caches as cache_directories
+from sandboxgym.registration import cards, data_sets, hook
 from sandboxgym.system import run_directories
 from sandboxgym.system.run_directories import Leftover
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
 """Names that `serialization.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
 _HIDDEN = re.compile(r"\..+")
-PREPARED = Path("swebench", "prepared")
-"""Of the caches: entries that processes use, some of which the Docker daemon holds."""
 _TREES = ("root", "files")
 """Directories in caches that are file systems of sandboxes, whose hidden files are nobody's to judge."""
 
@@ -39,9 +39,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="the caches too (compiled games, indices)")
     options = parser.parse_args(argv)
     found = run_directories.reap(dry_run=options.dry_run)
-    for path, what in [*stale_files(), *(caches() if options.all else ())]:
-        if path == data.cache_dir() / PREPARED.parent and (path / PREPARED.name).is_dir():
-            found += _remove_prepared(path, what, options.dry_run)
+    clearing = {name: card.clear_cache for card in cards().values() if card.clear_cache for name in card.caches}
+    for path, what in stale_files():
+        found.append(_remove(path, what, options.dry_run))
+    for path, what in caches() if options.all else ():
+        if path.name in clearing:
+            found += _remove_unused(path, what, clearing[path.name], options.dry_run)
         else:
             found.append(_remove(path, what, options.dry_run))
     for item in found:
@@ -58,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def stale_files() -> Iterator[tuple[Path, str]]:
     """What interrupted downloads and writes left, older than a day and not in use."""
-    roots = {data.directory(name) for name in data.DATASETS}
+    roots = {data.directory(dataset) for dataset in data_sets().values()}
     for root in sorted(roots):
         scratch = root / SCRATCH
         if not scratch.is_dir() or run_directories.is_locked(scratch / LOCK):
@@ -74,7 +77,7 @@ def stale_files() -> Iterator[tuple[Path, str]]:
 
 def caches() -> Iterator[tuple[Path, str]]:
     """The caches that exist."""
-    for name, holds in data.CACHES.items():
+    for name, holds in cache_directories().items():
         path = data.cache_dir() / name
         if path.is_dir() and not path.is_symlink():
             yield path, f"cache ({holds})"
@@ -93,11 +96,9 @@ def _is_stale(path: Path) -> bool:
         return False
 
 
-def _remove_prepared(path: Path, what: str, dry_run: bool) -> list[Leftover]:
-    """A cache with prepared tasks in it: all of it, unless some are in use."""
-    from sandboxgym.envs.swebench.workspaces import prepared
-
-    found = prepared.clear(dry_run=dry_run)
+def _remove_unused(path: Path, what: str, clear: str, dry_run: bool) -> list[Leftover]:
+    """A cache whose entries processes may use, or a daemon hold: all of it, unless some are in use."""
+    found: list[Leftover] = hook(clear)(dry_run=dry_run)
     used = [item for item in found if item.note]
     if used:
         return used if dry_run else found

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.conformance.check import BUDGETS, Level, as_levels
 from sandboxgym.conformance.harness.scenario import quiet
 from sandboxgym.conformance.reports import formats as reports
@@ -52,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
         "(module:function)",
     )
     made.add_argument(
-        "--kwargs",
         "--env-kwargs",
+        "--kwargs",
         dest="make_kwargs",
         nargs="+",
         action="extend",
@@ -244,9 +245,9 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
     asked(options)
     for module in options.modules:
         importlib.import_module(module)
-    arguments_of_env, hooks = parse_kwargs(options.make_kwargs), parse_hooks(options.hook)
+    arguments_of_env, hooks = parse_arguments(options.make_kwargs), parse_hooks(options.hook)
     hooks["reset_options"] = parse_reset_options(options.reset_options)
-    ways = [arguments_of_env, *({**arguments_of_env, **parse_kwargs([text])} for text in options.beside)]
+    ways = [arguments_of_env, *({**arguments_of_env, **parse_arguments([text])} for text in options.beside)]
     subjects = [Subject.named(options.env, way, **hooks) for way in ways]
     for subject in subjects:
         with quiet():
@@ -321,31 +322,6 @@ def parse_only(texts: Sequence[str] | None) -> list[str] | None:
         if not meant:
             raise ValueError(f"there is no check {text!r}; --list shows all")
         found += meant
-    return found
-
-
-def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse keyword arguments from JSON objects and ``NAME=VALUE``.
-
-    Raises:
-        ValueError: a text is neither.
-    """
-    found: dict[str, Any] = {}
-    for text in texts:
-        if text.lstrip().startswith("{"):
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--kwargs is not a JSON object: {error}") from None
-            found.update(value)
-            continue
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"expected --kwargs as NAME=VALUE or a JSON object, found {text!r}")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
     return found
 
 

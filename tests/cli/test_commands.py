@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import types
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,9 @@ from sandboxgym import cli, data
 from sandboxgym.cli import doctor, environments, passing
 from sandboxgym.cli.doctor import summary
 from sandboxgym.cli.support import doctor_checks
-from sandboxgym.cli.support.doctor_checks import Finding
 from sandboxgym.core import SnapshotSpec
+from sandboxgym.registration import card_of, data_set
+from sandboxgym.system.findings import Finding
 
 ROOT = Path(__file__).parents[2]
 STATUSES = {"ok", "limited", "missing"}
@@ -87,7 +88,8 @@ def test_an_environment_of_this_folder_is_named_with_its_module(run, tmp_path, m
 
 
 def test_list_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr("sandboxgym.cli.environments._NEEDS", {"sandboxgym/WebShop-v0": ("webshop", "no_such_module")})
+    card = replace(card_of("sandboxgym/WebShop-v0"), module="no_such_module")
+    monkeypatch.setattr("sandboxgym.envs.webshop.card.CARD", card)
     _, out, _ = run("list")
     assert re.search(r"^sandboxgym/WebShop-v0 .* pip install 'sandboxgym\[webshop\]'", out, re.MULTILINE)
 
@@ -128,7 +130,7 @@ def test_info_describes_arguments_snapshots_and_data(run, tmp_path):
     arguments = {argument["name"]: argument for argument in about["arguments"]}
     assert arguments["limit"]["default"] == "None" and "so many games" in arguments["limit"]["about"]
     assert about["data"][0]["directory"] == str(tmp_path / "data" / "alfworld") and about["data"][0]["found"] == []
-    game = data.directory("alfworld") / "json_2.1.1/valid_seen/task/trial/game.tw-pddl"
+    game = data.directory(data_set("alfworld")) / "json_2.1.1/valid_seen/task/trial/game.tw-pddl"
     game.parent.mkdir(parents=True)
     game.write_text("{}")
     _, out, _ = run("info", "ALFWorld-v0")
@@ -177,8 +179,8 @@ def test_doctor_finds_something_about_everything_and_leaves_nothing(run, tmp_pat
 
 @pytest.fixture
 def found(monkeypatch):
-    ok = doctor_checks.Finding("docker", "ok", "27.0", "containers")
-    limited = doctor_checks.Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
+    ok = Finding("docker", "ok", "27.0", "containers")
+    limited = Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
     monkeypatch.setattr(doctor, "PROBES", (lambda: ok, lambda: iter([limited])))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sandboxgym import data, serialization
+from sandboxgym.registration import data_set
 from sandboxgym.system import run_directories
 from sandboxgym.system.run_directories import claim, give_back, reap, register_reaper, runtime_dir
 
@@ -203,7 +204,7 @@ def test_kinds_are_plain_names(kind):
 @pytest.fixture
 def litter():
     """(what is left behind, what must stay)."""
-    downloads = data.directory("webshop") / ".downloads"
+    downloads = data.directory(data_set("webshop")) / ".downloads"
     cache = data.cache_dir() / "alfworld"
     for folder in (downloads, cache, runtime_dir()):
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,15 +17,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from sandboxgym import data
+from sandboxgym import data, registration
 from sandboxgym.cli.support.terminal import nbytes_text
 from sandboxgym.system import interpreter, run_directories
+from sandboxgym.system.findings import Finding, Status, package_version
 
-Status = Literal["ok", "limited", "missing"]
 SECONDS = 10.0
 """Timeout in seconds of one trial."""
 
@@ -44,19 +42,6 @@ test "$(cat upper/kept)" = above
 test ! -e merged/deleted
 umount "$1/merged"
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Finding about one component of this machine."""
-
-    name: str
-    status: Status
-    detail: str
-    """Description of the component, or the reason why it does not work."""
-    enables: str
-    fix: str = ""
-    """Command or setting that adds it; empty where nothing is missing."""
 
 
 def python() -> Finding:
@@ -82,7 +67,7 @@ def cores() -> Finding:
 def gpu() -> Finding:
     """Check an NVIDIA device and a PyTorch that can use it, without importing PyTorch."""
     enables = "training models of useful size"
-    torch = _version("torch")
+    torch = package_version("torch")
     command = shutil.which("nvidia-smi")
     done = _run([command, "--query-gpu=name,memory.total", "--format=csv,noheader"]) if command else None
     if done is None or done.returncode:
@@ -99,8 +84,8 @@ def gpu() -> Finding:
 def packages() -> Iterator[Finding]:
     """Check the requirements of every extra of the package."""
     for extra, requirements in _extras().items():
-        missing = [name for name in requirements if _version(name) is None]
-        here = ", ".join(f"{name} {_version(name)}" for name in requirements if name not in missing)
+        missing = [name for name in requirements if package_version(name) is None]
+        here = ", ".join(f"{name} {package_version(name)}" for name in requirements if name not in missing)
         status: Status = "ok" if not missing else "limited" if here else "missing"
         detail = here if not missing else f"without {', '.join(missing)}" + (f"; with {here}" if here else "")
         yield Finding(f"extra:{extra}", status, detail, f"sandboxgym[{extra}]", _pip(extra) if missing else "")
@@ -108,7 +93,7 @@ def packages() -> Iterator[Finding]:
 
 def docker() -> Finding:
     """Check a Docker daemon that answers."""
-    enables = "the container backend, SWE-bench in its official images"
+    enables = "the container backend: sandboxes of container images"
     host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     scheme, _, address = host.partition("://")
     install = "https://docs.docker.com/engine/install/ and `systemctl start docker`, or set DOCKER_HOST"
@@ -206,66 +191,30 @@ def criu() -> Finding:
     return Finding("criu", "ok", detail, enables)
 
 
-def browser() -> Finding:
-    """Check Playwright and a Chromium for it; neither is started."""
-    enables = "WebShop in a real browser"
-    version = _version("playwright")
-    chromium = _chromium()
-    if version is None:
-        found = f"; Chromium at {chromium}" if chromium else ""
-        fix = "pip install playwright && playwright install --with-deps chromium"
-        return Finding("browser", "missing", f"Playwright is not installed{found}", enables, fix)
-    if chromium is None:
-        fix = "playwright install --with-deps chromium"
-        return Finding("browser", "missing", f"Playwright {version}, but no Chromium", enables, fix)
-    return Finding("browser", "ok", f"Playwright {version}, Chromium at {chromium}", enables)
-
-
-def textworld() -> Finding:
-    """Check the original ALFWorld engine and, if it is missing, the requirements of its build."""
-    enables = "ALFWorld's original engine, as a reference"
-    versions = {name: _version(name) for name in ("textworld", "fast-downward-textworld", "alfworld")}
-    missing = [name for name, version in versions.items() if version is None]
-    if not missing:
-        return Finding("textworld", "ok", ", ".join(f"{n} {v}" for n, v in versions.items()), enables)
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    cxx = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    tools = {"a C compiler": compiler, "a C++ compiler": cxx, "cmake": shutil.which("cmake")}
-    absent = [name for name, path in tools.items() if path is None]
-    fix = "pip install 'textworld[pddl]' alfworld"
-    if absent:
-        return Finding(
-            "textworld",
-            "missing",
-            f"without {', '.join(missing)}, nor {', '.join(absent)} to build them",
-            enables,
-            f"apt-get install build-essential cmake && {fix}",
-        )
-    return Finding("textworld", "missing", f"without {', '.join(missing)}; the compilers are there", enables, fix)
-
-
-def swebench() -> Finding:
-    """Check the official grading code."""
-    enables = "grading SWE-bench by the official code"
-    version = _version("swebench")
-    if version is None:
-        return Finding("swebench", "missing", "not installed", enables, "pip install 'swebench>=5'")
-    if not version.startswith(("5.", "6.")):
-        return Finding("swebench", "limited", f"{version}, expected 5 or newer", enables, "pip install 'swebench>=5'")
-    return Finding("swebench", "ok", version, enables)
+def environments() -> Iterator[Finding]:
+    """Check further needs of the environments, as their cards tell."""
+    hooks = dict.fromkeys(card.probes for card in registration.cards().values() if card.probes)
+    for name in hooks:
+        try:
+            for probe in registration.hook(name):
+                yield probe()
+        except Exception as error:  # of one environment; the others must still be told of
+            detail = f"the trial failed: {type(error).__name__}: {error}"
+            yield Finding(name.partition(":")[0], "missing", detail, "", "")
 
 
 def datasets() -> Iterator[Finding]:
     """Check every downloaded data set, and all of them together."""
     found = 0
-    for name, dataset in data.DATASETS.items():
-        parts = data.parts_found(name)
+    known = registration.data_sets()
+    for name, dataset in known.items():
+        parts = data.parts_found(dataset)
         found += bool(parts)
-        where = data.directory(name)
+        where = data.directory(dataset)
         detail = f"{', '.join(parts)} in {where}" if parts else f"nothing in {where}"
         fix = "" if parts else f"sandboxgym download {name}"
         yield Finding(f"data:{name}", "ok" if parts else "missing", detail, dataset.about, fix)
-    count = len(data.DATASETS)
+    count = len(known)
     status: Status = "ok" if found == count else "limited" if found else "missing"
     fix = "" if found == count else "sandboxgym download NAME"
     yield Finding("data", status, f"{found} of {count} data sets", "the original tasks; others are embedded", fix)
@@ -307,9 +256,7 @@ PROBES: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
     pid_namespaces,
     reflink,
     criu,
-    browser,
-    textworld,
-    swebench,
+    environments,
     datasets,
     disk,
 )
@@ -375,13 +322,6 @@ def _why(done: subprocess.CompletedProcess[str]) -> str:
     return lines[-1][:160] if lines else f"exit status {done.returncode}"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _extras() -> dict[str, list[str]]:
     try:
         requirements = importlib.metadata.requires("sandboxgym") or []
@@ -423,21 +363,6 @@ def _docker_version(scheme: str, address: str) -> str:
         return match[1]
     finally:
         connection.close()
-
-
-def _chromium() -> str | None:
-    named = os.environ.get("PLAYWRIGHT_BROWSERS_PATH")
-    folders = [Path(named)] if named and named != "0" else []
-    folders += [Path.home() / ".cache/ms-playwright", Path.home() / "Library/Caches/ms-playwright"]
-    for folder in folders:
-        found = sorted(folder.glob("chromium*"))
-        if found:
-            return str(found[-1])
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        command = shutil.which(name)
-        if command:
-            return command
-    return None
 
 
 def _cpu_quota() -> float | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from sandboxgym import serialization as durable
 from sandboxgym.core import SnapshotSpec, Transition
+from sandboxgym.envs.webshop.card import BROWSER_CARD
 from sandboxgym.envs.webshop.env import HARMLESS, WebShopEnv
 from sandboxgym.envs.webshop.goals import Kind, Split
 from sandboxgym.envs.webshop.session import Session
@@ -99,6 +100,7 @@ class WebShopBrowserEnv(WebShopEnv):
     - v0: first version.
     """
 
+    card = BROWSER_CARD
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 4}  # type: ignore[misc]
     snapshot_spec = SnapshotSpec(kind="logical")
 

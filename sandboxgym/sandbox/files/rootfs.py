@@ -30,6 +30,7 @@ from typing import Any
 
 from sandboxgym import data
 from sandboxgym.brief import brief
+from sandboxgym.registration import data_sets
 from sandboxgym.sandbox.base import RootFS, SandboxUnavailable
 from sandboxgym.sandbox.files.copy import copy_attributes
 from sandboxgym.sandbox.files.portable import entries
@@ -253,7 +254,7 @@ def _hidden(visible: Sequence[Path]) -> list[Path]:
         found += [path for name in _OURS for path in packages.glob(f"{name}*") if path.is_dir()]
     package = Path(__file__).resolve().parents[2]
     found += [package, package.parent / "bpo_ref", data.data_dir(), data.cache_dir()]
-    found += [data.directory(name) for name in data.DATASETS]
+    found += [data.directory(dataset) for dataset in data_sets().values()]
     found += [run_directories.runtime_dir(create=False), Path.home(), Path(tempfile.gettempdir())]
     if (package.parent / "pyproject.toml").exists():
         found.append(package.parent)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,19 +24,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import SupportsIndex, overload
 
+from sandboxgym.data import find
+from sandboxgym.envs.alfworld.card import GAMES
 from sandboxgym.envs.alfworld.game import Game, GameError
 from sandboxgym.envs.alfworld.games.generate import SPLITS, TASK_TYPES, generate_game, task_type_of
 from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
+from sandboxgym.task_env import TaskNotFound
 
 OFFICIAL_SPLITS = ("train", "valid_train", "valid_seen", "valid_unseen")
 EMBEDDED_SIZES = {"train": 2000, "seen": 500, "unseen": 500}
 GAME_FILE = "game.tw-pddl"
+_INSTRUCTION = re.compile(rb"Your task is to: ([^\"\\\n]+)")
 CACHED_BYTES = 256 * 2**20
 """Approximate memory limit of compiled games that are not in use; an official game takes 1 to 3 MB."""
 DOWNLOAD = "`sandboxgym download alfworld` gets the official games"
 
 
-class GameNotFound(LookupError):
+class GameNotFound(TaskNotFound):
     """Raised if no game, or more than one, matches the given task."""
 
 
@@ -139,7 +144,7 @@ def open_library(
         games: "embedded" (the same as "embedded:train"), "embedded:seen", "embedded:unseen", each with an optional
             size as in "embedded:train:5000"; an official split (`OFFICIAL_SPLITS`); a directory, searched for
             ``game.tw-pddl``; a file; or a sequence of files, whose order is kept.
-        data: root of the official data; default ``$ALFWORLD_DATA``.
+        data: root of the official data; default ``$ALFWORLD_DATA``, else where ``sandboxgym download`` puts it.
         task_types: keep games of these types only.
         limit: then keep the first ``limit`` games only.
 
@@ -183,7 +188,7 @@ def _embedded(games: str) -> tuple[GameRef, ...]:
 
 
 def _split_directory(split: str, data: str | os.PathLike[str] | None) -> Path:
-    root = data if data is not None else os.environ.get("ALFWORLD_DATA")
+    root = data if data is not None else find(GAMES)
     if not root:
         raise DataNotFound(
             f"the official split {split!r} needs the ALFWorld data: {DOWNLOAD}; or set ALFWORLD_DATA to the directory "
@@ -328,6 +333,35 @@ def content_of(ref: GameRef) -> bytes:
         return Path(ref.gamefile).read_bytes()
     _, split, number = ref.gamefile.split("/")
     return generate_game(split, int(number))
+
+
+def instruction_of(ref: GameRef) -> str:
+    """What a game asks for, as its introduction says after "Your task is to:"; the game is read, not compiled."""
+    found = _INSTRUCTION.search(content_of(ref))
+    return "" if found is None else found[1].decode("utf-8", "replace").strip()
+
+
+def check_data(root: Path) -> list[str]:
+    """What of the official data lies under a directory, a line per split; the first game of each is compiled.
+
+    Raises:
+        ValueError: there is no split, or its first game cannot be played.
+    """
+    lines = []
+    for split in OFFICIAL_SPLITS:
+        try:
+            library = open_library(split, data=root)
+            library.compile(0)
+        except DataNotFound:
+            continue
+        except GameError as error:
+            raise ValueError(f"{split} does not hold games that can be played: {error}") from error
+        lines.append(f"{split}: {len(library)} games")
+    if not lines and any(root.rglob("traj_data.json")):
+        return ["annotations are there; the games are another part: sandboxgym download alfworld"]
+    if not lines:
+        raise ValueError(f"no split of {', '.join(OFFICIAL_SPLITS)} under {root}")
+    return lines
 
 
 def _compile(ref: GameRef, cache: GroundingCache | None = None) -> Game:

@@ -23,10 +23,12 @@ from typing import Any, SupportsIndex
 
 from sandboxgym import data
 from sandboxgym.brief import brief
+from sandboxgym.envs.swebench.card import ROWS
 from sandboxgym.envs.swebench.rows import arguments, datasets
 from sandboxgym.envs.swebench.rows import files as rows
 from sandboxgym.envs.swebench.rows import recipes as columns
 from sandboxgym.envs.swebench.rows.files import TaskError as TaskError
+from sandboxgym.task_env import TaskNotFound as TaskNotFound
 
 HOST = "host"
 """Value of the column ``image`` for a task that runs on this machine's own tool chain."""
@@ -43,10 +45,6 @@ NEEDS_NETWORK = frozenset(
 """Rows of Verified whose tests use the internet (httpbin.org, a remote image): even gold fails without it."""
 
 _OFFICIAL = ("verified", "lite", "full")
-
-
-class TaskNotFound(LookupError):
-    """Raised if no task, or more than one, matches the request."""
 
 
 class DataNotFound(FileNotFoundError):
@@ -279,7 +277,7 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
 
 def _found(name: str) -> Path:
     """Find the file of a data set, or the directory of its files."""
-    root = data.directory("swebench")
+    root = data.directory(ROWS)
     candidates = [root / f"{name}{suffix}" for suffix in rows.SUFFIXES]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None and (root / name).is_dir():
