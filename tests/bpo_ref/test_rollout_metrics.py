@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
-from sandboxgym.tree_file import load_trees
+from sandboxgym.tree.files import load_trees
 from tabular import MDP, batches_of
 from test_estimators import CASES, SPARSE, SPLIT, TASKS, Case, grow, scheduled, settings
 from test_train import metrics, trained
