@@ -1,6 +1,6 @@
 """Runs side by side: mean and spread over seeds of every variant, as Markdown tables and a plot.
 
-    python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
+    python -m bpo_ref.compare --out runs/study-tables runs/study/*-seed*
 
 Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes what
 the tables are made of to one file (`experiments/archive.py`), which takes the folders' place: it is small enough to be
@@ -12,6 +12,9 @@ committed beside a table, and makes it again. Metrics, as the BPO paper defines 
   It mixes in the scale of the estimator (docs/theory.md);
 - non-degenerate share: tasks with an advantage beyond 0.1;
 - success on easy and hard tasks of the panel: those that the start solved, and those that it did not.
+
+A standard error (s.e.) counts supervised starts: runs that began at the same weights are not independent, so they are
+averaged first.
 
 With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but the last.
 """
@@ -31,7 +34,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from bpo_ref.experiments.archive import pack, unpacked
+from bpo_ref.experiments.archive import pack, start_of, unpacked
 from bpo_ref.experiments.plots import PLOTS, Metric, Plot, by_label, read_scores
 
 Groups = Mapping[str, Sequence["Finished"]]  # runs by label
@@ -50,6 +53,11 @@ class Finished:
     def seed(self) -> int:
         """Of the run."""
         return int(self.results["args"]["seed"])
+
+    @property
+    def begun_at(self) -> str:
+        """The supervised start that it began at: runs that share it are not independent."""
+        return start_of(self.results) or f"seed{self.seed}"
 
     @cached_property
     def scores(self) -> list[dict[str, Any]]:
@@ -133,21 +141,21 @@ def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[
 
 
 def summary(groups: Groups) -> str:
-    """One line a variant: ± is the standard deviation over seeds, budget columns are means a run."""
+    """One line a variant: ± sd is over seeds, ± s.e. over starts; budget columns are means of a run."""
     lines = [
-        "| variant | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| variant | seeds | start | end, mean ± sd (each) | end minus start ± s.e. | rollouts | tokens |",
+        "|---|---|---|---|---|---|---|",
     ]
     for label, group in groups.items():
-        ends, areas = np.array([run.final for run in group]), np.array([run.area for run in group])
+        ends = np.array([run.final for run in group])
+        gained = _over_starts(group, [run.final - run.start for run in group])
         start = np.mean([run.start for run in group])
         counters = [run.results["counters"] for run in group]
         budget = {name: np.mean([spent[name] for spent in counters]) for name in counters[0]}
         each = " ".join(f"{end:.3f}" for end in ends)
         lines.append(
-            f"| {label} | {len(group)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_sd(areas)} "
-            f"| {budget['returns']:,.0f} | {budget['env_steps'] / 1e3:,.0f}k | {budget['tokens'] / 1e3:,.0f}k "
-            f"| {budget['seconds']:,.0f} |"
+            f"| {label} | {len(group)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_error(gained)} "
+            f"| {budget['returns']:,.0f} | {budget['tokens'] / 1e3:,.0f}k |"
         )
     return "\n".join(lines)
 
@@ -159,18 +167,19 @@ def efficiency(groups: Groups) -> str:
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
     noise = float(np.mean([run.norm_variance for run in grpo])) if grpo else 0.0
     lines = [
-        f"| variant | updates, tokens, seconds to {target:.3f} | updates to GRPO's final | Var of grad norm (/ GRPO's) "
-        "| non-degenerate | easy | hard |",
-        "|---|---|---|---|---|---|---|",
+        f"| variant | AUC | updates, tokens, seconds to {target:.3f} | updates to GRPO's final "
+        "| Var of grad norm (/ GRPO's) | non-degenerate | easy | hard |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for label, group in groups.items():
         to = [_mean([run.spent_until(target, unit) for run in group]) for unit in ("update", "tokens", "seconds")]
         to_grpo = _mean([run.spent_until(finals["grpo"], "update") for run in group]) if grpo else "-"
+        areas = _mean_sd(np.array([run.area for run in group]))
         variance = float(np.mean([run.norm_variance for run in group]))
         ratio = f" ({variance / noise:.2f})" if noise else ""
         easy, hard = (_mean([run.success_where(solved) for run in group], "{:.3f}") for solved in (True, False))
         lines.append(
-            f"| {label} | {', '.join(to)} | {to_grpo} | {variance:.3g}{ratio} "
+            f"| {label} | {areas} | {', '.join(to)} | {to_grpo} | {variance:.3g}{ratio} "
             f"| {np.mean([run.nondegenerate for run in group]):.2f} | {easy} | {hard} |"
         )
     return "\n".join(lines)
@@ -179,39 +188,58 @@ def efficiency(groups: Groups) -> str:
 def beside(groups: Groups, baseline: str = "grpo") -> str:
     """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
 
-    The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
-    the baseline spent, with its 90 % interval over resampled seeds (the same ones of both).
+    Seeds that share a supervised start are averaged first: the standard error is over starts. The last column is the
+    budget at which the mean curve reaches the baseline's mean final success, as a part of what the baseline spent, with
+    its 90 % interval over resampled starts (the same ones of both).
     """
     if baseline not in groups:
         return ""
     others = {run.seed: run for run in groups[baseline]}
-    lines = [f"| variant | seeds | end, to {baseline}'s | AUC, to {baseline}'s | tokens to {baseline}'s final |"]
+    lines = [
+        f"| variant | seeds (starts) | end minus {baseline}'s ± s.e. | AUC minus {baseline}'s ± s.e. "
+        f"| tokens to {baseline}'s final |"
+    ]
     lines.append("|---|---|---|---|---|")
     for label, group in groups.items():
         pairs = [(run, others[run.seed]) for run in group if run.seed in others]
         if label == baseline or not pairs:
             continue
+        runs = [run for run, _ in pairs]
         ends, areas = (
-            np.array([getattr(run, name) - getattr(other, name) for run, other in pairs]) for name in ("final", "area")
+            _over_starts(runs, [getattr(run, name) - getattr(other, name) for run, other in pairs])
+            for name in ("final", "area")
         )
-        lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {_reached(pairs)} |")
-    return "\n".join(lines)
+        lines.append(
+            f"| {label} | {len(pairs)} ({len(ends)}) | {_mean_error(ends)} | {_mean_error(areas)} | {_reached(pairs)} |"
+        )
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _over_starts(runs: Sequence[Finished], values: Sequence[Any]) -> np.ndarray:
+    """The mean value of the runs of each supervised start: [starts, …]."""
+    starts: dict[str, list[Any]] = {}
+    for run, value in zip(runs, values):
+        starts.setdefault(run.begun_at, []).append(value)
+    return np.array([np.mean(found, axis=0) for found in starts.values()])
 
 
 def _reached(pairs: Sequence[tuple[Finished, Finished]]) -> str:
     """Where the first runs' mean curve reaches the second's mean end, as a part of what these spent."""
     shared = range(min(len(run.scores) for run, _ in pairs))
-    curves = np.array([[[run.scores[i][x] for x in ("tokens", run.metric)] for i in shared] for run, _ in pairs])
-    others = np.array([[other.scores[-1]["tokens"], other.final] for _, other in pairs])
+    runs = [run for run, _ in pairs]
+    curves = _over_starts(
+        runs, [[[run.scores[i][x] for x in ("tokens", run.metric)] for i in shared] for run, _ in pairs]
+    )
+    others = _over_starts(runs, [[other.scores[-1]["tokens"], other.final] for _, other in pairs])
 
     def part(chosen: np.ndarray) -> float:
         spent, final = map(float, others[chosen].mean(axis=0))
         return spent_until(curves[chosen].mean(axis=0), final) / spent
 
-    every = np.arange(len(pairs))
-    parts = [part(chosen) for chosen in np.random.default_rng(0).choice(every, (2000, len(pairs)))]
+    every = np.arange(len(curves))
+    parts = [part(chosen) for chosen in np.random.default_rng(0).choice(every, (2000, len(every)))]
     low, high = np.quantile(np.nan_to_num(parts, nan=np.inf), [0.05, 0.95], method="lower")
-    interval = f" [{_part(low)}, {_part(high)}]" if len(pairs) > 1 else ""
+    interval = f" [{_part(low)}, {_part(high)}]" if len(every) > 1 else ""
     return _part(part(every)) + interval
 
 
@@ -284,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs, or files made of some by --data")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
     parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
-    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end less start")
+    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end minus start")
     parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
     parser.add_argument("--data", type=Path, help="write what the tables are made of to this file")
     arguments = parser.parse_args(argv)
