@@ -51,14 +51,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def description(markdown: str) -> str:
-    """The first paragraph of prose, as plain words, cut after a sentence or a word."""
-    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)):
-        if re.match(r"[A-Za-z`*\[]", block.strip()) and not re.match(r"!?\[[^\]]*\]\([^)]*\)$", block.strip()):
-            words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", block)
-            text = " ".join(re.sub(r"[`*_]{1,2}(?=\S)|(?<=\S)[`*]{1,2}", "", words).split())
-            if len(text) <= LONGEST:
-                return text
-            cut = text[:LONGEST]
-            end = cut.rfind(". ")
-            return cut[: end + 1] if end > LONGEST // 2 else cut[: cut.rfind(" ")] + " …"
-    return ""
+    """The title and the first paragraph of prose, as plain words, cut after a sentence or a word."""
+    title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    unfenced = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    prose = (block for block in re.split(r"\n\s*\n", unfenced) if re.match(r"\s*(\*\*|[A-Za-zΑ-ω`\[])", block))
+    text = ": ".join(filter(None, [title[1].strip() if title else "", next(prose, "")]))
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
+    text = " ".join(re.sub(r"[`*_]{1,2}(?=\S)|(?<=\S)[`*]{1,2}", "", text).split())
+    if len(text) <= LONGEST:
+        return text
+    end = text.rfind(". ", 0, LONGEST)
+    return text[: end + 1] if end > LONGEST // 2 else text[: text.rfind(" ", 0, LONGEST)] + " …"

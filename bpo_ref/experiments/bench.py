@@ -3,7 +3,8 @@
 python -m bpo_ref.experiments.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
 CPU seconds of one thread are compared, not the clock (but where waiting is what is measured): on a machine that does
-other things as well, too, they mean the same from run to run. ``docs/results/trainer-speed.md`` holds what was printed.
+other things as well, too, they mean the same from run to run.
+``docs/results/details/trainer-speed.md`` holds what was printed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a probability of its own, the same wherever the word occurs; the rule-based shop
 product that the search brings and that is not too dear. At the search page the environment is forked, every fork draws
 its query, and leave-one-out advantages of the final rewards move the words' logits (REINFORCE): the algorithm of this
 package where it is smallest. That something is learnt, and holds for products never seen, says of the generated
-catalogue that a search policy can be learned on it (docs/results/webshop-tiny.md).
+catalogue that a search policy can be learned on it.
 """
 
 from __future__ import annotations

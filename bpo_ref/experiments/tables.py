@@ -188,18 +188,17 @@ def efficiency(groups: Groups) -> str:
 def beside(groups: Groups, baseline: str = "grpo") -> str:
     """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
 
-    Seeds that share a supervised start are averaged first: the standard error is over starts. The last column is the
-    budget at which the mean curve reaches the baseline's mean final success, as a part of what the baseline spent, with
-    its 90 % interval over resampled starts (the same ones of both).
+    Seeds that share a supervised start are averaged first: the standard error is over starts. Where runs were evaluated
+    on the way, the last column is the budget at which the mean curve reaches the baseline's mean final success, as a
+    part of what the baseline spent, with its 90 % interval over resampled starts (the same ones of both).
     """
     if baseline not in groups:
         return ""
     others = {run.seed: run for run in groups[baseline]}
-    lines = [
-        f"| variant | seeds (starts) | end minus {baseline}'s ± s.e. | AUC minus {baseline}'s ± s.e. "
-        f"| tokens to {baseline}'s final |"
-    ]
-    lines.append("|---|---|---|---|---|")
+    curves = all(len(run.scores) > 2 for group in groups.values() for run in group)
+    heads = ["variant", "seeds (starts)", f"end minus {baseline}'s ± s.e."]
+    heads += [f"AUC minus {baseline}'s ± s.e.", f"tokens to {baseline}'s final"] if curves else []
+    rows = []
     for label, group in groups.items():
         pairs = [(run, others[run.seed]) for run in group if run.seed in others]
         if label == baseline or not pairs:
@@ -209,10 +208,10 @@ def beside(groups: Groups, baseline: str = "grpo") -> str:
             _over_starts(runs, [getattr(run, name) - getattr(other, name) for run, other in pairs])
             for name in ("final", "area")
         )
-        lines.append(
-            f"| {label} | {len(pairs)} ({len(ends)}) | {_mean_error(ends)} | {_mean_error(areas)} | {_reached(pairs)} |"
-        )
-    return "\n".join(lines) if len(lines) > 2 else ""
+        row = [label, f"{len(pairs)} ({len(ends)})", _mean_error(ends)]
+        rows.append([*row, _mean_error(areas), _reached(pairs)] if curves else row)
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]]) if rows else ""
 
 
 def _over_starts(runs: Sequence[Finished], values: Sequence[Any]) -> np.ndarray:

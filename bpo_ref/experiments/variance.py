@@ -1,7 +1,7 @@
 """How good is an estimator of the policy gradient? Measured at a fixed policy, at equal budgets.
 
     python -m bpo_ref.variance --config bpo_ref/configs/alfworld-tiny.yaml --checkpoint runs/alfworld/sft \
-        --methods rloo:roots=8 rloo-turn:roots=8 bpo-split --out docs/results/variance-alfworld
+        --methods rloo:roots=8 rloo-turn:roots=8 bpo-split --out docs/results/details/variance-alfworld
 
 Many batches of rollout trees are sampled for the same tasks; the gradient g of the trainer's own loss is taken for
 every tree. Reported for each method, with 90 % bootstrap intervals over the tasks:

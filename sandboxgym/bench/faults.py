@@ -1,6 +1,6 @@
 """What sandboxes survive, and what is left of them: real faults, with processes, mounts and the rest counted.
 
-sandboxgym bench faults [--image IMAGE] [--kills 5] [--write docs/results/sandbox-faults.md]
+sandboxgym bench faults [--image IMAGE] [--kills 5] [--write docs/results/details/sandbox-faults.md]
 
 Each fault happens to an owner of sandboxes in a process of its own, and what belongs to it is counted (`traces`) while
 it runs and after it ended. A bomb goes off in a sandbox with small limits; "survived" means that the same sandbox

@@ -1,6 +1,6 @@
 """What snapshots of sandboxes keep, lose and leak, on every backend that works here: declared against measured.
 
-sandboxgym bench fidelity [--image IMAGE] [--write docs/results/sandbox-fidelity.md]
+sandboxgym bench fidelity [--image IMAGE] [--write docs/results/details/sandbox-fidelity.md]
 
 The measurement is the conformance suite's (``conformance/checks/probes.py``): each piece of hidden state is changed by
 a command before a snapshot and again after it, then read in forks, in a sibling that outlives a changed one, after a

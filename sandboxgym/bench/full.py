@@ -1,6 +1,7 @@
 """Sandboxes forked with what runs in them, against files alone, against replaying the commands, and against Docker.
 
-sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE] [--write docs/results/full-snapshots.md]
+sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE]
+    [--write docs/results/details/full-snapshots.md]
 
 Times are on the wall: fastest, median and 95th percentile in milliseconds. A snapshot counts until the sandbox has
 answered its next command; a fork and a restore count until they have answered their first one. What stands under
