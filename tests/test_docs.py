@@ -119,6 +119,18 @@ def test_every_page_has_a_description_of_its_own() -> None:
     assert len(set(found.values())) == len(found)
 
 
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_what_a_page_links_to_is_in_the_repository(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 @pytest.mark.slow
 def test_the_readme_passes_a_type_checker(tmp_path: Path) -> None:
     program = tmp_path / "readme.py"
