@@ -19,7 +19,9 @@ PAGES = [
     path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if BLOCK.search(path.read_text())
 ]
 OUTPUT = re.compile(r'\n*^```text title="Output"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-RUN = """
+RUN = (
+    f"OUTPUT = {OUTPUT.pattern!r}"
+    + """
 import io, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -29,26 +31,27 @@ for block in re.finditer(sys.argv[2], text, re.DOTALL | re.MULTILINE):
     line, printed = text.count("\\n", 0, block.start(1)), io.StringIO()
     with redirect_stdout(printed):
         exec(compile("\\n" * line + block[1], page, "exec"), names)
-    if shown := re.compile(sys.argv[3], re.DOTALL | re.MULTILINE).match(text, block.end()):
+    if shown := re.compile(OUTPUT, re.DOTALL | re.MULTILINE).match(text, block.end()):
         pattern = re.escape(shown[1].strip()).replace("…", ".*?")
         where = f"{page}:{line + 1} prints\\n{printed.getvalue()}\\nand the page shows\\n{shown[1]}"
         assert re.fullmatch(pattern, printed.getvalue().strip(), re.DOTALL), where
 """
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_code_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
     """And prints what the page shows below it as its output; … stands for anything."""
-    fresh_interpreter(RUN, page, BLOCK.pattern, OUTPUT.pattern, cwd=tmp_path)
+    fresh_interpreter(RUN, page, BLOCK.pattern, cwd=tmp_path)
 
 
 def test_a_page_that_shows_other_output_fails(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text('```python\nprint("a" * 3)\n```\n\n```text title="Output"\na…a\n```\n')
-    fresh_interpreter(RUN, page, BLOCK.pattern, OUTPUT.pattern, cwd=tmp_path)
+    fresh_interpreter(RUN, page, BLOCK.pattern, cwd=tmp_path)
     page.write_text(page.read_text().replace("a…a", "b"))
     with pytest.raises(AssertionError, match="the page shows"):
-        fresh_interpreter(RUN, page, BLOCK.pattern, OUTPUT.pattern, cwd=tmp_path)
+        fresh_interpreter(RUN, page, BLOCK.pattern, cwd=tmp_path)
 
 
 def test_every_output_that_a_page_shows_follows_a_block_that_prints_it() -> None:
