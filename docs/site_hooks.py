@@ -55,7 +55,7 @@ def description(markdown: str) -> str:
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     unfenced = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
     prose = (block for block in re.split(r"\n\s*\n", unfenced) if re.match(r"\s*(\*\*|[A-Za-zΑ-ω`\[])", block))
-    text = ": ".join(filter(None, [title[1].strip() if title else "", next(prose, "")]))
+    text = ": ".join(filter(None, [title[1].strip() if title else "", next(prose, "")])).replace("?: ", "? ")
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
     text = " ".join(re.sub(r"[`*_]{1,2}(?=\S)|(?<=\S)[`*]{1,2}", "", text).split())
     if len(text) <= LONGEST:
