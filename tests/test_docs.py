@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from components import missing
@@ -113,6 +113,18 @@ def test_a_page_is_described_by_its_first_paragraph() -> None:
     assert description("# A\n\n" + "Short one. " * 40).endswith("one.")
     assert len(description("# A\n\n" + "word " * 100)) <= 162
     assert description("# A\n") == "A"
+
+
+def test_the_site_links_to_the_repository_where_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = script("site_hooks")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    for urls, found in (
+        ("", (None, None)),
+        ('urls = {Repository = "https://x.org/r"}', ("https://x.org/r", "edit/main/docs/")),
+    ):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "a"\n{urls}\n')
+        config = hooks.on_config(SimpleNamespace(repo_url=None, edit_uri=None))
+        assert (config.repo_url, config.edit_uri) == found
 
 
 def test_every_page_has_a_description_of_its_own() -> None:
