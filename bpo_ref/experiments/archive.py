@@ -4,14 +4,15 @@
     python -m bpo_ref.compare --out docs/results/PAGE docs/results/data/PAGE/scores.jsonl
 
 The first command writes it from the folders of the runs, the second makes table and plot again from it alone. Each line
-of the file is ``{"run": "LABEL-seedN", "results" | "score" | "update": {…}}``: the settings and totals of a run, its
-evaluations with the outcome of every task, and of each update the numbers that a table is made of.
+of the file is ``{"run": "LABEL-seedN", "results" | "score" | "update": {…}}``: the settings and totals of a run and the
+supervised start that it began at, its evaluations with the outcome of every task, and of each update the numbers that a
+table is made of.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,19 @@ def pack(runs: Iterable[Path], path: Path) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
+def start_of(results: Mapping[str, Any]) -> str | None:
+    """The folder's name of the supervised start that a run began at, as its ``results.json`` says; None: its own."""
+    begun = results["args"].get("init_from")
+    return Path(begun).parent.name if begun else results.get("start")
+
+
 def _parts(run: Path) -> Iterator[dict[str, Any]]:
     results = json.loads((run / FILES["results"]).read_text())
     args = {name: value for name, value in results["args"].items() if name not in LOCAL}
-    yield {"results": {"args": args, "processes": results.get("processes", 1), "counters": results["counters"]}}
+    start = {"start": name} if (name := start_of(results)) else {}
+    yield {
+        "results": {"args": args, "processes": results.get("processes", 1), "counters": results["counters"], **start}
+    }
     for line in (run / FILES["score"]).read_text().splitlines():
         yield {"score": json.loads(line)}
     for record in map(json.loads, (run / FILES["update"]).read_text().splitlines()):

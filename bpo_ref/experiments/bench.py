@@ -3,7 +3,7 @@
 python -m bpo_ref.experiments.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
 CPU seconds of one thread are compared, not wall-clock time (except where waiting is measured): they are repeatable on
-a machine that is busy with other work. ``docs/results/trainer-speed.md`` holds what was printed.
+a machine that is busy with other work. ``docs/results/details/trainer-speed.md`` holds what was printed.
 """
 
 from __future__ import annotations

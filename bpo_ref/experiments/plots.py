@@ -2,13 +2,16 @@
 
 python -m bpo_ref.experiments.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
 python -m bpo_ref.experiments.plots --out ablation.png --plot gains runs/k-sweep/*-seed*
+
+An algorithm has the same colour in every picture (`COLOURS`); what bars mean is written on the picture.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +27,47 @@ Metric = Literal["success", "reward"]
 
 Plot = Literal["curves", "gains"]
 """`learning_curve`, or `gains`: for ablations, where the ends of many variants are compared."""
+
+COLOURS: dict[str, str] = {
+    "sft": "#000000",
+    "ppo": "#6a3d9a",
+    "grpo": "#1f77b4",
+    "gigpo": "#17becf",
+    "rloo": "#ff7f0e",
+    "rloo-turn": "#b15928",
+    "rloo-key": "#8c6d31",
+    "rloo-value": "#e7ba52",
+    "rloo-pooled": "#d62728",
+    "vineppo": "#7f7f7f",
+    "bpo": "#2ca02c",
+    "bpo-split": "#98df8a",
+    "bpo-forest": "#637939",
+    "bpo-tree": "#bcbd22",
+    "bpo-key": "#006d5b",
+    "bpo-sibling": "#9edae5",
+    "bpo-paper": "#e377c2",
+}
+"""The colour of every algorithm (`presets.PRESETS`) in every picture."""
+
+ALIASES = {"bpo-split:baseline=pooled,roulette=0.5": "bpo"}
+"""What a preset with settings of its own is another preset's name for."""
+
+_OTHERS = ("#393b79", "#843c39", "#7b4173", "#5254a3", "#ad494a", "#a55194")  # of labels that name no algorithm
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_MARKERS = "osD^vPX*<>"
+
+
+def algorithm_of(label: str) -> str:
+    """The algorithm that a label begins with, such as bpo-paper of bpo-paper-K4 or of bpo-paper:roots=8; else ""."""
+    label = ALIASES.get(label, label)
+    named = [name for name in COLOURS if re.match(re.escape(name) + r"($|[-:_ @])", label)]
+    return max(named, key=len, default="")
+
+
+def colours_of(labels: Sequence[str]) -> dict[str, str]:
+    """A colour of each label: that of its algorithm, or one that no algorithm has."""
+    others = cycle(_OTHERS)
+    return {label: COLOURS.get(algorithm_of(label)) or next(others) for label in dict.fromkeys(labels)}
 
 
 def read_scores(run: Path) -> list[dict[str, Any]]:
@@ -52,44 +96,72 @@ def by_label(runs: Sequence[Path]) -> dict[str, list[Path]]:
     return groups
 
 
+def evaluated_on(run: Path) -> str:
+    """What a run was evaluated on, in words: told by its settings, where they are there."""
+    try:
+        args = json.loads((run / "results.json").read_text())["args"]
+        held_out, env = args["eval_kwargs"] not in ([], args["env_kwargs"]), str(args["env_id"])
+    except (OSError, KeyError, ValueError):
+        return "the evaluation set"
+    things = "games" if "ALFWorld" in env else "tasks"
+    return f"the held-out {things}" if held_out else f"the training {things}"
+
+
 def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
-    """A metric against updates and against generated tokens; runs of one label as mean ± standard deviation."""
+    """A metric against generated tokens, mean over the runs of a label; with several runs also where each ended.
+
+    One run by itself has the 95 % interval of each evaluation; several have, beside their curves, a dot for the end of
+    each run, and the mean of a label with its standard error.
+    """
     groups = {label: [read_scores(run) for run in found] for label, found in by_label(runs).items()}
-    figure, axes = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True)
-    colours = _colours(len(groups))
-
-    def final(named: tuple[str, list[list[dict[str, Any]]]]) -> float:
-        return -float(np.mean([curve[-1][metric] for curve in named[1]]))
-
-    for colour, (name, curves) in zip(colours, sorted(groups.items(), key=final)):
+    names = sorted(groups, key=lambda name: -float(np.mean([curve[-1][metric] for curve in groups[name]])))
+    colours, dashes = colours_of(names), _dashes(names)
+    several = len(runs) > 1
+    if several:
+        figure, (axis, ends) = plt.subplots(1, 2, figsize=(11.5, max(4.0, 0.32 * len(names) + 1.4)))
+    else:
+        figure, axis = plt.subplots(figsize=(8, 4))
+    for name in names:
+        curves = groups[name]
         length = min(map(len, curves))
         heights = np.array([[record[metric] for record in curve[:length]] for curve in curves])
-        for axis, x in zip(axes, ("update", "tokens")):
-            at = np.mean([[record[x] for record in curve[:length]] for curve in curves], axis=0)
-            label = f"{name} ({len(curves)} seeds)" if len(curves) > 1 else name
-            axis.plot(at, heights.mean(axis=0), marker="o", markersize=3, color=colour, label=label)
-            if len(curves) > 1:
-                spread = heights.std(axis=0, ddof=1)
-                low, high = heights.mean(axis=0) - spread, heights.mean(axis=0) + spread
-                axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes[0].set_xlabel("update")
-    axes[0].set_ylabel(f"{metric} on the evaluation panel")
-    axes[1].set_xlabel("generated tokens")
-    axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    low, high = axes[0].get_ylim()
-    axes[0].set_ylim(min(0.0, low), min(1.0, 1.1 * high) if metric == "success" else 1.1 * high)
-    axes[1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)  # the best at the top
+        at = np.mean([[record["tokens"] for record in curve[:length]] for curve in curves], axis=0)
+        look = {"color": colours[name], "linestyle": dashes[name], "marker": "o", "markersize": 3}
+        axis.plot(at, heights.mean(axis=0), label=name, **look)
+        if not several and metric == "success" and all("outcomes" in record for record in curves[0]):
+            low, high = np.array([_wilson(record[metric], len(record["outcomes"])) for record in curves[0]]).T
+            bars = [heights[0] - low, high - heights[0]]
+            axis.errorbar(at, heights[0], yerr=bars, fmt="none", color=colours[name], capsize=3, linewidth=1)
+            axis.plot([], [], color=colours[name], marker="|", linestyle="none", label="95 % interval of an evaluation")
+    axis.set_xlabel("generated tokens since the supervised start" + (" (mean over seeds)" if several else ""))
+    axis.set_ylabel(f"{metric} on {evaluated_on(runs[0])}")
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.grid(alpha=0.3)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(0.0, low), min(1.0, 1.1 * high) if metric == "success" else 1.1 * high)
+    if several:
+        for line, name in enumerate(names):
+            values = np.array([curve[-1][metric] for curve in groups[name]])
+            ends.plot(values, [line] * len(values), "o", markersize=4, alpha=0.5, color=colours[name])
+            error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            look = {"color": colours[name], "markeredgecolor": "black", "markersize": 6, "capsize": 3}
+            bars = ends.errorbar(values.mean(), line, xerr=error, fmt="D", **look)
+            bars.lines[2][0].set_linestyle(dashes[name])
+        ends.set_yticks(range(len(names)), [f"{name} ({len(groups[name])})" for name in names])
+        ends.invert_yaxis()
+        ends.grid(alpha=0.3, axis="x")
+        ends.set_xlabel(f"{metric} at the end (number of runs)\ndot: a run; diamond and bar: mean ± standard error")
+    else:
+        axis.legend(loc="best", frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
-    """What learning added, end less start: a dot for each run, coloured by seed; mean and standard error of a label.
+    """What learning added, end less start: a mark for each run, its shape the seed; mean and standard error of a label.
 
-    Variants of a study begin at the same weights in each seed, so a colour can be followed from line to line. Runs
+    Variants of a study begin at the same weights in each seed, so a shape can be followed from line to line. Runs
     without updates (a study's starts) are left out.
     """
     read = {run: read_scores(run) for run in runs}
@@ -100,22 +172,23 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
         return int(numbered[1]) if numbered else 0, curve[-1][metric] - curve[0][metric]
 
     groups = {label: list(map(gain, found)) for label, found in by_label(learnt).items()}
+    colours = colours_of(list(groups))
     seeds = sorted({seed for found in groups.values() for seed, _ in found})
-    colours = dict(zip(seeds, _colours(len(seeds))))
+    shapes = {seed: _MARKERS[place % len(_MARKERS)] for place, seed in enumerate(seeds)}
     figure, axis = plt.subplots(figsize=(8, 0.34 * len(groups) + 1.3))
-    for line, found in enumerate(groups.values()):
+    for line, (name, found) in enumerate(groups.items()):
         for seed, gained in found:
-            axis.plot(gained, line, "o", markersize=5, alpha=0.7, color=colours[seed])
+            axis.plot(gained, line, shapes[seed], markersize=5, alpha=0.6, color=colours[name], label="_run")
         values = np.array([gained for _, gained in found])
         error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
-        axis.errorbar(values.mean(), line, xerr=error, fmt="D", color="black", markersize=5, capsize=3)
+        axis.errorbar(values.mean(), line, xerr=error, fmt="|", color="black", markersize=12, capsize=3, label="_mean")
     for seed in seeds:
-        axis.plot([], [], "o", markersize=5, alpha=0.7, color=colours[seed], label=f"seed {seed}")
-    axis.errorbar([], [], xerr=[], fmt="D", color="black", markersize=5, capsize=3, label="mean ± standard error")
+        axis.plot([], [], shapes[seed], markersize=5, alpha=0.6, color="grey", label=f"seed {seed}")
+    axis.errorbar([], [], xerr=[], fmt="|", color="black", markersize=12, capsize=3, label="mean ± standard error")
     axis.axvline(0, color="grey", linewidth=0.8)
     axis.set_yticks(range(len(groups)), list(groups))
     axis.invert_yaxis()
-    axis.set_xlabel(f"final minus initial {metric} on the evaluation set")
+    axis.set_xlabel(f"final minus initial {_rate(metric)} on {evaluated_on(runs[0])}")
     axis.grid(alpha=0.3, axis="x")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     figure.tight_layout()
@@ -123,10 +196,20 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     plt.close(figure)
 
 
-def _colours(count: int) -> list[Any]:
-    """So many that can be told apart."""
-    palette = matplotlib.colormaps["tab10" if count <= 10 else "tab20"]
-    return [palette(min(number, 19)) for number in range(count)]
+def _rate(metric: Metric) -> str:
+    return "success rate" if metric == "success" else metric
+
+
+def _dashes(names: Sequence[str]) -> dict[str, Any]:
+    """A kind of line for each label, so that two of one algorithm can be told apart."""
+    kinds: dict[str, Iterator[Any]] = {}
+    return {name: next(kinds.setdefault(algorithm_of(name) or name, cycle(_DASHES))) for name in sorted(names)}
+
+
+def _wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share of n."""
+    centre, half = share + z * z / (2 * n), z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
 PLOTS = {"curves": learning_curve, "gains": gains}

@@ -7,7 +7,7 @@ a probability of its own, the same wherever the word occurs; the rule-based shop
 product that the search brings and that is not too dear. At the search page the environment is forked, every fork draws
 its query, and leave-one-out advantages of the final rewards move the words' logits (REINFORCE): this package's
 algorithm at its smallest. That it learns, and generalises to unseen products, shows that a search policy can be
-learned on the generated catalogue (docs/results/webshop-tiny.md).
+learned on the generated catalogue.
 """
 
 from __future__ import annotations

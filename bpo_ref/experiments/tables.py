@@ -1,6 +1,6 @@
 """Comparison of runs: mean and standard deviation over seeds of every variant, as Markdown tables and a plot.
 
-    python -m bpo_ref.compare --out docs/results/alfworld-tiny runs/study/*-seed*
+    python -m bpo_ref.compare --out runs/study-tables runs/study/*-seed*
 
 Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes the
 numbers behind the tables to one file (`experiments/archive.py`), which can replace the folders: it is small enough to
@@ -13,8 +13,10 @@ be committed beside a table, and reproduces it. Metrics, as the BPO paper define
 - non-degenerate share: tasks with an advantage beyond 0.1;
 - success on easy and hard tasks of the evaluation set: those that the start solved, and those that it did not.
 
-With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but
-the last metric.
+A standard error (s.e.) counts supervised starts: runs that began at the same weights are not independent, so they are
+averaged first.
+
+With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but the last.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from bpo_ref.experiments.archive import pack, unpacked
+from bpo_ref.experiments.archive import pack, start_of, unpacked
 from bpo_ref.experiments.plots import PLOTS, Metric, Plot, by_label, read_scores
 
 Groups = Mapping[str, Sequence["Finished"]]  # runs by label
@@ -51,6 +53,11 @@ class Finished:
     def seed(self) -> int:
         """Seed of the run."""
         return int(self.results["args"]["seed"])
+
+    @property
+    def begun_at(self) -> str:
+        """The supervised start that it began at: runs that share it are not independent."""
+        return start_of(self.results) or f"seed{self.seed}"
 
     @cached_property
     def scores(self) -> list[dict[str, Any]]:
@@ -134,21 +141,21 @@ def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[
 
 
 def summary(groups: Groups) -> str:
-    """One line per variant: ± is the standard deviation over seeds, budget columns are means per run."""
+    """One line per variant: ± sd is over seeds, ± s.e. over starts; budget columns are means per run."""
     lines = [
-        "| variant | seeds | start | end, mean ± sd (each) | AUC | returns | env steps | tokens | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| variant | seeds | start | end, mean ± sd (each) | end minus start ± s.e. | rollouts | tokens |",
+        "|---|---|---|---|---|---|---|",
     ]
     for label, group in groups.items():
-        ends, areas = np.array([run.final for run in group]), np.array([run.area for run in group])
+        ends = np.array([run.final for run in group])
+        gained = _over_starts(group, [run.final - run.start for run in group])
         start = np.mean([run.start for run in group])
         counters = [run.results["counters"] for run in group]
         budget = {name: np.mean([spent[name] for spent in counters]) for name in counters[0]}
         each = " ".join(f"{end:.3f}" for end in ends)
         lines.append(
-            f"| {label} | {len(group)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_sd(areas)} "
-            f"| {budget['returns']:,.0f} | {budget['env_steps'] / 1e3:,.0f}k | {budget['tokens'] / 1e3:,.0f}k "
-            f"| {budget['seconds']:,.0f} |"
+            f"| {label} | {len(group)} | {start:.3f} | {_mean_sd(ends)} ({each}) | {_mean_error(gained)} "
+            f"| {budget['returns']:,.0f} | {budget['tokens'] / 1e3:,.0f}k |"
         )
     return "\n".join(lines)
 
@@ -160,18 +167,19 @@ def efficiency(groups: Groups) -> str:
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
     noise = float(np.mean([run.norm_variance for run in grpo])) if grpo else 0.0
     lines = [
-        f"| variant | updates, tokens, seconds to {target:.3f} | updates to GRPO's final | Var of grad norm (/ GRPO's) "
-        "| non-degenerate | easy | hard |",
-        "|---|---|---|---|---|---|---|",
+        f"| variant | AUC | updates, tokens, seconds to {target:.3f} | updates to GRPO's final "
+        "| Var of grad norm (/ GRPO's) | non-degenerate | easy | hard |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for label, group in groups.items():
         to = [_mean([run.spent_until(target, unit) for run in group]) for unit in ("update", "tokens", "seconds")]
         to_grpo = _mean([run.spent_until(finals["grpo"], "update") for run in group]) if grpo else "-"
+        areas = _mean_sd(np.array([run.area for run in group]))
         variance = float(np.mean([run.norm_variance for run in group]))
         ratio = f" ({variance / noise:.2f})" if noise else ""
         easy, hard = (_mean([run.success_where(solved) for run in group], "{:.3f}") for solved in (True, False))
         lines.append(
-            f"| {label} | {', '.join(to)} | {to_grpo} | {variance:.3g}{ratio} "
+            f"| {label} | {areas} | {', '.join(to)} | {to_grpo} | {variance:.3g}{ratio} "
             f"| {np.mean([run.nondegenerate for run in group]):.2f} | {easy} | {hard} |"
         )
     return "\n".join(lines)
@@ -180,39 +188,57 @@ def efficiency(groups: Groups) -> str:
 def beside(groups: Groups, baseline: str = "grpo") -> str:
     """Paired differences to another variant's runs of the same seeds: mean ± standard error; empty without any.
 
-    The last column is the budget at which the mean curve reaches the baseline's mean final success, as a part of what
-    the baseline spent, with its 90 % interval over resampled seeds (the same ones of both).
+    Seeds that share a supervised start are averaged first: the standard error is over starts. Where runs were evaluated
+    on the way, the last column is the budget at which the mean curve reaches the baseline's mean final success, as a
+    part of what the baseline spent, with its 90 % interval over resampled starts (the same ones of both).
     """
     if baseline not in groups:
         return ""
     others = {run.seed: run for run in groups[baseline]}
-    lines = [f"| variant | seeds | end, to {baseline}'s | AUC, to {baseline}'s | tokens to {baseline}'s final |"]
-    lines.append("|---|---|---|---|---|")
+    curves = all(len(run.scores) > 2 for group in groups.values() for run in group)
+    heads = ["variant", "seeds (starts)", f"end minus {baseline}'s ± s.e."]
+    heads += [f"AUC minus {baseline}'s ± s.e.", f"tokens to {baseline}'s final"] if curves else []
+    rows = []
     for label, group in groups.items():
         pairs = [(run, others[run.seed]) for run in group if run.seed in others]
         if label == baseline or not pairs:
             continue
+        runs = [run for run, _ in pairs]
         ends, areas = (
-            np.array([getattr(run, name) - getattr(other, name) for run, other in pairs]) for name in ("final", "area")
+            _over_starts(runs, [getattr(run, name) - getattr(other, name) for run, other in pairs])
+            for name in ("final", "area")
         )
-        lines.append(f"| {label} | {len(pairs)} | {_mean_error(ends)} | {_mean_error(areas)} | {_reached(pairs)} |")
-    return "\n".join(lines)
+        row = [label, f"{len(pairs)} ({len(ends)})", _mean_error(ends)]
+        rows.append([*row, _mean_error(areas), _reached(pairs)] if curves else row)
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]]) if rows else ""
+
+
+def _over_starts(runs: Sequence[Finished], values: Sequence[Any]) -> np.ndarray:
+    """The mean value of the runs of each supervised start: [starts, …]."""
+    starts: dict[str, list[Any]] = {}
+    for run, value in zip(runs, values):
+        starts.setdefault(run.begun_at, []).append(value)
+    return np.array([np.mean(found, axis=0) for found in starts.values()])
 
 
 def _reached(pairs: Sequence[tuple[Finished, Finished]]) -> str:
     """Budget at which the first runs' mean curve reaches the second's mean end, as a share of what these spent."""
     shared = range(min(len(run.scores) for run, _ in pairs))
-    curves = np.array([[[run.scores[i][x] for x in ("tokens", run.metric)] for i in shared] for run, _ in pairs])
-    others = np.array([[other.scores[-1]["tokens"], other.final] for _, other in pairs])
+    runs = [run for run, _ in pairs]
+    curves = _over_starts(
+        runs, [[[run.scores[i][x] for x in ("tokens", run.metric)] for i in shared] for run, _ in pairs]
+    )
+    others = _over_starts(runs, [[other.scores[-1]["tokens"], other.final] for _, other in pairs])
 
     def part(chosen: np.ndarray) -> float:
         spent, final = map(float, others[chosen].mean(axis=0))
         return spent_until(curves[chosen].mean(axis=0), final) / spent
 
-    every = np.arange(len(pairs))
-    parts = [part(chosen) for chosen in np.random.default_rng(0).choice(every, (2000, len(pairs)))]
+    every = np.arange(len(curves))
+    parts = [part(chosen) for chosen in np.random.default_rng(0).choice(every, (2000, len(every)))]
     low, high = np.quantile(np.nan_to_num(parts, nan=np.inf), [0.05, 0.95], method="lower")
-    interval = f" [{_part(low)}, {_part(high)}]" if len(pairs) > 1 else ""
+    interval = f" [{_part(low)}, {_part(high)}]" if len(every) > 1 else ""
     return _part(part(every)) + interval
 
 

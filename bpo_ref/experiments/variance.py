@@ -1,7 +1,7 @@
 """Variance of estimators of the policy gradient, measured at a fixed policy and equal budgets.
 
     python -m bpo_ref.variance --config bpo_ref/configs/alfworld-tiny.yaml --checkpoint runs/alfworld/sft \
-        --methods rloo:roots=8 rloo-turn:roots=8 bpo-split --out docs/results/variance-alfworld
+        --methods rloo:roots=8 rloo-turn:roots=8 bpo-split --out docs/results/details/variance-alfworld
 
 Many batches of rollout trees are sampled for the same tasks; the gradient g of the trainer's own loss is taken for
 every tree. Reported for each method, with 90 % bootstrap intervals over the tasks:
@@ -14,7 +14,8 @@ every tree. Reported for each method, with 90 % bootstrap intervals over the tas
   method whose scale is significantly different from 1 does not estimate the gradient: its cost is taken at its own
   scale and marked *. Other methods are never divided by their measured scale, which is noise;
 - non-degenerate: share of actions with an advantage beyond 0.1; and the variance of ‖g‖ over mini-batches, as the BPO
-  paper reports it, which mixes in the scale: so with its ratio to the squared mean.
+  paper reports it, which mixes in the scale: so with its ratio to the squared mean. These are in OUT.json only, as are
+  the costs at equal environment steps.
 
 Gradients are sums over tokens divided by the number of tasks (``aggregation=constant``), whose expectation does not
 depend on the method, and are kept as a random projection (count sketch) that preserves inner products on average.
@@ -47,11 +48,12 @@ from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
+from bpo_ref.experiments.plots import ALIASES, algorithm_of, colours_of
 from bpo_ref.learning import packing
 from bpo_ref.learning.batch import collate, micro_batches, rows_of
 from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.presets import PRESETS
+from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
@@ -433,26 +435,48 @@ def _norms(gradients: np.ndarray, minibatch: int) -> np.ndarray:
     return np.asarray(np.linalg.norm(whole.mean(axis=1), axis=-1))
 
 
+def read_lines(path: Path) -> list[Line]:
+    """The rows that a study's ``OUT.json`` holds."""
+
+    def estimate(found: dict[str, float]) -> Estimate:
+        return Estimate(**found)
+
+    return [
+        Line(
+            **{
+                **record,
+                **{name: estimate(record[name]) for name in ("noise_to_signal", "scale", "cosine", "bias")},
+                "cost": {name: estimate(found) for name, found in record["cost"].items()},
+            }
+        )
+        for record in json.loads(path.read_text())
+    ]
+
+
 def table(lines: Sequence[Line]) -> str:
-    """Format the rows as a Markdown table."""
-    head = (
-        "| method | cost, equal tokens | equal env steps | equal returns | scale | cosine | bias | noise / signal "
-        "| non-degenerate | Var ‖g‖ / first's | CV² of ‖g‖ | returns | tokens | seconds |"
-    )
-    rows = [head, "|" + "---|" * 14]
+    """Format the rows as a Markdown table as wide as a page: not all that `Line` holds."""
+    first = lines[0].name
+    rows = [
+        f"| method | tokens for equal variance, relative to `{first}` | rollouts for equal variance | scale | cosine "
+        "| relative bias | rollouts, tokens per task |",
+        "|" + "---|" * 7,
+    ]
     for line in lines:
         cost = line.cost
         rows.append(
-            f"| `{line.name}`{'' if line.aims else ' *'} | {cost['tokens']} | {cost['env_steps']} | {cost['returns']} "
-            f"| {line.scale} | {line.cosine} | {line.bias} | {line.noise_to_signal} | {line.nondegenerate:.2f} "
-            f"| {line.norm_variance / lines[0].norm_variance:.2f} | {line.norm_cv2:.2f} "
-            f"| {line.spent['returns']:.1f} | {line.spent['tokens']:.0f} | {line.seconds:.0f} |"
+            f"| `{shown(line.name)}`{'' if line.aims else ' *'} | {cost['tokens']} | {cost['returns']} | {line.scale} "
+            f"| {line.cosine} | {line.bias} | {line.spent['returns']:.1f}, {line.spent['tokens']:.0f} |"
         )
     return "\n".join(rows)
 
 
+def shown(name: str) -> str:
+    """A method as tables and pictures name it: by its preset, where it is one; what several settings are, spaced."""
+    return ALIASES.get(name, name).replace(",", ", ")
+
+
 def plot(lines: Sequence[Line], path: Path) -> None:
-    """Plot the cost of every method at equal tokens, with its interval."""
+    """Plot the cost of every method at equal tokens, with its interval; hollow: biased by construction."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -460,22 +484,35 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axis = plt.subplots(figsize=(10, 0.4 * len(lines) + 1.4))
+    biased = [line for line in lines if is_biased(line.name) or not line.aims]
     for y, line in enumerate(reversed(lines)):
-        cost = line.cost["tokens"]
-        colour = "C0" if line.aims else "C3"
+        cost, colour = line.cost["tokens"], colours_of([line.name])[line.name]
         axis.plot([cost.low, cost.high], [y, y], color=colour)
-        axis.plot(cost.value, y, "o", color=colour)
+        axis.plot(cost.value, y, "o", color=colour, markerfacecolor="white" if line in biased else colour)
     axis.axvline(1.0, color="0.7", linewidth=1)
-    axis.set_yticks(range(len(lines)), [line.name for line in reversed(lines)])
+    axis.set_yticks(range(len(lines)), [shown(line.name) for line in reversed(lines)])
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
+    costs = [line.cost["tokens"] for line in lines]
+    narrow = max(cost.high for cost in costs) < 3 * min(cost.low for cost in costs)
+    axis.xaxis.set_major_locator(LogLocator(subs=range(1, 10) if narrow else (1, 2, 3, 4, 6, 8)))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="x", alpha=0.3)
-    axis.set_xlabel("cost of equal precision in tokens\n(red: does not estimate the gradient; at its own scale)")
+    reference = "RLOO" if algorithm_of(lines[0].name) == "rloo" else lines[0].name
+    note = "\nhollow: biased by construction" if biased else ""
+    axis.set_xlabel(f"tokens for equal gradient variance, relative to {reference} (log scale, 90 % CI){note}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def is_biased(method: str) -> bool:
+    """Whether a method's expectation is not a multiple of the policy gradient, by what docs/theory.md proves."""
+    algo, _, settings = method.partition(":")
+    chosen = DEFAULTS | PRESETS.get(algo, {})
+    power = dict(part.split("=", 1) for part in settings.split(",") if part).get("step_weight_power")
+    forks = chosen["schedule"] not in ("none", "mc")
+    return chosen["credit"] not in ("tree", "mc") or (forks and float(power or chosen["step_weight_power"]) != 1.0)
 
 
 def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
@@ -504,7 +541,7 @@ def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
         "over tasks.\n\n"
         f"```bash\npython -m bpo_ref.variance {given}\n```\n\n"
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, PyTorch {torch.__version__}, "
-        f"{study.tasks} tasks x {study.repeats} batches, E g by {study.reference} rollouts a task "
+        f"{study.tasks} tasks x {study.repeats} batches, E g by {study.reference} rollouts per task "
         f"(signal {math.sqrt(max(0.0, _signal(reference))):.3g}).\n\n{table(lines)}\n\n![cost]({out.name}.png)\n"
     )
     out.with_suffix(".md").write_text(text)

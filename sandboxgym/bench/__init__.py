@@ -1,6 +1,7 @@
 """Benchmarks, ``sandboxgym bench NAME`` or ``python -m sandboxgym.bench NAME``: ratios of one run, never times alone.
 
-Each module measures one thing beside its alternatives and prints Markdown; ``docs/results/`` holds the results.
+Each module measures one thing beside its alternatives and prints Markdown; ``docs/results/details/`` holds what they
+printed.
 """
 
 NAMES = {

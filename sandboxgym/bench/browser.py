@@ -1,6 +1,7 @@
 """Benchmark of WebShop in a real browser against its text environment: steps, snapshots, forks and their memory.
 
-sandboxgym bench browser [--plays 6] [--repeats 10] [--episodes FILE …] [--write docs/results/webshop-browser.md]
+sandboxgym bench browser [--plays 6] [--repeats 10] [--episodes FILE …]
+    [--write docs/results/details/webshop-browser.md]
 
 Both play the same actions, recorded ones (as for ``bench webshop``) or random admissible ones, and every answer is
 compared. The text environment plays them five times, of which the fastest counts; searches and pages are cached on

@@ -1,6 +1,6 @@
 """Benchmark of faults in sandboxes: whether they survive real ones, and which processes, mounts and others are left.
 
-sandboxgym bench faults [--image IMAGE] [--kills 5] [--write docs/results/sandbox-faults.md]
+sandboxgym bench faults [--image IMAGE] [--kills 5] [--write docs/results/details/sandbox-faults.md]
 
 Each fault happens to an owner of sandboxes in a process of its own, whose traces are counted (`traces`) while it runs
 and after its end. Resource bombs run in a sandbox with small limits; "survived" means that the same sandbox answers

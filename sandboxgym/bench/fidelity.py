@@ -1,6 +1,6 @@
 """Benchmark of fidelity: state that sandbox snapshots keep, lose and leak on every backend here, declared and measured.
 
-sandboxgym bench fidelity [--image IMAGE] [--write docs/results/sandbox-fidelity.md]
+sandboxgym bench fidelity [--image IMAGE] [--write docs/results/details/sandbox-fidelity.md]
 
 The measurement is the conformance suite's (``conformance/checks/probes.py``): each piece of hidden state is changed by
 a command before a snapshot and again after it, then read in forks, in a sibling that outlives a changed one, after a

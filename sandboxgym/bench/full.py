@@ -1,6 +1,7 @@
 """Benchmark of forks with running processes, against files alone, against replaying the commands, and against Docker.
 
-sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE] [--write docs/results/full-snapshots.md]
+sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE]
+    [--write docs/results/details/full-snapshots.md]
 
 Times are wall-clock: fastest, median and 95th percentile in milliseconds. A snapshot is timed until the sandbox has
 answered its next command; a fork and a restore until they have answered their first one. The text under "What the

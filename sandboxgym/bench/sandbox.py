@@ -1,7 +1,7 @@
 """Benchmark of overlay sandboxes: snapshots, forks and commands against Docker and copies of files, in one run.
 
 sandboxgym bench sandbox [--repeats 40] [--boxes 300] [--nested 60] [--image IMAGE]
-    [--write docs/results/sandbox.md]
+    [--write docs/results/details/sandbox.md]
 sandboxgym bench sandbox --against CHECKOUT [--rounds 6] [--repeats 20] [--boxes 40]
     [--backends overlay overlay-rootless overlay-full docker]
 

@@ -1,7 +1,7 @@
 """Benchmark of SWE-bench on a large repository: steps, resets, snapshots and verdicts, by backend and official harness.
 
 sandboxgym bench swebench [--files 6000] [--repeats 30] [--few 5] [--seconds 300] [--image IMAGE]
-    [--backends overlay overlay-rootless docker copy] [--write docs/results/swebench.md]
+    [--backends overlay overlay-rootless docker copy] [--write docs/results/details/swebench.md]
 
 The repository is that of an embedded task, with this many files of generated code around it and a history that changes
 them. ``--image`` names an image on this machine with bash, coreutils, git and a Python with pytest: the task's image is

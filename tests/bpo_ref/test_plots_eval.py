@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import wordgame
 from PIL import Image
@@ -13,7 +12,8 @@ from scipy.stats import binomtest
 
 from bpo_ref.eval import Score, evaluate, make_env, results_table
 from bpo_ref.experiments import plots
-from bpo_ref.experiments.plots import gains, learning_curve, read_scores
+from bpo_ref.experiments.plots import COLOURS, algorithm_of, colours_of, gains, learning_curve, read_scores
+from bpo_ref.presets import PRESETS
 from sandboxgym.tree import Action, Context, Envs
 
 
@@ -95,7 +95,20 @@ def test_scores_start_where_reinforcement_learning_does(tmp_path: Path) -> None:
     assert [(record["update"], record["success"]) for record in records] == [(0, 0.4), (10, 0.5), (20, 0.6)]
 
 
-def test_learning_curve_of_two_algorithms_and_two_seeds(tmp_path: Path) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plots.plt, "close", figures.append)
+    return figures
+
+
+def words(figure: Any) -> str:
+    """All that is written on a picture."""
+    return " | ".join(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+
+
+def test_learning_curve_of_two_algorithms_and_two_seeds(tmp_path: Path, drawn: list[Any]) -> None:
     runs = [
         write_run(tmp_path / f"{algo}-{seed}", algo, [0.4, 0.5 + 0.1 * seed, 0.6, *([0.7] * seed)])
         for algo in ("bpo", "rloo")
@@ -106,22 +119,72 @@ def test_learning_curve_of_two_algorithms_and_two_seeds(tmp_path: Path) -> None:
         assert image.format == "PNG"
         assert image.size == (1380, 480)
         assert len(image.convert("RGB").getcolors(10**6)) > 10
+    curves, ends = drawn[0].axes
+    assert {line.get_color() for line in curves.lines} == {COLOURS["bpo"], COLOURS["rloo"]}
+    assert "success on the evaluation set" in words(drawn[0]) and "mean ± standard error" in words(drawn[0])
+    assert [label.get_text() for label in ends.get_yticklabels()] == ["bpo (2)", "rloo (2)"]
 
 
-def test_gains_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_of_one_run_has_the_interval_of_every_evaluation(tmp_path: Path, drawn: list[Any]) -> None:
+    run = write_run(tmp_path / "bpo-seed0", "bpo", [0.25, 0.5])
+    records = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
+    (run / "scores.jsonl").write_text(
+        "".join(json.dumps({**record, "outcomes": [0] * 100}) + "\n" for record in records)
+    )
+    args = {"env_id": "sandboxgym/ALFWorld-v0", "env_kwargs": ["games=a"], "eval_kwargs": ["games=b"]}
+    (run / "results.json").write_text(json.dumps({"args": args}))
+    learning_curve([run], tmp_path / "curve.png")
+    (axis,) = drawn[0].axes
+    (bars,) = [bars for bars in axis.containers if bars.has_yerr]
+    (low, high) = bars.lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx(tuple(binomtest(25, 100).proportion_ci(0.95, method="wilson")), abs=1e-3)
+    assert "95 % interval of an evaluation" in words(drawn[0])
+    assert axis.get_ylabel() == "success on the held-out games"
+    assert axis.get_xlabel() == "generated tokens since the supervised start"
+
+
+def test_gains_are_drawn_where_they_are(tmp_path: Path, drawn: list[Any]) -> None:
     ends = {("bpo", 0): 0.7, ("bpo", 1): 0.5, ("rloo", 0): 0.3}
     runs = [write_run(tmp_path / f"{label}-seed{n}", "bpo", [0.4, 0.9, end]) for (label, n), end in ends.items()]
-    drawn: list[Any] = []
-    monkeypatch.setattr(plots.plt, "close", drawn.append)
     gains(runs, tmp_path / "gains.png")
     (axis,) = drawn[0].axes
-    lines = [line for line in axis.lines if len(line.get_xdata())]
-    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines if line.get_marker() == "o"]
-    assert dots == [(pytest.approx(x), y) for x, y in ((0.3, 0), (0.1, 0), (-0.1, 1))]
-    means = np.concatenate([line.get_xdata() for line in lines if line.get_marker() == "D"])
+    shown = [line for line in axis.lines if line.get_label() == "_run"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in shown] == [
+        (pytest.approx(x), y) for x, y in ((0.3, 0), (0.1, 0), (-0.1, 1))
+    ]
+    assert [line.get_color() for line in shown] == [COLOURS["bpo"], COLOURS["bpo"], COLOURS["rloo"]]
+    shapes = [line.get_marker() for line in shown]
+    assert shapes[0] == shapes[2] != shapes[1]  # the seed's
+    means = [bars.lines[0].get_xdata()[0] for bars in axis.containers if len(bars.lines[0].get_xdata())]
     assert means == pytest.approx([0.2, -0.1])
     assert [label.get_text() for label in axis.get_yticklabels()] == ["bpo", "rloo"]
+    assert axis.get_xlabel() == "final minus initial success rate on the evaluation set"
+    assert "mean ± standard error" in words(drawn[0])
     assert (tmp_path / "gains.png").stat().st_size > 1000
+
+
+def test_every_algorithm_has_a_colour_of_its_own() -> None:
+    assert set(COLOURS) == set(PRESETS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    own = {name: name for name in COLOURS}
+    assert {name: algorithm_of(name) for name in COLOURS} == own
+    assert {name: algorithm_of(f"{name}-K4") for name in COLOURS} == own
+    assert {name: algorithm_of(f"{name}:roots=8") for name in COLOURS} == own
+    assert algorithm_of("bpo-split:baseline=pooled,roulette=0.5") == "bpo"
+    assert algorithm_of("grpoesque") == algorithm_of("mine") == ""
+
+
+def test_a_label_that_names_no_algorithm_has_a_colour_that_none_has() -> None:
+    found = colours_of(["mine", "grpo", "theirs", "grpo-half"])
+    assert found["grpo"] == found["grpo-half"] == COLOURS["grpo"]
+    assert len(set(found.values())) == 3 and found["mine"] not in COLOURS.values()
+
+
+def test_two_variants_of_an_algorithm_are_told_apart_by_their_lines(tmp_path: Path, drawn: list[Any]) -> None:
+    runs = [write_run(tmp_path / f"{label}-seed0", "bpo", [0.4, 0.5]) for label in ("bpo-paper", "bpo-paper-kl0")]
+    learning_curve(runs, tmp_path / "curve.png")
+    lines = [line for line in drawn[0].axes[0].lines if len(line.get_xdata())]
+    assert len({line.get_color() for line in lines}) == 1 and len({line.get_linestyle() for line in lines}) == 2
 
 
 def test_learning_curve_of_a_run_that_only_learned_from_demonstrations(tmp_path: Path) -> None:

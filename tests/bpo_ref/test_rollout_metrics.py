@@ -7,7 +7,6 @@ from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
-from sandboxgym.tree.files import load_trees
 from tabular import MDP, batches_of
 from test_estimators import CASES, SPARSE, SPLIT, TASKS, Case, grow, scheduled, settings
 from test_train import metrics, trained
@@ -15,6 +14,7 @@ from test_train import metrics, trained
 from bpo_ref.run_log import batch_metrics, batch_totals, root_weights, success_of
 from bpo_ref.sampling.generate import Generation
 from sandboxgym.tree import Node, RolloutTree
+from sandboxgym.tree.files import load_trees
 
 POST_HOC = {
     f"{algo}, {schedule}": (SPARSE, scheduled(args), 1.0, {"": args})

@@ -23,7 +23,6 @@ from bpo_ref.experiments.sweep import STUDIES, commands, main
 from bpo_ref.experiments.tables import Finished, beside, efficiency, grouped, overhead, summary
 
 CONFIGS = Path(__file__).parents[2] / "bpo_ref" / "configs"
-DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.mark.parametrize(
@@ -110,20 +109,21 @@ def test_tables_of_made_up_runs(tmp_path: Path) -> None:
     assert (ours.success_where(True), ours.success_where(False)) == (1.0, 0.5)
     groups = grouped(runs)
     lines = summary(groups).splitlines()
-    assert lines[2].startswith("| grpo | 2 | 0.200 | 0.700 ± 0.141 (0.600 0.800) | 0.600 ± 0.141 | 70 |")
+    assert lines[2].startswith("| grpo | 2 | 0.200 | 0.700 ± 0.141 (0.600 0.800) | +0.500 ± 0.100 | 70 |")
     paper = efficiency(groups).splitlines()
     assert "to 0.810" in paper[0]  # "ours" is not named bpo-…: 90 % of .9
+    assert paper[2].startswith("| grpo | 0.600 ± 0.141 |")
     assert "(0.25)" in paper[3] and "| 0.75 | 1.000 | 0.500 |" in paper[3]
     more = [*runs, fake_run(tmp_path / "ours-seed1", "bpo", [0.2, 0.5, 0.9], norm=0.5)]
     pairs = beside(grouped(more)).splitlines()
     # ours ends .3 and .1 above grpo; its mean curve 0.2, 0.65, 0.9 reaches 0.7 after 1,200 of the 2,000 tokens
     # (of seed 0 alone 0.2, 0.8 reaches 0.6 after 667; seed 1 alone 0.8 after 1,750)
-    assert pairs[2] == "| ours | 2 | +0.200 ± 0.100 | +0.175 ± 0.175 | 0.60 [0.33, 0.88] |" and len(pairs) == 3
+    assert pairs[2] == "| ours | 2 (2) | +0.200 ± 0.100 | +0.175 ± 0.175 | 0.60 [0.33, 0.88] |" and len(pairs) == 3
     assert beside(groups, "ppo") == ""
     # a reward of half the success, where it is not all or nothing
     rewards = grouped(runs, "reward")
     assert summary(rewards).splitlines()[2].startswith("| grpo | 2 | 0.100 | 0.350 ± 0.071 (0.300 0.400) |")
-    assert beside(rewards).splitlines()[2].startswith("| ours | 1 | +0.150 |")
+    assert beside(rewards).splitlines()[2].startswith("| ours | 1 (1) | +0.150 |")
     # of 80 steps of a batch's returns 20 are shared, 2.5 a task; at 2 ms a step
     assert "| ours | 1.000 | 3.0 | 100.0 | 3.00 | 5.00 | 2.5 | 5.00 |" in overhead(groups)
 
@@ -157,21 +157,20 @@ def test_tables_are_made_again_from_a_file_of_the_runs(tmp_path: Path, capsys: p
     assert not (tmp_path / "wrong").exists()
 
 
-COMMITTED = sorted((DOCS / "data").glob("*/scores.jsonl"))
-
-
-@pytest.mark.parametrize("data", COMMITTED, ids=lambda path: path.parent.name)
-def test_a_committed_table_is_that_of_the_committed_scores(data: Path, tmp_path: Path) -> None:
-    tables.main([str(data), "--out", str(tmp_path / "table")])
-    assert (tmp_path / "table-table.md").read_text() == (DOCS / f"{data.parent.name}-table.md").read_text()
-
-
-@pytest.mark.parametrize("data", COMMITTED, ids=lambda path: path.parent.name)
-def test_a_page_shows_the_rows_of_the_committed_table(data: Path) -> None:
-    """Its first table: every row is on one page, letter by letter."""
-    first = (DOCS / f"{data.parent.name}-table.md").read_text().partition("\n\n")[0].splitlines()
-    pages = [page.read_text().splitlines() for page in DOCS.glob("*.md") if not page.name.endswith("-table.md")]
-    assert len(first) > 2 and any(set(first) <= set(page) for page in pages)
+def test_runs_from_one_start_are_one_sample(tmp_path: Path) -> None:
+    ends = {("grpo", 0): 0.5, ("grpo", 1): 0.5, ("grpo", 2): 0.5, ("ours", 0): 0.6, ("ours", 1): 0.8, ("ours", 2): 0.9}
+    runs = [fake_run(tmp_path / f"{name}-seed{n}", name, [0.2, end], norm=1.0) for (name, n), end in ends.items()]
+    for run in runs:  # seeds 0 and 1 begin at the same weights
+        results = json.loads((run / "results.json").read_text())
+        results["args"]["init_from"] = f"/home/me/start-seed{max(1, results['args']['seed'])}/checkpoint"
+        (run / "results.json").write_text(json.dumps(results))
+    data = tmp_path / "scores.jsonl"
+    pack(runs, data)
+    assert "/home/me" not in data.read_text() and '"start":"start-seed2"' in data.read_text()
+    for given in (runs, unpack(data, tmp_path / "unpacked")):
+        (row,) = beside(grouped(given)).splitlines()[2:]
+        assert row.startswith("| ours | 3 (2) | +0.300 ± 0.100 |")  # 0.2 and 0.4
+        assert "| +0.600 ± 0.100 |" in summary(grouped(given)).splitlines()[3]
 
 
 def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +180,7 @@ def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.C
     (start / "metrics.jsonl").write_text("")
     tables.main([str(run), str(tmp_path / "grpo-seed1"), str(start), "--out", str(tmp_path / "table")])
     printed = capsys.readouterr()
-    assert "| grpo | 1 |" in printed.out and "start" not in printed.out.replace("start | end", "")
+    assert "| grpo | 1 |" in printed.out and "start-seed0" not in printed.out
     assert "grpo-seed1" in printed.err and "start-seed0" in printed.err
     with pytest.raises(SystemExit):
         tables.main([str(tmp_path / "grpo-seed1"), "--out", str(tmp_path / "table")])
