@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +86,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr
     (built,) = out.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium without windows; each test opens contexts of its own in it."""
+    found = os.environ.get("SANDBOXGYM_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if not found:
+        missing("browser", "no Chromium was found")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("browser", "playwright is not installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
