@@ -15,12 +15,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import slowest
 import toy_envs
 from components import missing as missing  # for test modules too
 
 from sandboxgym.system import directories
 
 toy_envs.register()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `slowest.txt` lists: `make test` leaves it out."""
+    slow = slowest.read()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")
