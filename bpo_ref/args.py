@@ -10,7 +10,7 @@ from typing import Literal
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.sampling.backends import BackendName
-from sandboxgym.prompts import PromptName
+from sandboxgym.adapters.prompts import PromptName
 
 Algo = Literal[
     "sft", "ppo", "grpo", "gigpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
@@ -43,12 +43,15 @@ class Args:
     """The algorithm: a preset (`presets.py`) of the settings that are None; each can be overridden. ``bpo`` is
     ``bpo-split`` with the pooled baseline and roulette where the environment gives a ``progress_key``, else
     ``bpo-forest``."""
-    out: str = "runs/alfworld"
-    """Folder for logs, checkpoints, samples, plots and results."""
+    out: str = "runs/{env}/{algo}-seed{seed}"
+    """Folder for logs, checkpoints, samples, plots and results: one for each run. ``{env}``, ``{algo}`` and ``{seed}``
+    stand for the environment's name, the algorithm and the seed. A folder that holds a run is refused."""
     seed: int = 0
     """Seed of everything that is drawn: weights, demonstrations, prompts, samples."""
     resume: bool = False
-    """Go on from the last checkpoint in ``out``, exactly as if never interrupted."""
+    """Continue from the last checkpoint in ``out``, exactly as if never interrupted."""
+    overwrite: bool = False
+    """Where ``out`` holds a run, remove its files and start anew."""
     init_from: str | None = None
     """A checkpoint folder whose weights to start from (its supervised stage is then not repeated)."""
 

@@ -1,7 +1,7 @@
-"""What schedules and credit know beside the tree at hand: other rollouts of its batch, and earlier batches.
+"""Baselines and schedule statistics from outside a tree: from other rollouts of its batch, and from earlier batches.
 
-Nothing here ever depends on an action that it is held against, nor on what came of it: that is what keeps estimators
-with these baselines and schedules unbiased.
+No value here depends on the action that it is compared with, nor on that action's outcome: this keeps estimators with
+these baselines and schedules unbiased.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 StateKey: TypeAlias = Any
 Moments: TypeAlias = tuple[float, float, float]
-"""Share of a rollout that was there, its mean return from there, the mean square."""
+"""Share of a rollout that was there, its mean return from there, the mean squared return."""
 RootTable: TypeAlias = dict[StateKey, Moments]
 Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 def state_key(node: Node, kind: str) -> StateKey:
-    """Where states are pooled: by turn; by the environment's progress key and half the turn; or by these and by how
-    many answers in a row were refused (0, 1, 2 or more).
+    """Key by which states are pooled: the turn; the environment's progress key and half the turn; or these and the
+    number of answers refused in a row (0, 1, 2 or more).
     """
     if kind == "turn":
         return node.depth
@@ -40,7 +40,7 @@ def state_key(node: Node, kind: str) -> StateKey:
 
 
 def refusals(node: Node) -> int:
-    """How many of the last answers before a state the environment did not take, 2 at most."""
+    """Count the answers just before a state that the environment refused, 2 at most."""
     count, edge = 0, node.parent
     while edge is not None and not edge.valid and count < 2:
         count, edge = count + 1, edge.parent.parent
@@ -48,12 +48,12 @@ def refusals(node: Node) -> int:
 
 
 def features(node: Node, kind: str) -> Features:
-    """The state of a node in a task of this type."""
+    """Features of a node's state in a task of this type."""
     return Features(told_of(node.features), node.depth, refusals(node), kind)
 
 
 def examples(tree: RolloutTree) -> list[Example]:
-    """The states of a backed-up tree, with the mean value of what was tried there; every return counts once."""
+    """Collect the states of a backed-up tree with the mean value of their actions; every return counts once."""
     found, todo = [], [(tree.root, float(len(tree.root.children)))]
     while todo:
         node, share = todo.pop()
@@ -64,7 +64,7 @@ def examples(tree: RolloutTree) -> list[Example]:
 
 
 def plain_key(key: Any) -> StateKey:
-    """A ``progress_key`` as a checkpoint can keep it and any process can compare it; equal keys stay equal.
+    """Convert a ``progress_key`` to plain data for checkpoints and other processes; equal keys stay equal.
 
     Raises:
         ConfigError: it is, or holds, something else than text, bytes, numbers, None, enumeration members, NumPy's
@@ -87,12 +87,12 @@ def plain_key(key: Any) -> StateKey:
 
 
 def mean_value(node: Node) -> float:
-    """Mean of the children's values: of the state itself, where `Node.value` is what it hands up."""
+    """Mean of the children's values: the state's own value even where `Node.value` holds what is backed up."""
     return sum(edge.value for edge in node.children) / len(node.children)
 
 
 def fair_value(edge: Edge) -> float:
-    """What an action was worth, less the luck of it and of all decisions after it: an estimate of its *state's* value.
+    """Return of an action less the luck of it and of all later decisions: an estimate of its *state's* value.
 
     Without look-ahead it is `Edge.value`.
     """
@@ -106,7 +106,7 @@ def fair_mean(node: Node) -> float:
 
 @dataclass(frozen=True)
 class TreeSummary:
-    """What other tasks' baselines and later batches need of a tree: small, so that processes can exchange it."""
+    """The part of a tree that other tasks' baselines and later batches need, small enough for processes to exchange."""
 
     task: Any
     """`RolloutTree.task`."""
@@ -116,7 +116,7 @@ class TreeSummary:
     value: float
     roots: list[RootTable]
     returns: list[tuple[float, float]]
-    """Mean return of each root path's subtree, and its mean square."""
+    """Mean return and mean squared return of each independent rollout's subtree."""
 
 
 def summarize(
@@ -127,10 +127,10 @@ def summarize(
     fair: bool = False,
     known: Callable[[Node], float] = lambda node: 0.0,
 ) -> TreeSummary:
-    """Mean value of each root path's subtree at each state key, every return counted once.
+    """Summarise a tree: mean value of each independent rollout's subtree at each state key, every return counted once.
 
     With ``fair`` the values and their squares are less luck (`fair_value`), as the batch's own baselines want them;
-    what earlier batches teach is the plain returns. What is ``known`` of a state is subtracted from its values.
+    later batches learn from plain returns. The ``known`` value of a state is subtracted from its values.
     """
     mean = fair_mean if fair else mean_value
     squares = _second_moments(tree, gamma, fair=fair)
@@ -155,7 +155,7 @@ def summarize(
 
 
 def _second_moments(tree: RolloutTree, gamma: float, *, fair: bool = False) -> dict[int, float]:
-    """Mean squared return from every node with children, by id(node); with ``fair``, less luck."""
+    """Mean squared return from every node with children, by id(node); ``fair`` subtracts luck first."""
     squares: dict[int, float] = {}
     for node in sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth):
         if node.children:
@@ -165,7 +165,7 @@ def _second_moments(tree: RolloutTree, gamma: float, *, fair: bool = False) -> d
 
 
 def _square(edge: Edge, gamma: float, squares: dict[int, float], *, fair: bool) -> float:
-    """Mean of (r + γ G)²; a path that was stopped counts as what is handed up, V̂, squared."""
+    """Mean of (r + γ G)²; a stopped path counts as its backed-up V̂, squared."""
     reward = edge.reward - edge.control * fair
     value = edge.child.value - edge.child.luck * fair
     square = squares.get(id(edge.child), value**2)
@@ -173,9 +173,9 @@ def _square(edge: Edge, gamma: float, squares: dict[int, float], *, fair: bool) 
 
 
 class StateBaseline:
-    """Value of a state from other rollouts of the batch: the same task's other root paths, shrunk to the other tasks'.
+    """Value of a state from other rollouts of the batch: the task's other independent ones, shrunk to the other tasks'.
 
-    With n and S the number and summed value of this task's other root paths at the key, and likewise n', S' over the
+    With n and S the number and summed value of this task's other independent rollouts at the key, n' and S' over the
     other tasks, whose mean value is v̄:  m = (S' + 2 v̄) / (n' + 2),  b = (S + 6 m) / (n + 6). For ``pooled``, m is V̂
     of earlier batches.
     """
@@ -199,8 +199,8 @@ class StateBaseline:
         return (self._values - self._by_index[index].value) / n if n else 0.0
 
     def __call__(self, index: int, root: int, key: StateKey, prior: float | None = None) -> float:
-        """The baseline at a state key for a step of one root path (or of forks off it) of one task; m is ``prior``, if
-        that is given.
+        """Baseline at a state key for a step of one independent rollout (or of its forks) of one task; m is ``prior``
+        if that is given.
         """
         n_task, s_task = self._tasks[index].get(key, (0.0, 0.0))
         n_own, mean_own, _ = self._by_index[index].roots[root].get(key, (0.0, 0.0, 0.0))
@@ -227,7 +227,7 @@ class EntropyThreshold:
         points: M, without the root's own.
         first: depth from which on the schedule may choose.
         keep: number of paths remembered.
-        history: the remembered.
+        history: entropies of the remembered paths.
     """
 
     SPENT = 0.9
@@ -237,7 +237,7 @@ class EntropyThreshold:
         self.history: deque[list[float]] = deque((list(h) for h in history), maxlen=keep)
 
     def observe(self, paths: Iterable[Sequence[float]]) -> None:
-        """The entropies of a batch's root paths, one sequence each, by depth."""
+        """Add the entropies of a batch's independent rollouts, one sequence each, by depth."""
         self.history.extend(list(path)[self._first :] for path in paths)
 
     def value(self) -> float | None:
@@ -252,12 +252,12 @@ class EntropyThreshold:
 class ValueTable:
     """V̂ of a state: mean return from states of its key over earlier batches, plus 2 pseudo-counts of the overall mean.
 
-    Where tasks have types, the mean over the tasks of this type, plus 4 pseudo-counts of that over all. What has faded
-    to a thousandth of a rollout, beside which the pseudo-counts are all that counts, is forgotten.
+    Where tasks have types, the mean over the tasks of this type, plus 4 pseudo-counts of that over all. Entries
+    decayed to a thousandth of a rollout, where the pseudo-counts decide alone, are forgotten.
 
     Args:
         decay: share of what is known that is kept at each batch, as the policy changes.
-        state: of `state`.
+        state: result of `state`.
     """
 
     PSEUDO, KIND, FORGOTTEN = 2.0, 4.0, 1e-3
@@ -269,16 +269,16 @@ class ValueTable:
         self._low: list[float] = list((state or {}).get("low", [0.0, 0.0]))
 
     def copy(self) -> ValueTable:
-        """As it is now, whatever this one goes on to learn."""
+        """Copy the table as it is now."""
         return ValueTable(self._decay, state=self.state())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         sums = [(key, list(entry)) for key, entry in self._sums.items()]
         return {"sums": sums, "overall": list(self._overall), "low": list(self._low)}
 
     def observe(self, summaries: Sequence[TreeSummary], *, low: float) -> None:
-        """A batch. States that were valued at most ``low`` before it test `trusts`."""
+        """Add a batch. States valued at most ``low`` before it are the test of `trusts`."""
         batch = [(s.kind, *entry) for s in summaries for table in s.roots for entry in table.items()]
         if self.known:
             for kind, key, (n, mean, _) in batch:
@@ -296,7 +296,7 @@ class ValueTable:
 
     @property
     def known(self) -> bool:
-        """Whether there was a batch."""
+        """True once a batch was observed."""
         return bool(self._sums)
 
     @property
@@ -319,24 +319,24 @@ class ValueTable:
         return max(0.0, square - self.value(key, kind) ** 2)
 
     def _moment(self, power: int, key: StateKey, kind: str, overall: float) -> float:
-        """Mean of the return (or of its square), shrunk: the type's to all types', that to the overall mean."""
+        """Mean of the return (or of its square), the type's shrunk to all types' and that to the overall mean."""
         nothing = [0.0, 0.0, 0.0]
         shared, typed = self._sums.get(key, nothing), self._sums.get((kind, key), nothing)
         mean = (shared[power] + self.PSEUDO * overall) / (shared[0] + self.PSEUDO)
         return (typed[power] + self.KIND * mean) / (typed[0] + self.KIND)
 
     def trusts(self, low: float, *, least: float = 10.0) -> bool:
-        """Whether states valued at most ``low`` turned out, afterwards, to be worth at most twice that."""
+        """True if states valued at most ``low`` had at most twice that return in later batches."""
         n, total = self._low
         return n >= least and total / n <= 2 * low
 
 
 @dataclass(frozen=True)
 class ForkSample:
-    """A branch node below the root: what it says of the noise within forks, and of the baseline beside them."""
+    """Statistics of a branch node below the root: noise within its fork, and distance from the baseline there."""
 
     tree: int
-    """Number of its task in the batch."""
+    """Index of its task in the batch."""
     width: int
     within: float
     """Sample variance of the children's values."""
@@ -356,7 +356,7 @@ class Shrinkage:
         self.sums = list(sums)  # forks, Σ within, Σ apart², Σ within / K
 
     def observe(self, forks: Iterable[ForkSample]) -> None:
-        """A batch's forks."""
+        """Add a batch's forks."""
         found = list(forks)
         self.sums = [value * self.DECAY for value in self.sums] if found else self.sums
         for fork in found:
@@ -365,22 +365,22 @@ class Shrinkage:
 
     @property
     def kappa(self) -> float:
-        """κ."""
+        """κ, from the forks observed so far."""
         n, within, apart, noise = self.sums
         if not n:
             return self.START
         return within / max(apart - noise, 1e-3 * n)
 
     def weight(self, width: int) -> float:
-        """A of a fork with this many children."""
+        """Weight a of the sibling mean in a fork with this many children."""
         return (width - 1) / (width - 1 + self.kappa)
 
 
 class ForkDepth:
-    """Depth (in turns) at which what has happened explains ``SHARE`` of the variance of the return: where to fork.
+    """Depth to fork at, in turns: where the past explains ``SHARE`` of the variance of the return.
 
-    After each batch it moves towards where 1 - (variance within forks) / (variance between root paths) is that share;
-    a root path that ended before its fork has variance 0 there.
+    After each batch it moves towards where 1 - (variance within forks) / (variance between independent rollouts) is
+    that share; a rollout that ended before its fork has variance 0 there.
     """
 
     SHARE, GAIN = 0.3, 2.0
@@ -389,7 +389,7 @@ class ForkDepth:
         self.depth, self._limit = depth, limit
 
     def observe(self, samples: Iterable[tuple[float, float]]) -> None:
-        """(mean variance within the forks of a tree's root paths, variance between its root paths) of each tree."""
+        """Add each tree's mean variance within the forks of its independent rollouts, and variance between these."""
         within, between = (sum(part) for part in zip(*samples, strict=True))
         if between > 0:
             explained = 1.0 - within / between
@@ -398,7 +398,7 @@ class ForkDepth:
 
     @staticmethod
     def sample(tree: RolloutTree, returns: Sequence[float]) -> tuple[float, float]:
-        """A tree's entry for `observe`; ``returns`` are those of its root paths, of which one tells nothing."""
+        """Make a tree's sample for `observe`; ``returns`` are those of its independent rollouts, two or more."""
         if len(returns) < 2:
             return 0.0, 0.0
         within = sum(
@@ -408,13 +408,13 @@ class ForkDepth:
 
 
 class TaskSpread:
-    """How far the returns of each task spread in earlier batches: what root paths are shared out by.
+    """Standard deviation of each task's returns in earlier batches, by which independent rollouts are allocated.
 
     The variance of a task's returns is that of those seen and of ``PSEUDO`` more, which are like those of all tasks.
 
     Args:
-        decay: share of what is known that is kept at each batch, as the policy changes.
-        sums: (task, [root paths, Σ return, Σ return²]), as a checkpoint keeps them.
+        decay: share of the sums that is kept at each batch, as the policy changes.
+        sums: (task, [independent rollouts, Σ return, Σ return²]), as a checkpoint keeps them.
     """
 
     PSEUDO, MOST = 2.0, 4
@@ -424,7 +424,7 @@ class TaskSpread:
         self.sums: dict[Any, np.ndarray] = {task: np.array(entry, dtype=float) for task, entry in sums}
 
     def observe(self, summaries: Iterable[TreeSummary]) -> None:
-        """A batch."""
+        """Add a batch."""
         for entry in self.sums.values():
             entry *= self._decay
         for summary in summaries:
@@ -433,7 +433,7 @@ class TaskSpread:
             self.sums[summary.task] = self.sums.get(summary.task, 0.0) + new
 
     def allot(self, tasks: Sequence[Any], *, mean: int, least: int) -> list[int]:
-        """Root paths of each task of a batch: Neyman's allocation, n ∝ the returns' standard deviation.
+        """Allocate independent rollouts to the tasks of a batch, n ∝ the returns' standard deviation (Neyman).
 
         This minimises Σ noise / n at a given Σ n x cost, if both the noise of a path's gradient, relative to the
         returns' variance, and its cost are in proportion to its length. Never by the batch's own outcomes, so a mean
@@ -441,8 +441,8 @@ class TaskSpread:
 
         Args:
             tasks: the batch.
-            mean: root paths a task on average; exceeded by no batch.
-            least: of any task; the most is ``MOST`` times the mean.
+            mean: independent rollouts per task on average; no batch exceeds it.
+            least: smallest number per task; the largest is ``MOST`` times the mean.
         """
         total = mean * len(tasks)
         if not self.sums:
@@ -466,13 +466,13 @@ class TaskSpread:
 
 
 def independent(path: Path, args: Args) -> bool:
-    """Whether it is one of the W root paths: forks at the root are numbered after them."""
+    """True for one of the W independent rollouts: forks at the root are numbered after them."""
     return len(path.key) == 2 and (args.allocation == "spread" or path.key[1] < (args.roots or 0))
 
 
 @dataclass
 class Memory:
-    """What earlier batches have taught the schedules and the baselines."""
+    """State learned from earlier batches, for the schedules and the baselines."""
 
     entropies: EntropyThreshold
     values: ValueTable
@@ -480,15 +480,15 @@ class Memory:
     depth: ForkDepth
     spread: TaskSpread
     refused: ValueTable
-    """As ``values``, by refusals too; for baselines alone (`Args.refusals`)."""
+    """Like ``values``, with refusals in the key; for baselines only (`Args.refusals`)."""
     fair: ValueTable
-    """As ``values``, of returns less the luck of later decisions; for splits (`Args.split_variance`)."""
+    """Like ``values``, of returns less the luck of later decisions; for splits (`Args.split_variance`)."""
     network: ValueNetwork | None
-    """Of features, where `Args.network` asks for it."""
+    """Value network on features, if `Args.network` asks for it."""
 
     @classmethod
     def of(cls, args: Args, state: Mapping[str, Any] | None = None) -> Memory:
-        """Empty, or as a checkpoint kept it."""
+        """Make an empty memory, or restore the state of a checkpoint."""
         state = state or {}
         points = (args.points or 0.0) - (args.root_branch == "always")
         first, keep = int(args.root_branch != "free"), 8 * args.prompts
@@ -507,7 +507,7 @@ class Memory:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {
             "entropies": list(self.entropies.history),
             "values": self.values.state(),
@@ -522,7 +522,7 @@ class Memory:
     def observe(
         self, trees: Sequence[RolloutTree], forks: Sequence[ForkSample], args: Args, gather: Gather = list
     ) -> None:
-        """A batch with credit assigned (``forks`` is what `assign_credit` returned), of all processes."""
+        """Add a batch with credit assigned, of all processes; ``forks`` is what `assign_credit` returned."""
         local = []
         for tree in trees:
             roots = [path for path in tree.paths if independent(path, args)]

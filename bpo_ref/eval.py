@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium as gym
-import yaml
 
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.masks import VERDICTS, end_counts
-from sandboxgym.prompts import PromptName, make_prompt
+from sandboxgym.adapters.prompts import PromptName, make_prompt
+from sandboxgym.arguments import parse_arguments
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
 
@@ -62,20 +63,8 @@ class Score:
 
 
 def make_env(env_id: str, kwargs: Sequence[str], max_turns: int) -> gym.Env[Any, Any]:
-    """``gym.make`` with arguments written as ``name=value``."""
-    return gym.make(env_id, max_episode_steps=max_turns, **parse_kwargs(kwargs))
-
-
-def parse_kwargs(kwargs: Sequence[str]) -> dict[str, Any]:
-    """Arguments written as ``name=value`` (the value is YAML).
-
-    Raises:
-        ValueError: one is not.
-    """
-    pairs = [pair.partition("=") for pair in kwargs]
-    if bad := [pair for pair, (_, equals, _) in zip(kwargs, pairs) if not equals]:
-        raise ValueError(f"expected arguments as name=value, found {bad}")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    """``gym.make`` with arguments as `parse_arguments` reads them."""
+    return gym.make(env_id, max_episode_steps=max_turns, **parse_arguments(kwargs))
 
 
 def evaluate(
@@ -108,7 +97,7 @@ def evaluate(
         RuntimeError: no episode came to an end.
     """
     env = envs.take()
-    available = getattr(env.unwrapped, "num_tasks", None)
+    available = task_count(env)
     envs.give(env)
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]

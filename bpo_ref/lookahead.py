@@ -1,27 +1,26 @@
 """Fork look-ahead: the luck of later decisions, estimated by trying every listed action one step ahead in a fork.
 
-A return is as noisy as the decisions after the one it is credited to. What a decision was lucky by can be estimated
-without sampling anything: the environment tries the state's other actions too, the policy's own probabilities of them
-are exact, and V̂ of what earlier batches have taught says what they lead to:
+A return is as noisy as the decisions after the one it is credited to. The luck of a decision can be estimated without
+sampling anything: the environment tries the state's other actions too, the policy's own probabilities of them are
+exact, and V̂, learned from earlier batches, values the states that they lead to:
 
     Q̂(s, a) = r(s, a) + γ V̂(s')                       V̂ of an end is 0
     V̄(s)    = Q̂₀ + Σ_a π(a|s) (Q̂(s, a) - Q̂₀)          Q̂₀: of whatever is not listed, as if nothing had happened
     δ(s, a) = Q̂(s, a) - V̄(s)                          E[δ | s] = 0, whatever V̂ is
 
-`Edge.control` is δ; `train.back_up` takes the δ of all decisions after an action off its return (never its own, which
-is what the gradient is about). Trajectory-wise control variates (Pankov, 2018; Cheng et al., 2020, "Trajectory-wise
-control variates for variance reduction in policy gradient methods") and doubly robust policy gradients (Huang & Jiang,
-2020) need a model of what actions lead to: here the forked environment is that model, and exact.
+`Edge.control` is δ; `train.back_up` subtracts the δ of all decisions after an action from its return (never its own,
+which is what the gradient is about). Trajectory-wise control variates (Pankov, 2018; Cheng et al., 2020,
+"Trajectory-wise control variates for variance reduction in policy gradient methods") and doubly robust policy
+gradients (Huang & Jiang, 2020) need a model of what actions lead to: here that is the forked environment, an exact one.
 
 What this module promises:
 
 1. No estimate is biased, whatever V̂ knows, as long as it has not seen the batch: `LookAhead` keeps a copy of V̂ made
    before the batch is rolled out.
-2. Actions that would change nothing that V̂ knows of (Q̂ = Q̂₀) need no probability, and are not scored.
-3. An answer is a listed action if its token ids are those that the action is written in; any other writing of it
-   counts as not listed, on both sides. Of actions that are written alike (words that the tokenizer does not know) the
-   first counts.
-4. What is learnt from is not chosen by its outcome: with dynamic sampling, say, δ would not be 0 on average.
+2. Actions that change nothing that V̂ depends on (Q̂ = Q̂₀) need no probability and are not scored.
+3. An answer is a listed action if its token ids are those of the action's own spelling; any other spelling counts as
+   not listed, on both sides. Of actions with the same ids (words that the tokenizer does not know) the first counts.
+4. Training data must not be selected by outcome: with dynamic sampling, for example, δ would not be 0 on average.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.batch import by_length
 from bpo_ref.learning.packing import by_prefix
 from bpo_ref.learning.value_network import Features, ValueNetwork, told_of
-from sandboxgym.prompts import Prompt
+from sandboxgym.adapters.prompts import Prompt
 from sandboxgym.tree import Edge, Node, RolloutTree
 from sandboxgym.wrappers import outcomes
 
@@ -51,13 +50,13 @@ if TYPE_CHECKING:
 
 Ids: TypeAlias = tuple[int, ...]
 Score: TypeAlias = Callable[[Sequence[tuple[Ids, Ids]]], Sequence[float]]
-"""log π(answer | context) of pairs (context, answer) of token ids, in nats, under the policy that has sampled."""
+"""Function from pairs (context, answer) of token ids to log π(answer | context), in nats, under the sampling policy."""
 Logps: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Log-probabilities [B, T-1] of the tokens that are asked for: of ids [B, T], lengths [B] and where [B, T-1]."""
+"""Function from ids [B, T], lengths [B] and a mask [B, T-1] to log-probabilities [B, T-1] of the masked tokens."""
 
 
 class Writer(Protocol):
-    """From answers to token ids (`ChatFormat`)."""
+    """Conversion of answers to token ids and back (`ChatFormat`)."""
 
     @property
     def stop_ids(self) -> Sequence[int]:
@@ -65,49 +64,49 @@ class Writer(Protocol):
 
     @property
     def thinks(self) -> bool:
-        """Whether a turn begins inside a block of reasoning."""
+        """True if a turn begins inside a block of reasoning."""
 
     def answer_ids(self, text: str) -> list[int]:
-        """The ids of an answer, without a stop token."""
+        """Ids of an answer, without a stop token."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """What ids say."""
+        """Decode ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A listed action that changes what V̂ may know of a state, or is rewarded."""
+    """A listed action that changes a state's V̂, or is rewarded."""
 
     answer: str
-    """How the policy would write it."""
+    """The policy's spelling of the action."""
     reward: float
     key: StateKey
-    """The plain progress key of what it leads to; None where the episode is over then."""
+    """Plain progress key of the next state; None if the episode is over then."""
     ended: bool
     features: tuple[float, ...] | None = None
-    """``info["features"]`` of what it leads to, where the environment gives them."""
+    """``info["features"]`` of the next state, where the environment gives them."""
 
 
 def check_prompt(prompt: Prompt, writer: Writer) -> None:
-    """Refuse answers of which nothing says where the action begins.
+    """Refuse prompts whose answers do not mark where the action begins.
 
     Raises:
-        ConfigError: thoughts come before actions, and nothing says where they end.
+        ConfigError: thoughts come before actions, and nothing marks their end.
     """
     if writer.thinks and not prompt.decision:
         raise ConfigError(
-            "lookahead: the chat template opens a block of reasoning, behind which prompt=react alone says where the "
-            "action begins; set prompt to react"
+            "lookahead: the chat template opens a block of reasoning, and only prompt=react marks where the action "
+            "begins after it; set prompt to react"
         )
 
 
 class LookAhead:
-    """The look-ahead of one batch: a `sandboxgym.tree.Look` while it is rolled out, `set_controls` afterwards.
+    """Look-ahead of one batch: a `sandboxgym.tree.Look` while it is rolled out, `set_controls` afterwards.
 
     Args:
         args: ``gamma``, ``max_turns``, ``max_new_tokens``, ``context``, ``network`` and ``lookahead_least`` are used.
-        prompt: how actions are written.
-        writer: in which tokens.
+        prompt: format of the actions.
+        writer: converter of answers to tokens.
         values: V̂ of earlier batches; copied, so that nothing of this batch can come to be known to it.
         network: the same by features, where ``network`` says so; copied, too.
 
@@ -128,14 +127,14 @@ class LookAhead:
         self._tried: dict[str, tuple[Candidate, ...]] = {}
         self._lock = threading.Lock()
         self.steps = 0
-        """Actions tried in forks."""
+        """Number of actions tried in forks."""
         self.scored_tokens = 0
-        """Tokens of the answers whose probabilities were asked for."""
+        """Number of tokens of the answers that were scored."""
         self.seconds = 0.0
-        """Of both."""
+        """Seconds spent on both."""
 
     def __call__(self, env: gym.Env[Any, Any], info: dict[str, Any]) -> tuple[Candidate, ...]:
-        """Try the listed actions of the environment's state, and keep those that may matter.
+        """Try the listed actions of the environment's state, and keep those that change V̂ or are rewarded.
 
         A state that was met before in the batch, by ``info["state_hash"]``, is not tried again.
         """
@@ -161,7 +160,7 @@ class LookAhead:
         return tuple(found)
 
     def counts(self) -> dict[str, float]:
-        """What it took, for the log of this process."""
+        """Costs of the look-ahead, for the log of this process."""
         return {
             "lookahead/steps": float(self.steps),
             "lookahead/scored_tokens": float(self.scored_tokens),
@@ -192,7 +191,7 @@ class LookAhead:
                 edge.control = state.listed.get(rest, 0.0) - mean
 
     def _states(self, node: Node, kind: str) -> list[_State]:
-        """The decisions taken at a node: one, or one for each thought that came before the action."""
+        """List the decisions taken at a node: one, or one for each thought that came before the action."""
         args = self._args
         gains = {}
         for candidate in node.ahead or ():
@@ -218,7 +217,7 @@ class LookAhead:
         return list(states.values())
 
     def _nothing(self, node: Node) -> Candidate:
-        """An action that changes nothing."""
+        """Q̂₀, the value of an action that changes nothing."""
         return Candidate("", 0.0, plain_key(node.key), False, node.features)
 
     def _worth(self, candidate: Candidate, node: Node, kind: str) -> float:
@@ -232,7 +231,7 @@ class LookAhead:
         return candidate.reward + self._args.gamma * following
 
     def _ask_network(self, nodes: Sequence[tuple[Node, str]]) -> None:
-        """Have the network value whatever the candidates lead to, each state once."""
+        """Value the states that candidates lead to with the network, each state once."""
         if self._network is None:
             return
         states = dict.fromkeys(
@@ -245,7 +244,7 @@ class LookAhead:
         self._told = dict(zip(states, self._network.values(list(states)), strict=True))
 
     def _thought(self, ids: Ids) -> Ids | None:
-        """What was sampled before the action was begun; None where none was.
+        """Find the tokens sampled before the action began; None where there were none.
 
         It ends at the first token with which the tag that opens an action begins to be seen: a rule that looks at
         nothing behind it, or δ would not be 0 in expectation.
@@ -262,7 +261,7 @@ class LookAhead:
         return ids[:low]
 
     def _writings(self, answer: str, thought: Ids, room: int) -> Iterable[Ids]:
-        """The ids that end an answer with this thought, one for each token that can end a turn."""
+        """List the ids that end an answer with this thought, one for each token that can end a turn."""
         rest = self._rest(answer, thought)
         if rest is None or len(thought) + len(rest) > room or not set(rest).isdisjoint(self._writer.stop_ids):
             return ()
@@ -271,7 +270,7 @@ class LookAhead:
         return tuple((*rest, stop) for stop in self._writer.stop_ids)
 
     def _rest(self, answer: str, thought: Ids) -> Ids | None:
-        """The ids of an answer behind a thought; None where the thought has begun another action."""
+        """Ids of an answer behind a thought; None where the thought has begun another action."""
         if not thought:
             if answer not in self._ids:  # the same few actions are possible in most states
                 self._ids[answer] = tuple(self._writer.answer_ids(answer))
@@ -287,33 +286,33 @@ class LookAhead:
 
 
 def _following(candidate: Candidate, node: Node, kind: str) -> Features:
-    """The state after an action, as if it was not refused: so what changes no feature needs no probability."""
+    """State after an action, as if it was not refused: actions that change no feature then need no probability."""
     return Features(told_of(candidate.features), node.depth + 1, 0, kind)
 
 
 @dataclass(slots=True)
 class _State:
-    """Where a decision is made: at a node, behind a thought."""
+    """A decision point: a node, and the thought before the action."""
 
     context: Ids
     listed: dict[Ids, float]
-    """Q̂ - Q̂₀ by the ids of the answer, of the candidates that matter."""
+    """Q̂ - Q̂₀ by the ids of the answer, of the candidates that change it."""
     edges: list[tuple[Edge, Ids]]
-    """What was decided there, and in which ids."""
+    """Actions decided there, with their ids."""
 
 
 def _acted_in(tree: RolloutTree) -> list[Node]:
-    """The nodes from which something was tried, each once."""
+    """Nodes in which something was tried, each once."""
     return list({id(edge.parent): edge.parent for edge in tree.edges()}.values())
 
 
 def scored(logps: Logps, args: Args, device: torch.device) -> Score:
-    """A `Score`: log π of answers, in batches of at most ``micro_tokens``; shared contexts are read once (``pack``).
+    """Make a `Score`: log π of answers, in batches of at most ``micro_tokens``; ``pack`` reads shared contexts once.
 
     Args:
         logps: of the policy that has sampled, at its temperature.
         args: ``pack`` and ``micro_tokens`` are used.
-        device: of the tensors that it is given.
+        device: device of the tensors that it is given.
     """
 
     def score(asked: Sequence[tuple[Ids, Ids]]) -> list[float]:

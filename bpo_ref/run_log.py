@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType, ProjectConfiguration
 
+from bpo_ref.baselines import independent
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, results_table
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, episode_text
-from sandboxgym.tree import Clock, Failure, RolloutTree
-from sandboxgym.tree_file import save_trees
-from sandboxgym.tree_page import write_page
+from bpo_ref.schedules import FAIR
+from sandboxgym.tree import Clock, Failure, Node, RolloutTree
+from sandboxgym.tree.files import files_of_run, save_trees, update_file
+from sandboxgym.tree.page import write_page
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
+
+Stage = Literal["sft", "rl"]
+"""Each has steps of its own, from 0: supervised learning, and the updates of reinforcement learning."""
 
 
 def tracking(args: Args) -> dict[str, Any]:
@@ -37,41 +43,64 @@ def tracking(args: Args) -> dict[str, Any]:
             raise ConfigError(f"trackers: expected some of accelerate's trackers ({known}), found {name!r}")
         if name in missing:
             raise ConfigError(f"trackers: {name} is not installed (pip install {name.replace('_', '-')})")
-    project = ProjectConfiguration(project_dir=args.out, logging_dir=str(Path(args.out, "tensorboard")))
-    return {"log_with": list(args.trackers) or None, "project_config": project}
+    project = ProjectConfiguration(project_dir=args.out, logging_dir=str(Path(args.out, "trackers")))
+    others = [name for name in args.trackers if name != "tensorboard"]  # whose logs `RunLog` writes
+    return {"log_with": others or None, "project_config": project}
 
 
 class RunLog:
     """Scalars to the trackers and ``metrics.jsonl``, evaluations to ``scores.jsonl``; resuming cuts what lies ahead.
 
-    Other trackers than TensorBoard get the settings too. What they do about steps that a resumed run repeats is up to
-    them (W&B: WANDB_RUN_ID and WANDB_RESUME).
+    The two stages have an axis each: two runs in TensorBoard, ``stage`` and ``step`` in the files. Other trackers want
+    steps that only grow, so they count on over both stages, and get ``sft/step`` or ``update/step`` beside the numbers
+    of a step, and the settings. What they do about steps that a resumed run repeats is up to them (W&B: WANDB_RUN_ID
+    and WANDB_RESUME).
+
+    Args:
+        args: of the run.
+        stage: in which it is.
+        step: of the stage.
+        accelerator: with the trackers.
+        resumed: whether what is there is of this run.
     """
 
-    def __init__(self, args: Args, step: int, accelerator: Accelerator) -> None:
+    def __init__(self, args: Args, stage: Stage, step: int, accelerator: Accelerator, *, resumed: bool) -> None:
         self._enabled = accelerator.is_main_process
         if not self._enabled:
             return
         out = Path(args.out)
-        self._metrics, self._points = out / "metrics.jsonl", out / "scores.jsonl"
-        for path in (self._metrics, self._points):
-            lines = path.read_text().splitlines() if step and path.exists() else []
-            path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
-        purge = {"purge_step": step + 1 if step else None}
-        accelerator.init_trackers("bpo_ref", init_kwargs={"tensorboard": purge, "wandb": {"name": out.name}})
+        self._metrics, self._points, self._board = out / "metrics.jsonl", out / "scores.jsonl", out / "tensorboard"
+        self._before = 0 if args.init_from else args.sft_steps  # steps of the first stage
+        self._boards: dict[Stage, Any] = {}
+        self._purge: dict[Stage, int] = {}
+        self._with_board = "tensorboard" in args.trackers
+        if resumed:
+            self._purge = {stage: step + 1} | ({"rl": 0} if stage == "sft" else {})
+        lines = [self._kept(path, stage, step) if resumed else [] for path in (self._metrics, self._points)]
+        for path, records in zip((self._metrics, self._points), lines):
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        if (earlier := self._board / "bpo_ref").exists():  # one axis for both stages
+            shutil.rmtree(earlier)
+            self._purge = {}
+            for record in lines[0]:
+                self._show(record)
+        name = "-".join(out.resolve().parts[-2:])
+        accelerator.init_trackers("bpo_ref", init_kwargs={"wandb": {"name": name}})
         self._trackers = accelerator.trackers
         settings = {name: v if isinstance(v, (int, float, str)) else str(v) for name, v in asdict(args).items()}
         for tracker in self._trackers:
-            if tracker.name != "tensorboard":  # there they would look like another run
-                tracker.store_init_configuration(settings)
+            tracker.store_init_configuration(settings)
 
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        """Numbers of a step."""
+    def scalars(self, values: dict[str, float], stage: Stage, step: int) -> None:
+        """Numbers of a step of a stage."""
         if self._enabled:
+            record = {"stage": stage, "step": step, **values}
+            self._show(record)
+            axis = "sft/step" if stage == "sft" else "update/step"
             for tracker in self._trackers:
-                tracker.log(values, step=step)
+                tracker.log({axis: step, **values}, step=step if stage == "sft" else self._before + step)
             with self._metrics.open("a") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+                file.write(json.dumps(record) + "\n")
 
     def point(self, record: dict[str, Any]) -> None:
         """An evaluation."""
@@ -84,13 +113,99 @@ class RunLog:
         if self._enabled:
             for tracker in self._trackers:
                 tracker.finish()
+            for board in self._boards.values():
+                board.close()
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        """Hand a record to TensorBoard, whose files are made when there is something to show."""
+        if not self._with_board:
+            return
+        stage: Stage = record["stage"]
+        if stage not in self._boards:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._boards[stage] = SummaryWriter(str(self._board / stage), purge_step=self._purge.get(stage))
+        board = self._boards[stage]
+        for name, value in record.items():
+            if name not in ("stage", "step"):
+                board.add_scalar(name, value, record["step"])
+        board.flush()
+
+    def _kept(self, path: Path, stage: Stage, step: int) -> list[dict[str, Any]]:
+        """The records of a file up to where the run is, each on the axis of its stage."""
+        records = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                records += on_their_axes(json.loads(line), self._before)
+            except json.JSONDecodeError:  # the end of a run that was killed while it wrote
+                break
+
+        def lies_ahead(record: Mapping[str, Any]) -> bool:
+            ends_stage = "sft/loss" not in record and record["step"] > 0  # evaluated once more, at its end
+            return record["stage"] == "rl" or record["step"] > step or ends_stage
+
+        if stage == "sft":
+            return [record for record in records if not lies_ahead(record)]
+        return [record for record in records if record["stage"] == "sft" or record["step"] <= step]
 
 
-def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], list[Any]] = list) -> dict[str, float]:
+def on_their_axes(record: dict[str, Any], before: int) -> list[dict[str, Any]]:
+    """A record with its stage; of versions that had one axis for both, with the step of the stage.
+
+    Args:
+        record: a line of ``metrics.jsonl`` or ``scores.jsonl``.
+        before: steps of the supervised stage.
+    """
+    if "stage" in record:
+        return [record]
+    step = record.pop("step")
+    supervised = {"stage": "sft", "step": step, **record}
+    if "sft/loss" in record or step < before:
+        return [supervised]
+    learned = {"stage": "rl", "step": step - before, **record}
+    if before and step == before:  # the score after the supervised stage; its numbers are those of both axes
+        return [supervised] if "name" in record else [supervised, learned]
+    return [learned]
+
+
+def root_weights(tree: RolloutTree, args: Args) -> dict[int, float]:
+    """How much every action counts in the mean over episodes from the root, by id(edge).
+
+    Σ weight x reward is an unbiased estimate of an independent episode's total reward, and Σ weight x success over the
+    last actions of paths that came to an end by themselves of its probability of success: a fork of n shares its weight
+    among them, 1/n each, as credit ``tree`` does; and a path that has survived roulette counts 1/q more, for those that
+    were stopped and do not count (E[[survived] / q] = 1). Where forks were chosen by a path's future or only value
+    states (schedules that are not `FAIR`), the independent root paths alone are a fair sample of the policy: they count
+    alike, and the rest 0.
+    """
+    if args.schedule not in FAIR:
+        roots = [path for path in tree.paths if independent(path, args)]
+        return {id(edge): 1.0 / len(roots) for path in roots for edge in path.edges}
+    weights: dict[int, float] = {}
+    waiting: list[tuple[Node, float]] = [(tree.root, 1.0)]
+    while waiting:
+        node, weight = waiting.pop()
+        for edge in node.children:
+            weights[id(edge)] = weight / node.survival / len(node.children)
+            waiting.append((edge.child, weights[id(edge)]))
+    return weights
+
+
+def success_of(tree: RolloutTree, args: Args) -> float:
+    """Unbiased estimate of the policy's success on the task; see `root_weights`."""
+    weights = root_weights(tree, args)
+    ends = [path.edges[-1] for path in tree.paths]
+    return sum(weights.get(id(end), 0.0) for end in ends if end.success and not end.child.stopped)
+
+
+def batch_totals(
+    trees: Sequence[RolloutTree], args: Args, gather: Callable[[list[Any]], list[Any]] = list
+) -> dict[str, float]:
     """Sums over a batch of trees with credit assigned, over all processes."""
     local = []
     for tree in trees:
         edges = list(tree.edges())
+        weights = root_weights(tree, args)
         groups = [[edge.value for edge in node.children] for node in [tree.root, *tree.branch_nodes]]
         local.append(
             {
@@ -98,8 +213,9 @@ def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], lis
                 "returns": len(tree.paths),
                 "env_steps": tree.env_steps,
                 "tokens": tree.tokens,
-                "success": sum(path.edges[-1].success for path in tree.paths),
-                "reward": sum(edge.reward for path in tree.paths for edge in path.from_root()),
+                "judged": bool(weights),
+                "success": success_of(tree, args),
+                "reward": sum(weights.get(id(edge), 0.0) * edge.reward for edge in edges),
                 "valid": sum(edge.valid for edge in edges),
                 "turns": sum(len(path.from_root()) for path in tree.paths),
                 "entropy": sum(sum(edge.action.data.entropies) for edge in edges),
@@ -122,10 +238,11 @@ def batch_totals(trees: Sequence[RolloutTree], gather: Callable[[list[Any]], lis
 
 
 def batch_metrics(total: dict[str, float]) -> dict[str, float]:
-    """Means to log: of an episode (success, reward as it is learnt from, turns), an action, a token, a tree."""
+    """Means to log: of a task (success, reward as it is learned from), a path, an action, a token."""
+    judged = max(1.0, total["judged"])
     return {
-        "rollout/success": total["success"] / total["returns"],
-        "rollout/reward": total["reward"] / total["returns"],
+        "rollout/success": total["success"] / judged,
+        "rollout/reward": total["reward"] / judged,
         "rollout/turns": total["turns"] / total["returns"],
         "rollout/valid_actions": total["valid"] / total["env_steps"],
         "rollout/entropy": total["entropy"] / total["tokens"],
@@ -211,9 +328,26 @@ def write_report(
     print(f"\n{text}\n\nIn {out}: {', '.join(name for name in names if (out / name).exists())}")
 
 
-def write_samples(out: Path, trees: Sequence[RolloutTree], *, title: str) -> None:
-    """``samples.txt`` for reading, ``trees.json`` and ``trees.html`` for looking at."""
+def write_samples(
+    out: Path, trees: Sequence[RolloutTree], *, title: str, about: Mapping[str, Any] | None = None
+) -> None:
+    """``samples.txt`` for reading, ``trees.json`` and ``trees.html`` for looking at, and the update's own file under
+    ``trees/``, which `sandboxgym tree RUN` browses.
+
+    Args:
+        out: the run's folder.
+        trees: of the last update; the first few are kept.
+        title: of the page.
+        about: what the files' head says (`TreeFile.about`); an ``update`` names the file of its own.
+    """
     text = "\n\n".join(episode_text(tree.paths[0]) for tree in trees[:4])
     (out / "samples.txt").write_text(f"Episodes sampled: {title}\n\n{text}\n")
-    save_trees(trees[:8], out / "trees.json")
-    write_page(trees[:8], out / "trees.html", title=title)
+    save_trees(trees[:8], out / "trees.json", about=about)
+    if about and "update" in about:
+        own = update_file(out, about["update"])
+        own.parent.mkdir(exist_ok=True)
+        save_trees(trees[:8], own, about=about)
+        for file in files_of_run(out):
+            if file.name > own.name:  # the run was resumed from an earlier update
+                file.unlink()
+    write_page(trees[:8], out / "trees.html", title=title, about=about)

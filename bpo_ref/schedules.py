@@ -1,4 +1,4 @@
-"""Where rollouts are forked: the rules behind ``--schedule``, each a `sandboxgym.tree.Schedule`."""
+"""Branching schedules: the rules behind ``--schedule``, each a `sandboxgym.tree.Schedule`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,28 @@ if TYPE_CHECKING:
     from bpo_ref.args import Args
 
 
+RULES = {
+    "none": "never forks: independent rollouts of the task",
+    "root": "forks at the start only",
+    "entropy": "forks at the steps of highest entropy, once the path has ended",
+    "lowest": "forks at the steps of lowest entropy, once the path has ended",
+    "random": "forks at steps drawn at random, once the path has ended",
+    "spaced": "forks at evenly spaced steps, once the path has ended",
+    "value-oracle": "forks at the steps where the return depends most on the action, known from extra rollouts",
+    "entropy-online": "forks where the entropy exceeds a threshold fixed before the episode",
+    "explained": "forks at the depth at which a set share of the return's variance has been decided",
+    "split": "forks wherever a state's importance (variance of the return, per step that remains) has quadrupled since "
+    "the last fork on its path, by earlier updates' V̂: not by entropy",
+    "mc": "forks to estimate V̂, at every step or at some",
+}
+"""Where each ``--schedule`` forks, in words for who looks at its trees."""
+FAIR = ("none", "entropy-online", "explained", "split")
+"""Schedules that fork before the action and go on with all children alike: the paths that leave a fork are as many
+independent draws of the policy. Others choose by how a path went on, or fork only to value states."""
+
+
 class Forks(Schedule):
-    """What all rules share: which paths fork, how often (M times from root to leaf), and how far apart."""
+    """Base of the branching rules: which paths fork, how often (M times from root to leaf), and how far apart."""
 
     def __init__(self, args: Args, seed: Sequence[int]) -> None:
         assert args.roots is not None and args.width is not None and args.points is not None
@@ -28,7 +48,7 @@ class Forks(Schedule):
         self._forked: dict[int, int] = {}  # id(node) -> tokens of context there
 
     def budget(self, tree: RolloutTree) -> int:
-        """M of this tree, without the root's own point; drawn once a tree where M is a fraction."""
+        """M of this tree, without the root's own point; drawn once per tree where M is a fraction."""
         if tree.index not in self._budgets:
             low = math.floor(self.points)
             stream = np.random.default_rng([*self.seed, tree.index, 0])
@@ -36,16 +56,16 @@ class Forks(Schedule):
         return self._budgets[tree.index]
 
     def forkable(self, path: Path) -> bool:
-        """Whether ``forks`` names this path."""
+        """Tell whether ``forks`` names this path."""
         by_name = {"backbone": path.key == (0, 0), "roots": len(path.key) == 2, "all": True}
         return by_name[str(self.args.forks)]
 
     def eligible(self, node: Node) -> bool:
-        """Whether the schedule may branch here at all."""
+        """Tell whether the schedule may branch at this node at all."""
         return id(node) not in self._forked and (self.args.root_branch == "free" or node.depth > 0)
 
     def above(self, node: Node) -> list[int]:
-        """Tokens of context at the branch points from ``node`` up, but for a root that always branches."""
+        """Tokens of context at the branch points from ``node`` up, except a root that always branches."""
         found = []
         at: Node | None = node
         while at is not None:
@@ -55,7 +75,7 @@ class Forks(Schedule):
         return found
 
     def apart(self, position: int, chosen: Sequence[int], first: int) -> bool:
-        """Whether a context position keeps the spacing to those chosen before, and to the root where it branches."""
+        """Tell whether a context position keeps the spacing to earlier ones, and to the root where that branches."""
         marks = [*chosen, first] if self.root_used else chosen
         return all(abs(position - mark) >= self.args.spacing for mark in marks)
 
@@ -66,8 +86,8 @@ class Forks(Schedule):
 
 
 class PostHoc(Forks):
-    """Rank the steps of the finished path: `entropy` (the paper's top-M), `lowest`, `random`, `spaced`, `root`; or by
-    ``scores``, (task index, depth) -> score (`value-oracle`).
+    """Branch after the path has finished, at its best steps by rank: `entropy` (the paper's top-M), `lowest`, `random`,
+    `spaced`, `root`; or by ``scores``, (task index, depth) -> score (`value-oracle`).
     """
 
     def __init__(self, args: Args, seed: Sequence[int], scores: Mapping[tuple[int, int], float] | None = None) -> None:
@@ -75,11 +95,11 @@ class PostHoc(Forks):
         self._scores = scores or {}
 
     def watches(self, path: Path) -> bool:
-        """Paths that may fork."""
+        """Tell whether the path may fork."""
         return self.forkable(path)
 
     def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
-        """The best steps by rank that keep the spacing, M with those above; ties go to the earlier step."""
+        """Choose the best steps by rank that keep the spacing, M with those above; ties go to the earlier step."""
         edges = [edge for edge in path.edges if self.eligible(edge.parent)]
         before, first = self.above(path.start), path.from_root()[0].action.position
         left = self.budget(tree) - len(before)
@@ -104,7 +124,7 @@ class PostHoc(Forks):
             return lambda edge: (edge.parent.depth, edge.parent.depth)
         if name == "value-oracle":
             return lambda edge: (-self._scores.get((tree.index, edge.parent.depth), 0.0), edge.parent.depth)
-        if name == "spaced":  # the depths nearest to M equal parts of the path
+        if name == "spaced":  # depths nearest to the ends of M + 1 equal parts of the path
             part = len(edges) / (self.budget(tree) + 1)
             marks = [path.start.depth + int((i + 1) * part + 0.5) for i in range(self.budget(tree))]
             return lambda edge: (min((abs(edge.parent.depth - mark) for mark in marks), default=0.0), edge.parent.depth)
@@ -124,7 +144,7 @@ class Online(Forks):
         self._threshold = threshold
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """K - 1 siblings if the rule, the spacing and the budget allow."""
+        """Return K - 1 siblings if the rule, the spacing and the budget allow it."""
         if not self.forkable(path) or not self.eligible(node):
             return 0
         before, budget = self.above(node), self.budget(tree)
@@ -146,7 +166,7 @@ class Explained(Forks):
         self._depth = depth
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """K - 1 siblings at that depth, if the budget allows."""
+        """Return K - 1 siblings at that depth, if the budget allows it."""
         u = np.random.default_rng([*self.seed, tree.index, 2, *path.key]).random()
         wanted = node.depth == math.floor(self._depth + u) and self.forkable(path) and self.eligible(node)
         allowed = wanted and len(self.above(node)) < self.budget(tree)
@@ -155,7 +175,7 @@ class Explained(Forks):
 
 class Split(Forks):
     """Branch wherever a state's importance I = Var(G given s) (t + 1) / (T - t) has quadrupled since the last split on
-    its path, by the values of earlier batches; stop paths of hardly any value by Russian roulette.
+    its path, by the values of earlier batches; stop paths of nearly no value by Russian roulette.
     """
 
     def __init__(self, args: Args, seed: Sequence[int], values: ValueTable, returns: ValueTable | None = None) -> None:
@@ -165,7 +185,7 @@ class Split(Forks):
         self._met: set[tuple[int, Any]] = set()  # paths that have met the roulette
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """K - 1 siblings where I ≥ 4^(l + 1) v0 / T, behind l splits; v0 is the variance of whole returns."""
+        """Return K - 1 siblings where I ≥ 4^(l + 1) v0 / T, after l splits; v0 is the variance of whole returns."""
         before, met = len(self.above(node)), (tree.index, path.key) in self._met
         if not self._returns.spread or met or not self.forkable(path) or not self.eligible(node):
             return 0
@@ -175,7 +195,7 @@ class Split(Forks):
         return self.fork(node, action.position) if wanted else 0
 
     def survival(self, tree: RolloutTree, path: Path, node: Node) -> float:
-        """Q at the first state from turn 2 on, and after the path's first, with V̂ of at most ``roulette_below``."""
+        """Return q at a path's first state of V̂ at most ``roulette_below``, from turn 2 on; 1 everywhere else."""
         identity = (tree.index, path.key)
         if self._survival == 1.0 or node.depth < 2 or identity in self._met:
             return 1.0
@@ -186,7 +206,7 @@ class Split(Forks):
 
 
 class MonteCarlo(Schedule):
-    """VinePPO: rollouts for the value of each state, or of some turns drawn before the path begins; and the root's."""
+    """VinePPO's Monte Carlo values: rollouts from the root and from each state, or from turns drawn beforehand."""
 
     def __init__(self, args: Args, seed: Sequence[int]) -> None:
         assert args.roots is not None
@@ -194,7 +214,7 @@ class MonteCarlo(Schedule):
         self._args, self._seed = args, seed
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """``mc_rollouts`` at the states of the root paths that are valued; once at the root."""
+        """Return ``mc_rollouts`` at the valued states of the independent rollouts; once at the root."""
         args = self._args
         if not independent(path, args) or (node.depth == 0 and (path.key != (0, 0) or args.mc_turns)):
             return 0
@@ -212,12 +232,12 @@ def make_schedule(
     scores: Mapping[tuple[int, int], float] | None = None,
     tasks: Sequence[Any] = (),
 ) -> Schedule:
-    """The schedule of one batch.
+    """Make the schedule of one batch.
 
     Args:
         args: resolved.
         seed: keys what it draws.
-        memory: of earlier batches.
+        memory: memory of earlier batches.
         scores: those of ``value-oracle``.
         tasks: all of the batch, of every process, by index; for ``allocation=spread``.
 
@@ -229,7 +249,7 @@ def make_schedule(
     if args.allocation == "spread":
         if not tasks or None in tasks:
             raise ConfigError(f"allocation: spread needs tasks that recur; {args.env_id} has no num_tasks")
-        least = 1 + (args.baseline == "none")  # without another root path only other tasks are a baseline
+        least = 1 + (args.baseline == "none")  # without another rollout only other tasks are a baseline
         schedule.roots = dict(enumerate(memory.spread.allot(tasks, mean=args.roots, least=least)))
     return schedule
 

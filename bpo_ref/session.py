@@ -17,20 +17,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import gymnasium as gym
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory, plain_key
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
-from bpo_ref.eval import Score, evaluate, make_env, parse_kwargs
+from bpo_ref.eval import Score, evaluate, make_env
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -50,12 +49,16 @@ from bpo_ref.learning.models import (
     settle_cpu,
 )
 from bpo_ref.lookahead import check_prompt
-from bpo_ref.run_log import RunLog, described_failures, tracking, write_report
+from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
+from bpo_ref.running import folder
+from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
+from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
-from sandboxgym.prompts import make_prompt
+from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs, Failure
 
 Item = TypeVar("Item")
@@ -63,14 +66,26 @@ Item = TypeVar("Item")
 OUT_SECONDS = 30.0
 """How long a process looks for the first one's file in ``out``."""
 
+SAME_SIGNAL_SECONDS = 1.0
+"""A SIGINT that comes so soon after the first is the same one: launchers pass on what a terminal has sent."""
+
 MAY_CHANGE = {  # on resuming
-    "resume", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates", "budget",
-    "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing", "trackers",
+    "resume", "overwrite", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
+    "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
+    "trackers",
 }  # fmt: skip
 
 
 class Interrupted(Exception):
-    """Asked to stop, with the state saved."""
+    """Asked to stop, with the state saved.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class TrainingFailed(Exception):
@@ -84,7 +99,14 @@ class TrainingSession:
     """Whether what samples has weights of its own in the lower type, cast once after each optimizer step and not at
     every token. None: on CUDA, where casting is what a token waits for."""
 
+    lr = 0.0
+    """Learning rate of the present step."""
+    stopped_by = 0
+    """The signal that has ended the run before its end; 0: none."""
+    _lock: IO[str] | None = None
+
     def __init__(self, args: Args) -> None:
+        given = args = folder.named(args)
         with patch_environment(accelerate_use_deepspeed="false"):  # `distributed.zero3` makes the engine
             self.accelerator = Accelerator(
                 cpu=not torch.cuda.is_available(),
@@ -92,6 +114,8 @@ class TrainingSession:
                 **tracking(args),
             )
         settle_cpu(args.threads)
+        self.out = Path(args.out)
+        self._all_refuse(lambda: folder.refusal(args))
         self.envs, self.eval_envs = (
             Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
             for kwargs in (args.env_kwargs, args.eval_kwargs)
@@ -108,24 +132,30 @@ class TrainingSession:
             raise ConfigError(f"lookahead: needs info['admissible_commands'], which {args.env_id} does not give")
         if args.network != "none" and first_info(self.envs).get("features") is None:
             raise ConfigError(
-                f"network: needs info['features'], which {args.env_id} does not give; of this package, ALFWorld and "
-                "WebShop do with env_kwargs features=true"
+                f"network: needs info['features'], which {args.env_id} does not give; some "
+                "environments do with env_kwargs features=true"
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
-        self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self._check_out()
+        self._take_out()
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
         self.scores: dict[str, Score] = {}
-        self.stage, self.step = ("sft" if args.sft_steps and not args.init_from else "rl"), 0
+        self.stage: Stage = "sft" if args.sft_steps and not args.init_from else "rl"
+        self.step = 0
         self._twin: CausalLM | None = None
-        self._interrupted = False
+        self._interrupted = 0
         self.saved_at = ""
 
         saved = self._saved()
         if saved is not None:
             self.stage = saved["stage"]
+        if self.accelerator.is_main_process:
+            folder.write_settings(self.out, given, args, processes=self.accelerator.num_processes)
+        resumed = f"{saved['stage']} step {saved['step']}" if saved is not None else ""
+        processes = self.accelerator.num_processes
+        self.say(header(args, device=self._device_name(), processes=processes, resumed=resumed))
         self.prompt = make_prompt(
             args.prompt, args.env_id, system=args.system, list_actions=args.list_actions, history=args.history
         )
@@ -140,13 +170,15 @@ class TrainingSession:
         if args.lookahead:
             check_prompt(self.prompt, self.chat)
         whole = ActorCritic(model) if args.critic else model
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
         self.strategy.place(whole, self.adamw)
         self._check_packing()
         self.restore(saved)
         self.reference = self._build_reference() if args.kl and self.stage == "rl" else None
-        self.log = RunLog(args, self.done(), self.accelerator)
+        self.log = RunLog(args, self.stage, self.step, self.accelerator, resumed=saved is not None)
+        self.say(model_line(args, sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)))
 
     # State.
 
@@ -199,11 +231,11 @@ class TrainingSession:
         Raises:
             Interrupted: it was.
         """
-        stop = self.sum(float(self._interrupted)) > 0
+        stop = self.sum(float(self._interrupted > 0)) > 0
         if stop or last or self.step % every == 0:
             self.save(self.out / "checkpoint")
         if stop:
-            raise Interrupted
+            raise Interrupted(max(self.gather([self._interrupted])))
 
     def save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
         """With the weights of ``policy``, or those at present."""
@@ -214,10 +246,6 @@ class TrainingSession:
         if folder.name == "checkpoint":
             self.saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
-
-    def done(self) -> int:
-        """Steps since the start, over both stages: the x axis of the logs."""
-        return self.step if self.stage == "sft" or self.args.init_from else self.args.sft_steps + self.step
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -234,19 +262,28 @@ class TrainingSession:
                 raise
             advice = "smaller --micro-tokens, --gradient-checkpointing True or fewer --prompts need less"
             what = f"out of memory in {self.stage} step {self.step + 1}: {advice}" if full else str(error)
-            kept = (
-                f"what was learnt up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume goes on from there)"
-            )
-            raise TrainingFailed(f"{what}; {kept if self.saved_at else 'nothing was saved before'}") from error
+            raise TrainingFailed(f"{what}; {self.kept()}") from error
+
+    def kept(self) -> str:
+        """What is left of the run, and how to continue it."""
+        if not self.saved_at:
+            return "nothing was saved before"
+        return f"what was learned up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume continues from there)"
 
     def catch_signals(self) -> None:
-        """On SIGINT or SIGTERM finish the step, save and stop; the second time, at once."""
+        """On SIGINT or SIGTERM finish the step, save and stop; at a second SIGINT, at once."""
+        first = 0.0
 
-        def interrupt(*_: object) -> None:
-            if self._interrupted:
+        def interrupt(number: int, _: object) -> None:
+            nonlocal first
+            if not self._interrupted:
+                self._interrupted, first = number, time.monotonic()
+                if self.accelerator.is_main_process:
+                    say_from_signal("stopping once this step is done and saved; Ctrl-C again stops at once")
+            elif number == signal.SIGINT and time.monotonic() - first > SAME_SIGNAL_SECONDS:
                 raise KeyboardInterrupt
-            self._interrupted = True
 
+        stop_with_launcher()
         signal.signal(signal.SIGTERM, interrupt)
         signal.signal(signal.SIGINT, interrupt)
 
@@ -255,6 +292,8 @@ class TrainingSession:
         self.envs.close()
         self.eval_envs.close()
         self.log.close()
+        if self._lock is not None:
+            self._lock.close()
 
     # The network and what it starts from.
 
@@ -392,23 +431,24 @@ class TrainingSession:
         if args.sft_data:
             return read_demonstrations(Path(args.sft_data))
         try:
-            expert_kwargs = parse_kwargs(args.expert_kwargs)
+            expert_kwargs = parse_arguments(args.expert_kwargs)
         except ValueError as error:
             raise ConfigError(f"expert_kwargs: {error}") from error
         path = self.out / "demonstrations.jsonl"
         if self.accelerator.is_main_process and not (args.resume and path.exists()):
-            with tqdm(total=args.sft_episodes, desc="expert episodes") as bar:
-                episodes = collect_demonstrations(
-                    self.envs,
-                    args.sft_episodes,
-                    noise=args.sft_noise,
-                    seed=args.seed,
-                    least=args.sft_reward,
-                    expert_kwargs=expert_kwargs,
-                    prompt=self.prompt,
-                    retries=args.env_retries,
-                    progress=bar.update,
-                )
+            bar = Progress("expert episodes", args.sft_episodes, lines=10)
+            episodes = collect_demonstrations(
+                self.envs,
+                args.sft_episodes,
+                noise=args.sft_noise,
+                seed=args.seed,
+                least=args.sft_reward,
+                expert_kwargs=expert_kwargs,
+                prompt=self.prompt,
+                retries=args.env_retries,
+                progress=lambda more: bar.advance(bar.done + more),
+            )
+            bar.close()
             if not episodes:
                 raise ConfigError(f"sft_episodes: none of {args.sft_episodes} is good enough (sft_reward)")
             temporary = path.with_suffix(".tmp")
@@ -465,9 +505,14 @@ class TrainingSession:
         values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
         values |= {f"eval/{name}": count for name, count in score.ends.items() if name != "suspicious"}
         values["eval/suspicious"] = score.ends.get("suspicious", 0) / score.n
-        self.log.scalars(values, self.done())
+        self.log.scalars(values, self.stage, self.step)
+        if name == "sft" and args.algo != "sft":  # where reinforcement learning begins
+            self.log.scalars(values, "rl", 0)
+        rest = f"mean reward {score.reward:.2f}, {score.turns:.1f} turns"
+        self.say(f"evaluation {name}: success {score.rate:.1%} ({score.successes} of {score.n}), {rest}")
         by_type = {kind: won / n for kind, (won, n) in score.by_type.items()}
-        record = {"step": self.done(), "name": name, **self.counters, "success": score.rate, "n": score.n}
+        at = {"stage": self.stage, "step": self.step}
+        record = {**at, "name": name, **self.counters, "success": score.rate, "n": score.n}
         self.log.point(
             {**record, "reward": score.reward, "by_type": by_type, "ends": score.ends, "outcomes": score.outcomes}
         )
@@ -502,6 +547,7 @@ class TrainingSession:
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
+        self.lr = lr
         for group in self.strategy.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
 
@@ -527,9 +573,49 @@ class TrainingSession:
         """Collect the lists of all processes into one."""
         return gather_object(local) if self.accelerator.num_processes > 1 else local
 
-    def bar(self, description: str, total: int) -> Any:
+    def bar(self, description: str, total: int, *, done: float = 0, lines: int | None = None) -> Progress:
         """Show how far a stage is; in the first process only."""
-        return tqdm(desc=description, total=total, initial=self.step, disable=not self.accelerator.is_main_process)
+        return Progress(description, total, done=done, shown=self.accelerator.is_main_process, lines=lines)
+
+    def _all_refuse(self, reason: Callable[[], str | None]) -> None:
+        """Ask the first process, and end all of them where it has a reason.
+
+        Raises:
+            ConfigError: it has.
+        """
+        message = reason() if self.accelerator.is_main_process else None
+        if self.accelerator.num_processes > 1:
+            message = broadcast_object_list([message])[0]
+        if message:
+            raise ConfigError(message)
+
+    def _take_out(self) -> None:
+        """The folder is this run's from here on: locked, and cleared if that was asked for."""
+
+        def take() -> str | None:
+            try:
+                self._lock = folder.lock(self.out)
+            except ConfigError as error:
+                return str(error)
+            if self.args.overwrite:
+                folder.clear(self.out)
+            elif not self.args.resume and folder.holds_run(self.out):  # of a process that has begun meanwhile
+                return folder.refusal(self.args)
+            return None
+
+        self._all_refuse(take)
+
+    def say(self, text: str) -> None:
+        """Tell it once, whatever the number of processes."""
+        if self.accelerator.is_main_process:
+            say(text)
+
+    def _device_name(self) -> str:
+        """Of this process, with the name of its GPU."""
+        device = self.accelerator.device
+        if device.type != "cuda":
+            return str(device)
+        return f"{device} ({torch.cuda.get_device_name(device)})"
 
     def _check_out(self) -> None:
         """All processes read what the first one writes there: demonstrations, merged adapters, checkpoints.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,9 +24,10 @@ def supervised(session: TrainingSession) -> None:
     encoded = [(ids, weights) for ids, weights in encoded if len(ids) <= args.context]
     if not encoded:
         raise ConfigError(f"context: none of {len(session.demonstrations)} expert episodes fits {args.context} tokens")
-    bar = session.bar("SFT", args.sft_steps)
+    bar = session.bar("SFT", args.sft_steps, done=session.step, lines=20)
     smooth = None
     for step in range(session.step, args.sft_steps):
+        began = time.perf_counter()
         warm, rest = min(1.0, (step + 1) / 50), step / args.sft_steps
         session.set_lr(args.sft_lr * warm * 0.5 * (1 + math.cos(math.pi * rest)))
         picks = np.random.default_rng([args.seed, 1, step]).choice(len(encoded), args.sft_batch)
@@ -33,9 +35,10 @@ def supervised(session: TrainingSession) -> None:
         loss = supervised_step(session, mine)
         smooth = loss if smooth is None else 0.98 * smooth + 0.02 * loss
         session.step = step + 1
-        session.log.scalars({"sft/loss": loss, "sft/grad_norm": session.grad_norm}, session.done())
-        bar.set_postfix(loss=f"{smooth:.3f}")
-        bar.update()
+        speed = sum(len(encoded[i][0]) for i in picks) / (time.perf_counter() - began)
+        values = {"sft/loss": loss, "sft/grad_norm": session.grad_norm, "sft/lr": session.lr}
+        session.log.scalars({**values, "time/sft_tokens_per_second": speed}, "sft", session.step)
+        bar.advance(session.step, loss=f"{smooth:.3f}")
         session.maybe_save(20 * args.save_every)
     bar.close()
 

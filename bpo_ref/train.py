@@ -16,6 +16,7 @@ Left out: inference servers.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,11 +51,11 @@ from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import rescore, sampler_mismatch
 from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, write_samples
+from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_of, write_samples
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.sampling.selection import draw_tasks, leave_out, returns_differ, shuffled_parts
-from bpo_ref.schedules import make_schedule
+from bpo_ref.schedules import RULES, make_schedule
 from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from bpo_ref.supervised import supervised
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
@@ -469,7 +470,7 @@ class Trainer:
         session.catch_signals()
         try:
             with session.explained():
-                if not session.done() and (args.init_from or args.eval_untrained):
+                if not session.saved_at and (args.init_from or args.eval_untrained):
                     session.evaluate("untrained" if not args.init_from else "start")
                 if session.stage == "sft":
                     supervised(session)
@@ -480,8 +481,13 @@ class Trainer:
                 elif not session.saved_at:  # nothing was to be learnt: the start of other runs all the same
                     session.save(session.out / "checkpoint")
                 session.report()
-        except Interrupted:
-            session.accelerator.print(f"stopped at {session.stage} step {session.step}; go on with --resume")
+        except Interrupted as stop:
+            session.stopped_by = stop.number
+            name, where = signal.Signals(stop.number).name, session.out / "checkpoint"
+            session.say(f"stopped at {session.saved_at} by {name}, saved in {where}; continue with --resume")
+        except KeyboardInterrupt:
+            session.say(f"stopped at once; {session.kept()}")
+            raise
         finally:
             session.close()
         return session.scores
@@ -489,9 +495,9 @@ class Trainer:
     def _reinforce(self) -> None:
         """Rollouts, credit, loss; an evaluation every ``eval_every`` updates, or as large a part of the budget."""
         args, session = self.args, self.session
-        bar = session.bar(args.algo, args.updates)
+        bar = session.bar(args.algo, args.updates, done=self._position())
         while (before := self._position()) < args.updates:
-            began = time.perf_counter()
+            began, tokens = time.perf_counter(), session.counters["tokens"]
             session.set_lr(args.lr * learning_rate_factor(before, args))
             with session.gathered():
                 trees = self._rollouts((args.seed, 2, session.step))
@@ -504,23 +510,29 @@ class Trainer:
             finished = time.perf_counter()
             metrics |= self._count(trees, finished - began)
             metrics |= {"time/rollout": sampled - began, "time/update": finished - sampled, **self.rollout_costs}
-            session.log.scalars(metrics, session.done())
-            bar.set_postfix(
+            metrics["time/tokens_per_second"] = (session.counters["tokens"] - tokens) / (finished - began)
+            metrics["update/lr"] = session.lr
+            session.log.scalars(metrics, "rl", session.step)
+            now = self._position()
+            bar.advance(
+                now,
                 success=f"{metrics['rollout/success']:.2f}",
                 entropy=f"{metrics['rollout/entropy']:.2f}",
                 tokens=f"{session.counters['tokens'] / 1e3:.0f}k",
             )
-            now = self._position()
-            bar.n = now
-            bar.refresh()
             last = now >= args.updates
             if last or now // args.eval_every > before // args.eval_every:
-                score = session.evaluate(f"{args.algo}@{session.step}")
-                bar.set_description(f"{args.algo} eval {score.rate:.2f}")
+                session.evaluate(f"{args.algo}@{session.step}")
                 if session.accelerator.is_main_process:
-                    write_samples(session.out, trees, title=f"{args.algo}, update {session.step}")
+                    write_samples(session.out, trees, title=f"{args.algo}, update {session.step}", about=self._about())
             session.maybe_save(args.save_every, last=last)
         bar.close()
+
+    def _about(self) -> dict[str, Any]:
+        """What a file of trees says of where they are from (`sandboxgym.tree.files.TreeFile.about`)."""
+        args = self.args
+        told = {"algo": args.algo, "schedule": args.schedule, "rule": RULES[str(args.schedule)], "env": args.env_id}
+        return {**told, "seed": args.seed, "update": self.session.step}
 
     def _position(self) -> float:
         """How far the run is, in updates: of its ``updates``, or as the same part of its budget."""
@@ -584,8 +596,8 @@ class Trainer:
                 self.passed_over["returns"] += len(tree.paths)
                 self.passed_over["env_steps"] += tree.env_steps
                 self.passed_over["tokens"] += tree.tokens
-        wins = [path.edges[-1].success for tree in trees for path in tree.paths]
-        self.rollout_costs["rollout/drawn_success"] = session.sum(float(sum(wins))) / session.sum(float(len(wins)))
+        won = session.sum(sum(success_of(tree, self.args) for tree in trees))
+        self.rollout_costs["rollout/drawn_success"] = won / len(every)
         self.rollout_costs["rollout/drawn_tasks"] = float(len(every))
         self.rollout_costs["rollout/differing_tasks"] = float(len(differing))
         kept = [tree for tree in trees if tree.index in places]
@@ -655,7 +667,7 @@ class Trainer:
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
         """Add the batch to the run's counters; returns what to log of it, over all processes."""
         session = self.session
-        total = batch_totals(trees, session.gather)
+        total = batch_totals(trees, self.args, session.gather)
         for name, beside in self.passed_over.items():
             session.counters[name] += int(total[name] + session.sum(float(beside)))
         session.counters["seconds"] += seconds
@@ -671,11 +683,22 @@ def learning_rate_factor(position: float, args: Args) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
-    """Parse, check, train."""
+    """Parse, check, train.
+
+    Raises:
+        SystemExit: with 128 and the signal's number where one has stopped the run, as shells say it: 130 after
+            Ctrl-C, 143 after SIGTERM.
+    """
     try:
-        return Trainer(parse_args(argv)).run()
+        trainer = Trainer(parse_args(argv))
+        scores = trainer.run()
     except (ConfigError, CheckpointError, TrainingFailed) as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:  # before the first step, or the second time
+        raise SystemExit(128 + signal.SIGINT) from None
+    if trainer.session.stopped_by:
+        raise SystemExit(128 + trainer.session.stopped_by)
+    return scores
 
 
 if __name__ == "__main__":

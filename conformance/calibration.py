@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sandboxgym.conformance import statistics as st
+from sandboxgym.conformance.stats import tests as st
 
 LEVELS = (0.001, 0.01, 0.05, 0.2)
 SIZE = 60

@@ -29,7 +29,7 @@ from examining import CHECKS, SEEDS_BUDGET, Job, Row, journaled  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
 from sandboxgym.conformance.runner import suite_digest  # noqa: E402
-from sandboxgym.conformance.statistics import proportion_interval  # noqa: E402
+from sandboxgym.conformance.stats.tests import proportion_interval  # noqa: E402
 
 
 def jobs(runs: int, only: Sequence[str] = (), rest: int = 0) -> list[Job]:

@@ -49,13 +49,15 @@ CONTAINER_CHECKS = (
 
 @pytest.mark.slow
 def test_the_sandboxed_environment_holds_to_the_contract() -> None:
-    from sandboxgym.envs.swebench import probing
-    from sandboxgym.sandbox.namespace import why_unavailable
+    from sandboxgym.envs.swebench import conformance_hooks
+    from sandboxgym.sandbox.overlay.backend import why_unavailable
 
     if reason := why_unavailable():
         missing("overlay", reason)
     arguments = {"backend": "overlay", "instances": ["tally-12"]}
-    subject = Subject.named("sandboxgym/SWEBench-v0", arguments, actions=probing.actions, shell=probing.shell)
+    subject = Subject.named(
+        "sandboxgym/SWEBench-v0", arguments, actions=conformance_hooks.actions, shell=conformance_hooks.shell
+    )
     report = run(subject, only=CONTAINER_CHECKS)
     assert {result.id: result.message for result in report.failures} == {}
     assert len(report.of(Verdict.PASS)) >= len(CONTAINER_CHECKS) - 1

@@ -11,15 +11,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sandboxgym.codecs import Adapter, WrapperCodec, register_wrapper
-from sandboxgym.core import (
-    Layer,
-    Snapshot,
-    SnapshotEnv,
-    SnapshotSpec,
-    SupportsSnapshot,
-    Transition,
-)
+from sandboxgym.core import Layer, Snapshot, SnapshotEnv, SnapshotSpec, SupportsSnapshot, Transition
 from sandboxgym.errors import (
     ResetNeeded,
     SnapshotCorrupt,
@@ -31,18 +23,22 @@ from sandboxgym.errors import (
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.registration import make, register_envs
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import EnvCard, Expert, Task, TaskEnv, TaskInfo, TaskNotFound, TaskRows
 from sandboxgym.wrappers import SnapshotWrapper, fork, restore, snapshot, successors
+from sandboxgym.wrappers.codecs import Adapter, WrapperCodec, register_wrapper
 
 if TYPE_CHECKING:
-    from sandboxgym.pool import EnvPool, PooledEnvs
-    from sandboxgym.remote import RemoteEnv
-    from sandboxgym.vector import SnapshotVectorEnv
+    from sandboxgym.workers.pool import EnvPool, PooledEnvs
+    from sandboxgym.workers.remote import RemoteEnv
+    from sandboxgym.workers.vector import SnapshotVectorEnv
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "EnvCard",
     "EnvPool",
+    "Expert",
     "Layer",
     "PooledEnvs",
     "RemoteEnv",
@@ -58,6 +54,11 @@ __all__ = [
     "SnapshotVectorEnv",
     "SnapshotWrapper",
     "SupportsSnapshot",
+    "Task",
+    "TaskEnv",
+    "TaskInfo",
+    "TaskNotFound",
+    "TaskRows",
     "Transition",
     "Unicode",
     "WrapperCodec",
@@ -77,7 +78,7 @@ def __getattr__(name: str) -> Any:
     """Import what works on many environments when it is first asked for: it takes longer than all the rest."""
     if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.workers.{_ON_DEMAND[name]}"), name)
 
 
 register_envs()

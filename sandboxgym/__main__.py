@@ -1,4 +1,4 @@
-"""``python -m sandboxgym``: the same as the console script ``sandboxgym``."""
+"""Command line ``python -m sandboxgym``, equal to the console script ``sandboxgym``."""
 
 from __future__ import annotations
 

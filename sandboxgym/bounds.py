@@ -20,11 +20,11 @@ INT, TUPLE, ARRAY, SCALAR, SET, FROZENSET = range(1, 7)
 """Extension types."""
 
 MAX_NESTING = 32
-"""Of extension types; each level takes about 40 KB of the C stack, which hostile bytes could exhaust."""
+"""Levels of extension types; each takes about 40 KB of the C stack, which hostile bytes could exhaust."""
 MAX_DEPTH = 512
-"""Of lists, maps and extension types together; msgpack encodes 511 lists, and decodes twice as many."""
+"""Levels of lists, maps and extension types together; msgpack encodes 511 lists, and decodes twice as many."""
 MAX_INT = 2**16
-"""Bytes of an integer."""
+"""Largest integer, in bytes."""
 
 _FLOOR, _PER_BYTE = 4 * 2**20, 28
 """Bytes of memory for containers: whatever the encoding's size, and for each byte of it.
@@ -35,21 +35,20 @@ pairs takes 27 bytes for each of its encoding.
 _LIST, _SLOT, _EMPTY, _MAP, _OTHER_KEYS, _ENTRY = 64, 8, 72, 184, 56, 112
 _EXTENSION, _OF_NUMPY, _OF_SET = 80, 100, 160  # not memory only: each is a call of a function, or of several
 _COPIES = 8
-"""How often each byte may be copied on the way through extension types around it."""
+"""Copies allowed per byte on the way through extension types around it."""
 _COPIED_FLOOR = 2**20
 
 FEW = 64
 """Keys whose collisions cost nothing."""
 _PROBES = 64
-"""Looks at taken places for each key, on average; ordinary keys take one or two, multiples of a large power of 2
-thirty."""
+"""Average probes of occupied slots per key; ordinary keys take one or two, multiples of a large power of 2 thirty."""
 _LINEAR = 9  # places that a set tries next to each other
 _SHIFT = 5
 _HASH = 2**64 - 1
 
 
 def _table() -> list[int]:
-    """Bytes of each value whose first byte says how many it has; 0 where more must be read."""
+    """Table from the first byte of a value to its length in bytes; 0 where more bytes must be read."""
     steps = [0] * 256
     for first in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):
         steps[first] = 1
@@ -154,13 +153,13 @@ def _check(data: bytes) -> None:
 
 
 def _number(data: bytes, at: int, form: str) -> tuple[int, int]:
-    """What follows a first byte, and the place after it."""
+    """The number that follows a first byte, and the offset after it."""
     (number,) = struct.unpack_from(form, data, at + 1)
     return number, at + 1 + struct.calcsize(form)
 
 
 def _extension(data: bytes, at: int) -> tuple[int, int]:
-    """Length of an extension's content, and its place."""
+    """Length and offset of an extension's content."""
     first = data[at]
     if first in _FIXED_EXTENSIONS:
         return _FIXED_EXTENSIONS[first], at + 2
@@ -171,7 +170,7 @@ def _extension(data: bytes, at: int) -> tuple[int, int]:
 
 
 def check_keys(keys: Sequence[Any], *, of_set: bool = False) -> None:
-    """Refuse keys that a dict, or a set, would take a time quadratic in their number for.
+    """Refuse keys that would make building a dict or a set take time quadratic in their number.
 
     Their places in the table are followed as CPython looks for them, at each size that the table grows through.
 
@@ -192,7 +191,7 @@ def check_keys(keys: Sequence[Any], *, of_set: bool = False) -> None:
 
 
 def _is_quick(hashes: Sequence[int], size: int, linear: int) -> bool:
-    """Whether a table of this size takes these without looking at more taken places than `_PROBES` allows."""
+    """True if inserting these keys into a table of this size meets few enough occupied slots (`_PROBES`)."""
     taken = bytearray(size)
     mask, allowed = size - 1, _PROBES * len(hashes)
     for value in hashes:

@@ -1,4 +1,4 @@
-"""Short descriptions of values that somebody else chose, for messages of errors.
+"""Short descriptions of untrusted values for error messages.
 
 ``repr`` of such a value may take minutes and gigabytes, recurse too deep, or raise: an integer of more than 4,300
 digits, a NumPy text outside Unicode. `brief` looks at a bounded part of the value, runs no code of its type but for
@@ -20,7 +20,7 @@ _BRACKETS: dict[type[Any], str] = {list: "[]", tuple: "()", set: "{}", frozenset
 
 
 def brief(value: Any, length: int = 200) -> str:
-    """At most ``length`` characters that say what a value is.
+    """A description of a value in at most ``length`` characters.
 
     Example:
         >>> brief({"a": [1, 2.5, None]})

@@ -6,13 +6,13 @@
    after the environment that took it was closed, in another process.
 4. Isolation. Forks never see each other's effects, nor those of the environment they came from.
 5. The whole environment. Random streams (the environment's and its spaces') and the wrappers around it
-   (``wrappers.py``) are part of it; what cannot be captured is refused, never skipped.
+   (``wrappers/stack.py``) are part of its state; state that cannot be captured is refused, never skipped.
 6. Freshness. ``restore`` returns the observation and info of the captured moment; ``last`` is the whole transition.
 7. Randomness. ``restore(snap)`` is exact; ``restore(snap, seed=S)`` and ``fork(k, seed=S)`` give fresh streams.
-8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``format.py``); what does not match
-   is refused with a typed error (``errors.py``), in time and memory that grow with the file's size (``bounds.py``), and
-   the environment stays as it was. What does not come from the file (an interrupt, an exit, a time limit that a signal
-   ends, a full disk) passes as it is.
+8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``serialization.py``); a mismatch is
+   refused with a typed error (``errors.py``), in time and memory proportional to the file's size (``bounds.py``), and
+   the environment stays as it was. Errors that do not come from the file (an interrupt, an exit, a time limit raised by
+   a signal, a full disk) pass unchanged.
 9. All or nothing. A failed ``fork`` leaves no child behind, a failed ``restore`` no half-restored environment.
 
 An author of an environment derives from `SnapshotEnv` and writes `_capture` and `_apply`. An environment that shares
@@ -49,8 +49,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils import seeding
 
-from sandboxgym import format as durable
-from sandboxgym import randomness
+from sandboxgym import randomness, serialization
 from sandboxgym.brief import brief
 from sandboxgym.errors import (
     ResetNeeded,
@@ -65,13 +64,13 @@ ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
 
 Through = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
-"""From the (observation, info) of an environment to that of the wrappers around it."""
+"""Maps the (observation, info) of an environment to that of the wrappers around it."""
 
 Kind = Literal["memory", "filesystem", "full", "logical", "replay"]
 
 
 class Transition(NamedTuple):
-    """What the last ``reset`` (reward 0, flags False) or ``step`` returned."""
+    """Result of the last ``reset`` (reward 0, flags False) or ``step``."""
 
     observation: Any
     reward: float
@@ -82,45 +81,45 @@ class Transition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSpec:
-    """What the snapshots of an environment cover; the conformance suite measures each claim."""
+    """Declaration of the state that an environment's snapshots cover; the conformance suite measures each claim."""
 
     kind: Kind = "memory"
-    """Where the state is kept: memory, files, files and processes, another system's terms, or a replayed prefix."""
+    """Form of the kept state: memory, files, files and processes, another system's terms, or a replayed prefix."""
     cost: Literal["constant", "written", "steps"] = "constant"
-    """What the cost of one snapshot grows with: nothing, what was written so far, or the steps taken so far."""
+    """Growth of one snapshot's cost: none, with the writes so far, or with the steps so far."""
     rng: bool = True
     """Random streams are captured, so a restore repeats the same draws."""
     processes: bool = False
     """Running processes of the sandbox are captured."""
     clock: bool = False
-    """Time as seen inside goes on from the captured moment."""
+    """Time as seen inside continues from the captured moment."""
     cross_process: bool = True
     """A saved snapshot restores in another process."""
     cross_host: bool = True
     """A saved snapshot restores on another machine."""
     loses: tuple[str, ...] = ()
-    """What these do not hold, though snapshots of this ``kind`` usually do: the suite's probes (``file.xattr``)."""
+    """Losses although snapshots of this ``kind`` usually hold them, by names of the suite's probes (``file.xattr``)."""
 
 
 @runtime_checkable
 class SupportsSnapshot(Protocol):
-    """All that the conformance suite and the stack-walking functions ask of an environment."""
+    """Protocol of snapshotable environments, required by the conformance suite and the stack-walking functions."""
 
     snapshot_spec: SnapshotSpec
 
     def snapshot(self) -> Any:
-        """Capture without disturbing."""
+        """Capture the state without changing it."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Go to the captured state, in place."""
+        """Return to the captured state, in place."""
 
     def fork(self, k: int, *, seed: int | None = None) -> Sequence[gym.Env[Any, Any]]:
-        """New environments at this state."""
+        """Create new environments at this state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The captured state of one wrapper: its class's name, what must be equal to restore, and its state."""
+    """Captured state of one wrapper: its class name, the settings that must match on restore, and its state."""
 
     name: str
     config: dict[str, Any]
@@ -129,7 +128,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What identifies the environment that a snapshot fits."""
+    """Identity of the environment that a snapshot fits."""
 
     env_id: str | None
     env_class: str
@@ -139,12 +138,12 @@ class Header:
 
 
 class Snapshot:
-    """An immutable captured state of an environment and of the wrappers it was taken through.
+    """Immutable captured state of an environment and of the wrappers through which it was taken.
 
     Attributes:
         id: unique to this capture.
         parent: the id of the snapshot that the environment last took or restored, or None.
-        header: what the snapshot fits (environment id and class, configuration, kind).
+        header: identity of what the snapshot fits (environment id and class, configuration, kind).
         layers: the wrappers' states, outermost first; empty when taken from the bare environment.
     """
 
@@ -176,13 +175,13 @@ class Snapshot:
 
     @property
     def kind(self) -> str:
-        """See `SnapshotSpec.kind`."""
+        """Kind of the snapshot; see `SnapshotSpec.kind`."""
         return self.header.kind
 
     @property
     def digest(self) -> str:
         """sha256 of the captured content: equal states have equal digests."""
-        return durable.content_digest(self._sections())
+        return serialization.content_digest(self._sections())
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +189,7 @@ class Snapshot:
         return sum(map(len, self._sections().values()))
 
     def layered(self, layers: tuple[Layer, ...]) -> Snapshot:
-        """The same capture with other wrappers' states around it."""
+        """A copy of this capture with other wrapper states around it."""
         blob = None if self._blob is None else {**self._blob, "layers": _pack_layers(layers)}
         return Snapshot(
             self.header, self._body, encode=self._encode, blob=blob, layers=layers, id=self.id, parent=self.parent
@@ -203,7 +202,7 @@ class Snapshot:
             SnapshotReleased: it was released.
             SnapshotNotSupported: the state, or a wrapper's, is not plain data.
         """
-        durable.write_atomic(path, self.to_bytes())
+        serialization.write_atomic(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -218,20 +217,20 @@ class Snapshot:
             raise SnapshotCorrupt(f"{os.fspath(path)}: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """What `save` writes."""
+        """The snapshot as the bytes that `save` writes."""
         header = {**_as_dict(self.header), "id": self.id, "parent": self.parent}
-        return durable.dumps(header, self._sections())
+        return serialization.dumps(header, self._sections())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Snapshot:
-        """The inverse of `to_bytes`."""
-        header, sections = durable.loads(data)
+        """Decode a snapshot from the bytes of `to_bytes`."""
+        header, sections = serialization.loads(data)
         try:
             fits = Header(**{name: header[name] for name in Header.__slots__})
             for name, kind in _HEADER_TYPES.items():
                 if not isinstance(header[name], kind) or (isinstance(header[name], str) and len(header[name]) > _NAME):
                     raise TypeError(f"expected {name} to be {kind}, found {brief(header[name], 80)}")
-            layers = tuple(Layer(*layer) for layer in durable.unpack(sections["layers"]))
+            layers = tuple(Layer(*layer) for layer in serialization.unpack(sections["layers"]))
             if not all(isinstance(layer.name, str) and isinstance(layer.config, dict) for layer in layers):
                 raise TypeError("expected the name and the configuration of every wrapper")
             blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
@@ -240,7 +239,7 @@ class Snapshot:
             raise SnapshotCorrupt(f"the header or the list of wrappers is incomplete: {brief(error)}") from error
 
     def release(self) -> None:
-        """Give back what the snapshot holds. Idempotent; a later use raises `SnapshotReleased`."""
+        """Release the resources that the snapshot holds. Idempotent; later use raises `SnapshotReleased`."""
         release = getattr(self._body.state, "release", None) if self._body else None
         self._body = self._blob = None
         if release is not None:
@@ -248,7 +247,7 @@ class Snapshot:
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called."""
+        """True after `release` was called."""
         return self._body is None and self._blob is None
 
     def __enter__(self) -> Self:
@@ -281,14 +280,14 @@ class Snapshot:
             assert self._body is not None and self._encode is not None
             self._blob = {
                 "state": self._encode(self._body.state),
-                "rng": durable.pack(self._body.rng),
-                "transition": durable.pack(self._body.transition and list(self._body.transition)),
+                "rng": serialization.pack(self._body.rng),
+                "transition": serialization.pack(self._body.transition and list(self._body.transition)),
                 "layers": _pack_layers(self.layers),
             }
         return self._blob
 
     def _open(self, decode: Callable[[bytes], Any]) -> _Body:
-        """The captured body, decoded with the environment's own decoder when it came from bytes."""
+        """The captured body, decoded by the environment's own decoder if it came from bytes."""
         self._check_held()
         if self._body is not None:
             return self._body
@@ -304,7 +303,7 @@ class Snapshot:
             raise SnapshotCorrupt(
                 f"{self!r} does not hold a state of {self.header.env_class}: {brief(error)}"
             ) from error
-        rng = durable.unpack(self._blob["rng"])
+        rng = serialization.unpack(self._blob["rng"])
         if not isinstance(rng, dict) or not rng.keys() >= {"np_random", "np_random_seed", "spaces"}:
             raise SnapshotCorrupt(f"expected the state of random streams, found {brief(rng)}")
         return _Body(state, rng, last)
@@ -318,7 +317,7 @@ class _Body:
 
 
 def tried(env: gym.Env[Any, Any], actions: Sequence[Any], here: Any, restore: Callable[[Any], Any]) -> list[Transition]:
-    """What each action by itself leads to from the present state, whose snapshot ``here`` is released at the end.
+    """Try each action by itself from the present state, whose snapshot ``here`` is released at the end.
 
     Args:
         env: to step.
@@ -357,10 +356,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     snapshot_spec: SnapshotSpec = SnapshotSpec()
     state_version: ClassVar[int] = 1
-    """Raise it when the meaning of the captured state changes; older snapshots are then refused."""
+    """Version of the captured state's meaning; raise it with a change, and older snapshots are refused."""
     immutable_state: ClassVar[bool] = False
     step_limit: int | None = None
-    """Steps after which a ``TimeLimit`` ends an episode, as far as `SnapshotWrapper` finds one (``gym.make``)."""
+    """Steps after which a ``TimeLimit`` ends an episode, if `SnapshotWrapper` finds one (``gym.make``)."""
 
     _last: Transition | None = None
     _was_reset: bool = False
@@ -369,13 +368,13 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Remember the constructor's arguments: `_blank` builds forks from them, `_config` compares them."""
+        """Record the constructor's arguments: `_blank` builds forks from them, `_config` compares them."""
         self = super().__new__(cls)
         self._arguments = (args, kwargs)
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Record what ``reset`` and ``step`` return, so that authors need not; declare the spec in the metadata."""
+        """Record the results of ``reset`` and ``step`` for subclasses, and declare the spec in the metadata."""
         super().__init_subclass__(**kwargs)
         if isinstance(cls.snapshot_spec, SnapshotSpec):  # a property, where it depends on the instance
             cls.metadata = {**cls.metadata, "snapshot": asdict(cls.snapshot_spec)}
@@ -411,7 +410,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return snap
 
     def restore(self, snap: Snapshot, *, seed: int | None = None) -> tuple[ObsT, dict[str, Any]]:
-        """Go to the captured state, in place.
+        """Return to the captured state, in place.
 
         Args:
             snap: from this environment or any other of the same id and configuration.
@@ -427,7 +426,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return self._restore(snap, seed, lambda observation, info: (observation, info))
 
     def successors(self, actions: Sequence[ActT]) -> list[Transition]:
-        """What ``step`` would return for each of these actions, tried one by one from here; nothing changes by it.
+        """Results of ``step`` for each of these actions, tried one by one from this state, which stays unchanged.
 
         This environment alone: `sandboxgym.successors` heeds the wrappers around it too. An environment that can
         compute a step without taking it overrides this.
@@ -442,7 +441,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             self._lineage = lineage
 
     def outcomes(self, actions: Sequence[ActT]) -> list[Transition]:
-        """`successors` without what an agent reads: reward, end, and of ``info`` what state values are looked up by.
+        """`successors` without observations: reward, end, and the keys of ``info`` that identify a state's value.
 
         An environment whose texts take longer than its steps overrides this: the observation may be None, and ``info``
         may hold ``progress_key``, ``features``, ``success`` and ``valid_action`` alone.
@@ -450,7 +449,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return self.successors(actions)
 
     def _restore(self, snap: Snapshot, seed: int | None, through: Through) -> tuple[ObsT, dict[str, Any]]:
-        """`restore`, its result taken through the wrappers around; what fails there is rolled back too."""
+        """Restore, and pass the result through the wrappers around; a failure there is rolled back too."""
         if not isinstance(snap, Snapshot):
             raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
         if snap.layers:
@@ -479,10 +478,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return observation, info
 
     def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
-        """``k`` new environments at this state; this one goes on untouched.
+        """Create ``k`` new environments at this state; this one stays unchanged.
 
         Args:
-            k: how many, at least 1.
+            k: number of environments, at least 1.
             seed: None clones the random streams (siblings share their noise); a seed gives each child its own.
         """
         if isinstance(k, bool) or not isinstance(k, SupportsIndex):
@@ -521,11 +520,11 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     # What authors write.
 
     def _capture(self) -> Any:
-        """Everything of this environment that can change its future, but for ``np_random`` and the spaces."""
+        """Capture all state of this environment that can change its future, except ``np_random`` and the spaces."""
         raise NotImplementedError(f"{type(self).__name__} must define _capture()")
 
     def _apply(self, state: Any) -> None:
-        """Go to a captured state, from any state or from none."""
+        """Apply a captured state to an environment in any state, or to a blank one."""
         raise NotImplementedError(f"{type(self).__name__} must define _apply(state)")
 
     def _transition(self) -> Transition:
@@ -534,11 +533,11 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     @classmethod
     def _encode(cls, state: Any) -> bytes:
-        return durable.pack(state)
+        return serialization.pack(state)
 
     @classmethod
     def _decode(cls, data: bytes) -> Any:
-        return durable.unpack(data)
+        return serialization.unpack(data)
 
     def _config(self) -> dict[str, Any]:
         args, kwargs = self._arguments
@@ -553,7 +552,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return child
 
     def _reseed(self, seed: int) -> None:
-        """Reseed whatever randomness lives outside ``np_random`` and the spaces."""
+        """Reseed all randomness outside ``np_random`` and the spaces."""
 
     # The mechanism.
 
@@ -605,7 +604,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         randomness.restore_spaces(streams["spaces"], self.action_space, self.observation_space)
 
     def _put(self, body: _Body, seed: int | None, *, own: bool = False) -> None:
-        """Become what was captured; ``own``: nobody else has the body, it was decoded for this."""
+        """Apply a captured body; ``own``: it was decoded for this call and is not shared."""
         self._apply(body.state if own or self.immutable_state else copy.deepcopy(body.state))
         self._last = body.transition  # private and never mutated, like the one in the snapshot
         self._was_reset = True
@@ -617,7 +616,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             self._reseed(seed)
 
     def _unshare_spaces(self, child: Self) -> None:
-        """Spaces that are class attributes, or that `_blank` passes on, would share their random streams."""
+        """Copy spaces that are class attributes or passed on by `_blank`: they would share their random streams."""
         if child.action_space is self.action_space:
             child.action_space = copy.deepcopy(self.action_space)
         if child.observation_space is self.observation_space:
@@ -668,11 +667,11 @@ _HEADER_TYPES: dict[str, Any] = {
 
 
 def _pack_layers(layers: tuple[Layer, ...]) -> bytes:
-    return durable.pack([[layer.name, layer.config, layer.state] for layer in layers])
+    return serialization.pack([[layer.name, layer.config, layer.state] for layer in layers])
 
 
 def _decode_transition(data: bytes) -> Transition | None:
-    content = durable.unpack(data)
+    content = serialization.unpack(data)
     if content is None:
         return None
     kinds: tuple[Any, ...] = (object, SupportsFloat, (bool, np.bool_), (bool, np.bool_), dict)
@@ -688,7 +687,7 @@ def _decode_transition(data: bytes) -> Transition | None:
 
 
 def _differing(mine: Any, theirs: Any) -> tuple[Any, Any]:
-    """Of two configurations what differs, for a message; of anything else all."""
+    """The differing entries of two configurations, for a message; for other types both values."""
     if not isinstance(mine, dict) or not isinstance(theirs, dict):
         return mine, theirs
     names = [name for name in {**mine, **theirs} if mine.get(name, ...) != theirs.get(name, ...)]
@@ -701,7 +700,7 @@ def _as_dict(header: Header) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of what an environment returned; quick on plain data.
+    """A deep copy of a value that an environment returned; quick on plain data.
 
     Unlike ``copy.deepcopy`` it does not preserve that two places hold the same object.
     """
@@ -712,7 +711,7 @@ def copied(value: Any) -> Any:
 
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types of values that a copy would not differ from."""
+"""Types of values that need no copy."""
 
 
 def _copied(value: Any) -> Any:
@@ -735,7 +734,7 @@ def _copied_transition(transition: Transition) -> Transition:
 
 
 def comparable(value: Any) -> Any:
-    """A JSON value that is equal for equal settings; of objects that are not data only the type is told."""
+    """A JSON value that is equal for equal settings; objects that are not data are reduced to their type."""
     if isinstance(value, float):
         return value if value == value else "nan"  # which is not equal to itself
     if value is None or isinstance(value, (bool, int, str)):

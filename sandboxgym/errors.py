@@ -1,7 +1,7 @@
 """Typed errors of the snapshot contract. Messages say what was expected and what was found.
 
-Where content that lies may raise any type of exception, `SnapshotCorrupt` takes its place, but for what does not come
-from the content (`from_outside`): that reaches the caller as it is.
+Content from an untrusted file may raise any type of exception; `SnapshotCorrupt` takes its place, except for errors
+that do not come from the content (`from_outside`), which reach the caller unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class SnapshotError(Exception):
-    """Base class of everything that can go wrong with a snapshot."""
+    """Base class of all snapshot errors."""
 
 
 class SnapshotNotSupported(SnapshotError):
@@ -38,7 +38,7 @@ class SnapshotMismatch(SnapshotError):
 
 
 class SnapshotReleased(SnapshotError):
-    """The snapshot was released; what it held is gone."""
+    """The snapshot was released, and its resources are gone."""
 
 
 class SnapshotCorrupt(SnapshotError):
@@ -50,13 +50,13 @@ _MACHINE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, er
 
 
 class OutsideError(Exception):
-    """Base class of errors that say something of this machine, never of what was read: see `from_outside`."""
+    """Base class of errors that concern this machine, never the content that was read: see `from_outside`."""
 
     from_outside: ClassVar[bool] = True
 
 
 def from_outside(error: BaseException) -> bool:
-    """Whether an error while content is read or applied says nothing of that content.
+    """True if an error raised while content is read or applied is not caused by that content.
 
     1. No ``Exception``: an interrupt, an exit, a cancellation.
     2. What `from_handler` says.
@@ -72,7 +72,7 @@ def from_outside(error: BaseException) -> bool:
 
 
 def from_handler(error: BaseException) -> bool:
-    """Whether an installed handler of a signal raised it, whatever its type: an alarm that is a user's time limit."""
+    """True if an installed signal handler raised the error, whatever its type: an alarm that is a user's time limit."""
     handlers = {code for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
     trace = error.__traceback__
     while trace is not None and handlers:
@@ -83,7 +83,7 @@ def from_handler(error: BaseException) -> bool:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """The code of a Python function that handles a signal, whatever it is wrapped in."""
+    """The code object of a Python signal handler, unwrapped."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     handler = getattr(handler, "__func__", handler)

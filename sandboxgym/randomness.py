@@ -20,7 +20,7 @@ _BIT_GENERATORS = {name: getattr(np.random, name) for name in ("PCG64", "PCG64DX
 _NAMES = {kind: name for name, kind in _BIT_GENERATORS.items()}
 
 _WORDS = 128
-"""Of a seed sequence's entropy, and of its spawn key."""
+"""Words of a seed sequence's entropy, and of its spawn key."""
 
 _LEAVES = frozenset(
     {gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Text, Unicode}
@@ -31,12 +31,12 @@ Space = gym.Space[Any]
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """The seed of one sibling: ``fork(k, seed=S)[i]`` is what ``restore(snap, seed=sibling_seed(S, i))`` gives."""
+    """Seed of one sibling: ``fork(k, seed=S)[i]`` equals ``restore(snap, seed=sibling_seed(S, i))``."""
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
 def capture(generator: np.random.Generator | None) -> State | None:
-    """The whole state of a stream, or None for one not yet made."""
+    """Complete state of a random stream, or None for a stream not made yet."""
     if generator is None:
         return None
     bits = generator.bit_generator
@@ -52,7 +52,7 @@ def capture(generator: np.random.Generator | None) -> State | None:
 
 
 def restored(state: State | None, current: np.random.Generator | None) -> np.random.Generator | None:
-    """A stream in ``state``: ``current`` set in place where possible, so that what holds it sees the restore."""
+    """A stream in ``state``: ``current`` is set in place where possible, so that other references to it follow."""
     if state is None:
         return None
     try:
@@ -72,7 +72,7 @@ def restored(state: State | None, current: np.random.Generator | None) -> np.ran
 
 
 def _check_sequence(sequence: State | None) -> None:
-    """NumPy takes a time quadratic in the words of a seed sequence, those of its pool included."""
+    """Refuse a long seed sequence, for NumPy takes time quadratic in its words, those of its pool included."""
     if sequence is None:
         return
     if not 4 <= sequence["pool_size"] <= 256:
@@ -83,7 +83,7 @@ def _check_sequence(sequence: State | None) -> None:
 
 
 def _words(value: Any) -> int:
-    """Words of 32 bits that an integer takes, or a sequence of such."""
+    """Number of 32-bit words in an integer or in a sequence of integers."""
     if value is None:
         return 0
     if isinstance(value, (list, tuple)):
@@ -94,7 +94,7 @@ def _words(value: Any) -> int:
 
 
 def _check_position(state: State) -> None:
-    """NumPy trusts the position in a buffer of draws; a wrong one reads memory outside of it."""
+    """Refuse a position outside the buffer of draws: NumPy trusts it and would read memory out of bounds."""
     if state["bit_generator"] == "MT19937":
         position, size = state["state"]["pos"], 624
     elif state["bit_generator"] == "Philox":
@@ -116,7 +116,7 @@ def _sequence(bits: Any) -> dict[str, Any] | None:
 
 
 def spaces_in(*spaces: Space | None, but: Collection[int] = ()) -> Iterator[Space]:
-    """Some spaces and all spaces inside them, in a fixed order; ``but`` has the ids of those to leave out."""
+    """These spaces and all spaces nested in them, in a fixed order; ``but`` holds the ids of those to leave out."""
     for space in spaces:
         if space is None or id(space) in but:
             continue
@@ -132,19 +132,19 @@ def spaces_in(*spaces: Space | None, but: Collection[int] = ()) -> Iterator[Spac
 
 
 def materialise(*spaces: Space | None, but: Collection[int] = ()) -> None:
-    """Make the streams that Gymnasium would make, from fresh entropy, when first drawn from."""
+    """Create the streams that Gymnasium would create, from fresh entropy, at the first draw."""
     for space in spaces_in(*spaces, but=but):
         if space._np_random is None:
             space._np_random = seeding.np_random()[0]  # not the property: it seeds the spaces inside anew
 
 
 def capture_spaces(*spaces: Space | None, but: Collection[int] = ()) -> list[State | None]:
-    """The streams of the spaces that `spaces_in` finds."""
+    """Capture the streams of the spaces that `spaces_in` finds."""
     return [capture(space._np_random) for space in spaces_in(*spaces, but=but)]
 
 
 def restore_spaces(states: list[State | None], *spaces: Space | None, but: Collection[int] = ()) -> None:
-    """Give the spaces the streams of `capture_spaces`."""
+    """Restore the streams captured by `capture_spaces`."""
     found = list(spaces_in(*spaces, but=but))
     if not isinstance(states, list) or len(found) != len(states):
         raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {brief(states)}")

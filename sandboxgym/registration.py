@@ -1,24 +1,37 @@
-"""The ids of this package's environments. Registered on ``import sandboxgym``; nothing heavy is imported then."""
+"""Ids of this package's environments, one line each, and the cards of all environments.
+
+Registered on ``import sandboxgym``; nothing heavy is imported then. `cards` and `card_of` answer for environments of
+other packages too, once these have registered them (``gym.register``, with `SnapshotWrapper` outermost).
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import logging
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 
+from sandboxgym.data import SANDBOX_CACHE, DataSet
+from sandboxgym.task_env import EnvCard
 from sandboxgym.wrappers import SnapshotWrapper
 
-_ENVS = {  # entry point below sandboxgym.envs, step limit
-    "sandboxgym/ALFWorld-v0": ("alfworld.env:ALFWorldEnv", 50),  # the original's; the BPO paper uses 40
-    "sandboxgym/WebShop-v0": ("webshop.env:WebShopEnv", 50),  # the BPO paper's
-    "sandboxgym/WebShopBrowser-v0": ("webshop.browser:WebShopBrowserEnv", 50),
-    "sandboxgym/SWEBench-v0": ("swebench.env:SWEBenchEnv", 25),  # the BPO paper's
+_ENVS = {  # entry point and card, both below sandboxgym.envs, and step limit
+    # The original's limit; the BPO paper uses 40.
+    "sandboxgym/ALFWorld-v0": ("alfworld.env:ALFWorldEnv", "alfworld.card:CARD", 50),
+    "sandboxgym/WebShop-v0": ("webshop.env:WebShopEnv", "webshop.card:CARD", 50),  # the BPO paper's
+    "sandboxgym/WebShopBrowser-v0": ("webshop.browser:WebShopBrowserEnv", "webshop.card:BROWSER_CARD", 50),
+    "sandboxgym/SWEBench-v0": ("swebench.env:SWEBenchEnv", "swebench.card:CARD", 25),  # the BPO paper's
 }
+
+log = logging.getLogger("sandboxgym")
 
 
 def register_envs() -> None:
     """Register every id; each is made with `SnapshotWrapper` outermost. Idempotent."""
-    for name, (entry_point, max_episode_steps) in _ENVS.items():
+    for name, (entry_point, _, max_episode_steps) in _ENVS.items():
         if name not in gym.registry:
             gym.register(
                 name,
@@ -28,8 +41,84 @@ def register_envs() -> None:
             )
 
 
+def cards() -> dict[str, EnvCard]:
+    """The cards of this package's environments and of all others registered with `SnapshotWrapper`, by id.
+
+    The class of an environment of another package is imported for it; one that cannot be has no card.
+    """
+    others = [spec.id for spec in gym.registry.values() if spec.id not in _ENVS and is_wrapped(spec)]
+    found = {name: card_of(name) for name in (*_ENVS, *others)}
+    return {name: card for name, card in found.items() if card != EnvCard()}
+
+
+def card_of(env_id: str) -> EnvCard:
+    """The card of an environment; an empty one where it has none or is not registered.
+
+    Args:
+        env_id: with or without its version and, for this package's, ``sandboxgym/``; also ``package.module:id``, of
+            which the module is not imported.
+    """
+    name = env_id.rpartition(":")[2]
+    known = [*_ENVS, *gym.registry]
+    versions = {one.rpartition("-v")[0]: one for one in reversed(known)}
+    unversioned = name.rpartition("-v")[0] or name
+    for wanted in (name, f"sandboxgym/{name}", versions.get(unversioned), versions.get(f"sandboxgym/{unversioned}")):
+        if wanted in _ENVS:
+            card: EnvCard = hook(f"sandboxgym.envs.{_ENVS[wanted][1]}")
+            return card
+        if wanted in gym.registry:
+            return _declared(gym.registry[wanted])
+    return EnvCard()
+
+
+def _declared(spec: EnvSpec) -> EnvCard:
+    """The card of the class that a registered environment is made of."""
+    try:
+        creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    except Exception as error:  # of another package, which may fail in any way: the others must still be told of
+        log.debug("no card of %s: %s", spec.id, error)
+        return EnvCard()
+    card = getattr(creator, "card", None)
+    return card if isinstance(card, EnvCard) else EnvCard()
+
+
+def is_wrapped(spec: EnvSpec) -> bool:
+    """Whether ``gym.make`` puts a `SnapshotWrapper` around an environment."""
+    return any(wrapper.name == SnapshotWrapper.__name__ for wrapper in spec.additional_wrappers)
+
+
+def data_sets() -> dict[str, DataSet]:
+    """The data sets that the cards declare, by name."""
+    return {dataset.name: dataset for card in cards().values() for dataset in card.data_sets}
+
+
+def data_set(name: str) -> DataSet:
+    """The data set of that name.
+
+    Raises:
+        KeyError: no card declares it; the message has those that there are.
+    """
+    known = data_sets()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise KeyError(f"no data set {name!r}; there are: {', '.join(known)}{hint}")
+    return known[name]
+
+
+def caches() -> dict[str, str]:
+    """The directories under `data.cache_dir` and what they hold; ``sandboxgym gc --all`` deletes these, no others."""
+    return {name: holds for card in cards().values() for name, holds in card.caches.items()} | SANDBOX_CACHE
+
+
+def hook(name: str) -> Any:
+    """What ``package.module:name`` stands for; the module is imported."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def make(id: str, **kwargs: Any) -> SnapshotWrapper:
-    """`gymnasium.make` with the type of what it makes: an environment with ``snapshot``, ``restore`` and ``fork``.
+    """`gymnasium.make`, typed: the environment has ``snapshot``, ``restore`` and ``fork``.
 
     Args:
         id: of this package with or without ``sandboxgym/``, or any other registered one whose environment has the

@@ -1,7 +1,7 @@
 """A space of text for environments whose observations and actions are arbitrary Unicode strings.
 
-Gymnasium's ``Text`` wants a closed character set, refuses empty strings and samples junk; an agent's sandbox prints
-what it likes, and a sampled action should be one that the environment understands.
+Gymnasium's ``Text`` wants a closed character set, refuses empty strings and samples random characters; a sandbox prints
+any text, and a sampled action should be one that the environment understands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gymnasium.wrappers.utils import create_zero_array
 
 
 class Unicode(gym.Space[str]):
-    r"""All strings. ``sample`` draws one of ``examples``, by default only the empty string.
+    r"""Space of all strings. ``sample`` draws one of ``examples``, by default only the empty string.
 
     Args:
         examples: valid, harmless members to sample from.
@@ -35,17 +35,17 @@ class Unicode(gym.Space[str]):
 
     @property
     def is_np_flattenable(self) -> bool:
-        """Text has no fixed-size array form."""
+        """False: text has no fixed-size array form."""
         return False
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
-        """One of the examples; masks are not supported."""
+        """Draw one of the examples; masks are not supported."""
         if mask is not None or probability is not None:
             raise ValueError("Unicode.sample takes no mask and no probability")
         return self.examples[int(self.np_random.integers(len(self.examples)))]
 
     def contains(self, x: Any) -> bool:
-        """Whether ``x`` is a string."""
+        """True if ``x`` is a string."""
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:

@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "repeatable",
     )
     group.addoption(
+        "--sandboxgym-env-kwargs",
         "--sandboxgym-kwargs",
         "--sandboxgym-make-kwargs",
         dest="sandboxgym_make_kwargs",
@@ -101,11 +102,12 @@ def sandboxgym_target(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def snapshot_subject(request: pytest.FixtureRequest, sandboxgym_target: str) -> Any:
     """What is certified: override it to certify a `Subject` of your own."""
-    from sandboxgym.conformance.__main__ import parse_hooks, parse_kwargs, parse_reset_options
+    from sandboxgym.arguments import parse_arguments
+    from sandboxgym.conformance.__main__ import parse_hooks, parse_reset_options
     from sandboxgym.conformance.subject import Subject
 
     try:
-        kwargs = parse_kwargs(request.config.getoption("sandboxgym_make_kwargs"))
+        kwargs = parse_arguments(request.config.getoption("sandboxgym_make_kwargs"))
         hooks = parse_hooks(request.config.getoption("--sandboxgym-hook"))
         hooks["reset_options"] = parse_reset_options(request.config.getoption("--sandboxgym-reset-options"))
         return Subject.named(sandboxgym_target, kwargs, **hooks)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[str, list[float], list[float]]
-"""Content, log-probabilities of its tokens, those of the alternatives of the first one."""
+"""Content, log-probabilities of its tokens, and those of the alternatives to the first one."""
 
 
 @dataclass
 class ChatStub:
-    """What came in and how much of it at a time."""
+    """Server that records its requests, and how many there are at a time."""
 
     answer: Callable[[dict[str, Any]], Answer | tuple[int, dict[str, Any]]]
     url: str = ""
@@ -58,13 +61,22 @@ def chat_stub(answer: Callable[[dict[str, Any]], Any]) -> Iterator[ChatStub]:
             with stub.lock:
                 stub.requests.append(request)
             reply = stub.answer(request)
+            if isinstance(reply, bytes):  # the whole response, as it is; without any, the connection is reset
+                self.close_connection = True
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                if reply:
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+                    self.wfile.write(reply)
+                self.connection.close()
+                return
             status, body = reply if isinstance(reply[0], int) else (200, completion(*reply))
             data = json.dumps(body).encode()
-            self.send_response(status if self.path == "/v1/chat/completions" else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(OSError):  # of a client that is gone
+                self.send_response(status if self.path == "/v1/chat/completions" else 404)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *_: Any) -> None:
             pass

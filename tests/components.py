@@ -1,4 +1,4 @@
-"""What a machine may lack, and what then becomes of a test that needs it."""
+"""Components that a machine may lack, and the skipping of tests that need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REQUIRED = {name for name in os.environ.get("SANDBOXGYM_REQUIRE", "").split(",")
 
 
 def missing(component: str, reason: str) -> NoReturn:
-    """Skip, saying why; fail if ``SANDBOXGYM_REQUIRE`` lists the component."""
+    """Skip, with the reason; fail if ``SANDBOXGYM_REQUIRE`` lists the component."""
     if component in REQUIRED:
         pytest.fail(f"SANDBOXGYM_REQUIRE lists {component!r}, but {reason}")
     pytest.skip(reason)

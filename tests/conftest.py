@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -15,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import toy_envs
 from components import missing as missing  # for test modules too
 
-from sandboxgym import directories
+from sandboxgym.system import directories
 
 toy_envs.register()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled games are kept in a directory of the test session, not in the user's cache."""
+    """Keep compiled games in a directory of the test session, not in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SANDBOXGYM_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -30,7 +31,7 @@ def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True, scope="session")
 def no_deep_trees_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Trees deeper than Python recurses go here: pytest fails where it deletes them, three sessions later."""
+    """Move trees deeper than Python's recursion limit here: pytest fails when it deletes them, three sessions later."""
     yield
     for folder, below, _ in os.walk(tmp_path_factory.getbasetemp()):
         if folder.count("/") > 300 or len(folder) > 2000:
@@ -40,7 +41,7 @@ def no_deep_trees_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(scope="session")
 def parity_data() -> Path:
-    """The folder with recordings of the original environments."""
+    """Folder with recordings of the original environments."""
     folder = os.environ.get("SANDBOXGYM_PARITY_DATA")
     if not folder:
         missing("data", "SANDBOXGYM_PARITY_DATA is not set (it names the folder with the recordings)")
@@ -52,7 +53,7 @@ def parity_data() -> Path:
 
 @pytest.fixture(scope="session")
 def alfworld_games(parity_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The official games, unpacked: ``train``, ``valid_train``, ``valid_seen`` and the 16 in the old grammar."""
+    """Official games, unpacked: ``train``, ``valid_train``, ``valid_seen`` and the 16 in the old grammar."""
     target = tmp_path_factory.mktemp("alfworld")
     for archive in sorted((parity_data / "alfworld").glob("games_*.tar.xz")):
         with tarfile.open(archive) as tar:
@@ -61,3 +62,25 @@ def alfworld_games(parity_data: Path, tmp_path_factory: pytest.TempPathFactory) 
     import shutil
 
     shutil.rmtree(target, ignore_errors=True)  # 350 MB; pytest would keep three of them
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from this checkout without isolation: nothing is downloaded."""
+    pytest.importorskip("hatchling")
+    pytest.importorskip("build")
+    out = tmp_path_factory.mktemp("dist")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(Path(__file__).parents[1]),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (built,) = out.glob("*.whl")
+    return built

@@ -1,4 +1,4 @@
-"""A catalogue of 60 products in the official file format, with whatever makes pages and options awkward."""
+"""A catalogue of 60 products in the official file format, with every difficulty of pages and options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MUG, LAMP, RUG, HOOK, BLANK, RACK = "B000000MUG", "B00000LAMP", "B000000RUG", "B
 
 
 def nouns(title: str) -> tuple[str, ...]:
-    """All words: good enough to tell mugs from lamps."""
+    """Tag all words as nouns, which is enough to tell mugs from lamps."""
     return tuple(re.findall("[a-z]+", title.lower()))
 
 
@@ -86,7 +86,7 @@ HUMAN = {
 
 
 def write(directory: Path) -> Path:
-    """The files of the catalogue."""
+    """Write the files of the catalogue."""
     for name, content in (
         ("items_shuffle_60.json", PRODUCTS),
         ("items_ins_v2_60.json", INSTRUCTIONS),
@@ -97,7 +97,7 @@ def write(directory: Path) -> Path:
 
 
 def goal_of(shop: Shop, asin: str, **options: str) -> int:
-    """The index of a goal."""
+    """Index of a goal."""
     for index in range(len(shop.goals)):
         goal = shop.goals[index]
         if goal.asin == asin and options.items() <= dict(goal.options).items():
@@ -106,5 +106,5 @@ def goal_of(shop: Shop, asin: str, **options: str) -> int:
 
 
 def shop_in(directory: Path, **arguments: Any) -> Shop:
-    """The shop, with `nouns`."""
+    """Open the shop with `nouns`."""
     return open_shop(directory, **{"pos": nouns, **arguments})

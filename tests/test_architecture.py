@@ -80,11 +80,43 @@ def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
     assert not circles_of(ROOT / package)
 
 
-def test_no_room_of_the_trainer_has_too_many_files() -> None:
-    folders = {path.parent for path in modules_of(ROOT / "bpo_ref").values()}
+@pytest.mark.parametrize(
+    ("package", "some"),
+    [
+        ("bpo_ref", {"bpo_ref", "bpo_ref/sampling", "bpo_ref/learning", "bpo_ref/distributed"}),
+        (
+            "sandboxgym",
+            {"sandboxgym", "sandboxgym/tree", "sandboxgym/sandbox/overlay", "sandboxgym/conformance/harness"},
+        ),
+    ],
+)
+def test_no_room_has_too_many_files(package: str, some: set[str]) -> None:
+    folders = {path.parent for path in modules_of(ROOT / package).values()}
     counts = {folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
-    assert {"bpo_ref", "bpo_ref/sampling", "bpo_ref/learning", "bpo_ref/distributed"} < set(counts)
+    assert some < set(counts)
     assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
+    """As docs/development/architecture.md says."""
+    modules = modules_of(ROOT / "sandboxgym")
+    imports = {name: imports_of(name, path, modules) for name, path in modules.items()}
+    rooms = {path.parent.name for path in (ROOT / "sandboxgym").glob("*/*.py")}
+
+    def reached(room: str) -> set[str]:
+        mine = {name for name in modules if f"{name}.".startswith(f"sandboxgym.{room}.")}
+        assert mine
+        others = {other.split(".")[1] for name in mine for other in imports[name] if "." in other}
+        return others & rooms - {room}
+
+    assert reached("system") == set()
+    assert reached("wrappers") == set()
+    assert reached("tree") == {"wrappers"}
+    assert reached("workers") == {"wrappers", "tree", "system"}
+    assert reached("adapters") == {"wrappers", "tree"}
+    assert reached("sandbox") == {"system"}
+    assert reached("envs") == {"sandbox", "system"}
+    assert reached("conformance") == {"wrappers", "system"}
 
 
 def test_rooms_of_the_trainer_import_in_one_direction() -> None:
@@ -103,10 +135,12 @@ def test_rooms_of_the_trainer_import_in_one_direction() -> None:
     assert users == {"experiments"}
 
 
-def test_the_map_names_every_room_of_the_trainer_and_every_module_at_its_top() -> None:
+@pytest.mark.parametrize("package", ["bpo_ref", "sandboxgym"])
+def test_the_map_names_every_room_and_every_module_at_the_top_of_a_package(package: str) -> None:
     page = (ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
-    folder = ROOT / "bpo_ref"
-    rooms = {f"{path.parent.name}/" for path in folder.glob("*/*.py")}
+    folder = ROOT / package
+    inner = {path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.py")}
+    rooms = {f"{name}/" for name in inner if name != "attack/inside"}
     names = rooms | {path.name for path in folder.glob("*.py") if not path.name.startswith("__")}
     assert len(names) > 10
     assert not {name for name in names if f"`{name}`" not in page}

@@ -11,8 +11,8 @@ import pytest
 from components import missing
 
 from sandboxgym.bench import cheats
-from sandboxgym.bench.cheat_cases import Cheat, cases, row
-from sandboxgym.envs.swebench.tasks import from_row
+from sandboxgym.bench.tools.cheat_cases import Cheat, cases, row
+from sandboxgym.envs.swebench.rows.tasks import from_row
 
 
 def test_each_cheat_is_told_once_and_whole() -> None:

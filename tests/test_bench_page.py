@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.bench import page
+from sandboxgym.bench.tools import page
 
 
 def test_a_page_names_its_command_and_keeps_its_remarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,7 @@ import toy_envs
 from gymnasium import wrappers as w
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, SnapshotNotSupported
-from sandboxgym import format as durable
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, SnapshotNotSupported, serialization
 from sandboxgym.bounds import check_keys
 from sandboxgym.brief import brief
 from sandboxgym.errors import from_outside
@@ -106,11 +105,11 @@ FORMAT_BOMBS: dict[str, bytes] = {
     "large integers as keys": mapping([(large(number), b"\xc0") for number in range(9, 9000)]),
     "large integers in a set": extension(5, LARGE),
     "large integers in a frozen set": extension(6, LARGE),
-    "tuples of numbers as keys": mapping([(durable.pack(key), b"\xc0") for key in alike(6000)]),
+    "tuples of numbers as keys": mapping([(serialization.pack(key), b"\xc0") for key in alike(6000)]),
     "tuples of numbers in a set": extension(
-        5, b"\xdd" + struct.pack(">I", 6000) + b"".join(durable.pack(key) for key in alike(6000))
+        5, b"\xdd" + struct.pack(">I", 6000) + b"".join(serialization.pack(key) for key in alike(6000))
     ),
-    "frozen sets as keys": mapping([(durable.pack(frozenset({key, 1})), b"\xc0") for key in alike(3000)]),
+    "frozen sets as keys": mapping([(serialization.pack(frozenset({key, 1})), b"\xc0") for key in alike(3000)]),
     "NumPy floats as keys": mapping(
         [(array("<f8", [], struct.pack("<d", 2.0 ** (61 * power)), 4), b"\xc0") for power in range(-16, 16)] * 40
     ),
@@ -161,7 +160,7 @@ def test_encoded_bombs_are_refused_or_cost_what_they_weigh(name: str) -> None:
 
     def read() -> None:
         try:
-            value = durable.unpack(data)
+            value = serialization.unpack(data)
         except SnapshotCorrupt as error:
             assert len(str(error)) < 1000
         else:
@@ -178,7 +177,7 @@ MAYBE |= {"frozen sets of one", "tuples of one", "lists of one", "maps of one le
 @pytest.mark.parametrize("name", sorted(FORMAT_BOMBS.keys() - ACCEPTED - MAYBE))
 def test_encodings_that_lie_are_corrupt(name: str) -> None:
     with pytest.raises(SnapshotCorrupt):
-        durable.unpack(FORMAT_BOMBS[name])
+        serialization.unpack(FORMAT_BOMBS[name])
 
 
 @pytest.mark.parametrize("name", sorted(MAYBE))
@@ -186,14 +185,14 @@ def test_out_of_proportion_a_larger_file_is_corrupt(name: str) -> None:
     head, one = FORMAT_BOMBS[name][:5], FORMAT_BOMBS[name][5:]
     number = struct.unpack(">I", head[1:])[0]
     with pytest.raises(SnapshotCorrupt, match="bytes of memory each"):
-        durable.unpack(b"\xdd" + struct.pack(">I", 16 * number) + one * 16)
+        serialization.unpack(b"\xdd" + struct.pack(">I", 16 * number) + one * 16)
 
 
 @pytest.mark.parametrize("name", sorted(ACCEPTED))
 def test_what_an_honest_file_may_hold_is_read_at_any_size(name: str) -> None:
     head, one = FORMAT_BOMBS[name][:5], FORMAT_BOMBS[name][5:]
     number = struct.unpack(">I", head[1:])[0]
-    assert len(durable.unpack(b"\xdd" + struct.pack(">I", 4 * number) + one * 4)) == 4 * number
+    assert len(serialization.unpack(b"\xdd" + struct.pack(">I", 4 * number) + one * 4)) == 4 * number
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_what_an_honest_file_may_hold_is_read_at_any_size(name: str) -> None:
 )
 def test_what_could_not_be_read_is_not_written(value: Any) -> None:
     with pytest.raises(SnapshotNotSupported, match="cannot encode"):
-        durable.pack(value)
+        serialization.pack(value)
 
 
 @pytest.mark.parametrize(
@@ -232,12 +231,12 @@ def test_keys_of_honest_maps_do_not_collide(keys: list[Any], of_set: bool) -> No
 
 def container(head: bytes, length: int | None = None) -> bytes:
     announced = len(head) if length is None else length
-    return struct.pack(">8sI32s", durable.MAGIC, announced, hashlib.sha256(head).digest()) + head
+    return struct.pack(">8sI32s", serialization.MAGIC, announced, hashlib.sha256(head).digest()) + head
 
 
 def headed(**fields: Any) -> bytes:
-    header, sections = durable.loads(sandboxgym.snapshot(corridor()).to_bytes())
-    return durable.dumps({**header, **fields}, sections)
+    header, sections = serialization.loads(sandboxgym.snapshot(corridor()).to_bytes())
+    return serialization.dumps({**header, **fields}, sections)
 
 
 def corridor() -> gym.Env[Any, Any]:
@@ -323,7 +322,7 @@ def test_a_seed_sequence_that_could_not_be_restored_is_not_captured() -> None:
     with pytest.raises(SnapshotNotSupported, match="128 words"):
         capture(generator)
     words = np.random.Generator(np.random.PCG64(np.random.SeedSequence(2**4096 - 1, spawn_key=(3, 2**64))))
-    again = restored(durable.unpack(durable.pack(capture(words))), None)
+    again = restored(serialization.unpack(serialization.pack(capture(words))), None)
     assert again is not None and again.integers(2**60) == words.integers(2**60)
 
 
@@ -331,8 +330,8 @@ def test_a_seed_sequence_that_could_not_be_restored_is_not_captured() -> None:
 
 
 def with_section(data: bytes, name: str, content: bytes) -> bytes:
-    header, sections = durable.loads(data)
-    return durable.dumps(header, {**sections, name: content})
+    header, sections = serialization.loads(data)
+    return serialization.dumps(header, {**sections, name: content})
 
 
 @pytest.mark.parametrize("section", ["state", "rng", "transition", "layers"])
@@ -354,12 +353,12 @@ def test_rewards_that_are_no_numbers_are_corrupt(reward: Any) -> None:
     env = gym.make("toys/Corridor-v0").unwrapped
     env.reset(seed=1)
     data = sandboxgym.snapshot(env).to_bytes()
-    transition = durable.unpack(durable.loads(data)[1]["transition"])
+    transition = serialization.unpack(serialization.loads(data)[1]["transition"])
     if transition is None:
         pytest.skip("this environment recomputes its transition")
     transition[1] = reward
     with pytest.raises(SnapshotCorrupt):
-        sandboxgym.restore(env, Snapshot.from_bytes(with_section(data, "transition", durable.pack(transition))))
+        sandboxgym.restore(env, Snapshot.from_bytes(with_section(data, "transition", serialization.pack(transition))))
 
 
 # States of wrappers.
@@ -433,17 +432,17 @@ def test_after_a_wrappers_state_is_accepted_the_next_steps_work(name: str) -> No
         env.step(1)
     good = sandboxgym.snapshot(env)
     data = good.to_bytes()
-    layers = durable.unpack(durable.loads(data)[1]["layers"])
+    layers = serialization.unpack(serialization.loads(data)[1]["layers"])
     refused = 0
     for number, attribute in places(layers):
         for junk in JUNK:
-            changed = durable.unpack(durable.pack(layers))
+            changed = serialization.unpack(serialization.pack(layers))
             if attribute is None:
                 changed[number][2] = junk
             else:
                 changed[number][2][0][attribute] = junk
             try:
-                sandboxgym.restore(env, Snapshot.from_bytes(with_section(data, "layers", durable.pack(changed))))
+                sandboxgym.restore(env, Snapshot.from_bytes(with_section(data, "layers", serialization.pack(changed))))
             except SnapshotError:
                 refused += 1
                 if name != "RecordEpisodeStatistics":  # it measures times

@@ -26,9 +26,9 @@ from sandboxgym import (
     SnapshotReleased,
     SupportsSnapshot,
     Transition,
+    serialization,
     sibling_seed,
 )
-from sandboxgym import format as durable
 from sandboxgym.randomness import capture
 
 every_env = pytest.mark.parametrize("env_id", IDS)
@@ -501,15 +501,15 @@ class TestDurability:
 
 def saved(env_id: str = "toys/Dice-v0", **sections: object) -> Snapshot:
     """A snapshot with right checksums whose content was replaced."""
-    header, content = durable.loads(started(env_id, steps=5).unwrapped.snapshot().to_bytes())
-    content.update({name: durable.pack(value) for name, value in sections.items()})
-    header["digest"] = durable.content_digest(content)
-    return Snapshot.from_bytes(durable.dumps(header, content))
+    header, content = serialization.loads(started(env_id, steps=5).unwrapped.snapshot().to_bytes())
+    content.update({name: serialization.pack(value) for name, value in sections.items()})
+    header["digest"] = serialization.content_digest(content)
+    return Snapshot.from_bytes(serialization.dumps(header, content))
 
 
 def streams_with(**changes: object) -> dict:
-    _, content = durable.loads(started("toys/Dice-v0").snapshot().to_bytes())
-    return {**durable.unpack(content["rng"]), **changes}
+    _, content = serialization.loads(started("toys/Dice-v0").snapshot().to_bytes())
+    return {**serialization.unpack(content["rng"]), **changes}
 
 
 MERSENNE = np.random.MT19937(1)
@@ -696,10 +696,10 @@ class TestErrors:
 
         env = Recomputed()
         env.reset(seed=0)
-        header, content = durable.loads(env.snapshot().to_bytes())
-        content["state"] = durable.pack(99)
+        header, content = serialization.loads(env.snapshot().to_bytes())
+        content["state"] = serialization.pack(99)
         with pytest.raises(SnapshotCorrupt, match="IndexError"):
-            env.restore(Snapshot.from_bytes(durable.dumps(header, content)))
+            env.restore(Snapshot.from_bytes(serialization.dumps(header, content)))
         assert (env.total, env.last.observation) == (0, "a")
 
     @pytest.mark.parametrize("layers", [3, ["abc"], [[1, {}, []]], [["name", 3, []]], [["name"]], {"a": 1}])
@@ -710,12 +710,14 @@ class TestErrors:
     @pytest.mark.parametrize("gone", ["env_id", "config", "id", "parent", "digest", "sections", "format"])
     def test_a_header_without_a_field(self, gone):
         data = saved().to_bytes()
-        _, content = durable.loads(data)
+        _, content = serialization.loads(data)
         length = int.from_bytes(data[8:12], "big")
         head = json.loads(data[44 : 44 + length])
         del head[gone]
         encoded = json.dumps(head).encode()
-        prefix = durable._PREFIX.pack(durable.MAGIC, len(encoded), durable.hashlib.sha256(encoded).digest())
+        prefix = serialization._PREFIX.pack(
+            serialization.MAGIC, len(encoded), serialization.hashlib.sha256(encoded).digest()
+        )
         with pytest.raises(SnapshotCorrupt):
             Snapshot.from_bytes(prefix + encoded + b"".join(content.values()))
 

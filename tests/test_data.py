@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sandboxgym import data
+from sandboxgym.registration import data_set
 
 
 @pytest.fixture(autouse=True)
@@ -25,28 +26,28 @@ def test_directories_follow_the_environment_and_have_defaults(monkeypatch, tmp_p
 
 
 def test_a_data_set_is_found_once_it_is_there(tmp_path):
-    assert data.find("alfworld") is None
+    assert data.find(data_set("alfworld")) is None
     (tmp_path / "alfworld" / ".downloads").mkdir(parents=True)
-    assert data.find("alfworld") is None
+    assert data.find(data_set("alfworld")) is None
     (tmp_path / "alfworld" / "train").mkdir()
-    assert data.find("alfworld") == tmp_path / "alfworld"
+    assert data.find(data_set("alfworld")) == tmp_path / "alfworld"
 
 
 def test_the_fields_own_variable_comes_first_even_if_it_names_nothing(tmp_path, monkeypatch):
     (tmp_path / "alfworld").mkdir()
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "typo"))
-    assert data.find("alfworld") == data.directory("alfworld") == tmp_path / "typo"
+    assert data.find(data_set("alfworld")) == data.directory(data_set("alfworld")) == tmp_path / "typo"
 
 
 @pytest.mark.parametrize("split", ["json_2.1.1/valid_seen", "valid_seen"])
 def test_parts_are_told_apart_in_both_layouts(tmp_path, split):
     trial = tmp_path / "alfworld" / split / "task" / "trial"
     trial.mkdir(parents=True)
-    assert data.parts_found("alfworld") == []
+    assert data.parts_found(data_set("alfworld")) == []
     (trial / "traj_data.json").write_text("{}")
-    assert data.parts_found("alfworld") == ["annotations"]
+    assert data.parts_found(data_set("alfworld")) == ["annotations"]
     (trial / "game.tw-pddl").write_text("{}")
-    assert data.parts_found("alfworld") == ["games", "annotations"]
+    assert data.parts_found(data_set("alfworld")) == ["games", "annotations"]
 
 
 def test_a_part_is_there_when_all_its_files_are(tmp_path):
@@ -54,12 +55,12 @@ def test_a_part_is_there_when_all_its_files_are(tmp_path):
     root.mkdir()
     for name in ("items_shuffle_1000.json", "items_ins_v2_1000.json"):
         (root / name).write_text("[]")
-    assert data.parts_found("webshop") == []
+    assert data.parts_found(data_set("webshop")) == []
     (root / "items_human_ins.json").write_text("{}")
-    assert data.parts_found("webshop") == ["1000"]
+    assert data.parts_found(data_set("webshop")) == ["1000"]
 
 
 def test_the_same_rows_in_another_format_count(tmp_path):
     (tmp_path / "swebench").mkdir()
     (tmp_path / "swebench" / "verified.jsonl").write_text("{}")
-    assert data.parts_found("swebench") == ["verified"]
+    assert data.parts_found(data_set("swebench")) == ["verified"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - fixture
 
-from sandboxgym import directories, leftovers
-from sandboxgym.sandbox import disk
+from sandboxgym.sandbox.layers import disk
+from sandboxgym.system import directories, run_directories
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="trees are walked by descriptors elsewhere")
 # ruff: noqa: F811
@@ -54,9 +54,9 @@ def test_trees_of_any_depth_are_counted_and_deleted(tmp_path: Path, names: list[
     top = tmp_path / "top"
     dig(top, names, beside=beside)
     assert count(top) == (len(names) * (1 + beside), 1)
-    assert leftovers.tree_nbytes(top) == 100_000
+    assert run_directories.tree_nbytes(top) == 100_000
     assert disk.usage(str(top)) > 100_000
-    leftovers.remove_tree(top)
+    run_directories.remove_tree(top)
     assert not top.exists()
 
 
@@ -154,15 +154,15 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_goes(tmp_path: Path, monkey
 _CLOSED = """
 import os
 from pathlib import Path
-from sandboxgym import directories, leftovers
+from sandboxgym.system import directories, run_directories
 top = Path(os.environ["HOME"], "top")
 (top / "a/b/c").mkdir(parents=True)
 (top / "a/b/file").write_bytes(bytes(1000))
 for mode, path in ((0, "a/b/c"), (0o400, "a/b"), (0o111, "a"), (0, "")):
     (top / path).chmod(mode)
 denied = []
-print(list(directories.walk(str(top), denied=denied)), len(denied), leftovers.tree_nbytes(top))
-leftovers.remove_tree(top)
+print(list(directories.walk(str(top), denied=denied)), len(denied), run_directories.tree_nbytes(top))
+run_directories.remove_tree(top)
 print(top.exists())
 """
 

@@ -13,6 +13,8 @@ import pytest
 from components import missing
 from traces import fresh_interpreter
 
+from sandboxgym.tree.files import files_of_run, read_trees
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = [
@@ -43,6 +45,23 @@ for block in re.finditer(sys.argv[2], text, re.DOTALL | re.MULTILINE):
 def test_the_code_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
     """And prints what the page shows below it as its output; … stands for anything."""
     fresh_interpreter(RUN, page, BLOCK.pattern, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tree.md"])
+def test_the_trees_of_an_example_have_returns_that_differ(page: str, tmp_path: Path) -> None:
+    code = RUN + "\nprint('returns', sorted({path.total_reward for path in names['trees'][0].paths}))"
+    assert "returns [0.0, 1.0]" in fresh_interpreter(code, ROOT / page, BLOCK.pattern, cwd=tmp_path)
+
+
+def test_the_live_page_shows_several_updates_with_wins_losses_and_stopped_paths() -> None:
+    paths = files_of_run(ROOT / "docs" / "tree-example")
+    assert sum(path.stat().st_size for path in paths) < 300_000
+    updates = [read_trees(path) for path in paths]
+    assert [update.about["update"] for update in updates] == [5, 10, 15, 20]
+    for update in updates:
+        ends = [path.edges[-1] for tree in update.trees for path in tree.paths]
+        assert {end.success for end in ends} == {True, False} and any(end.child.stopped for end in ends)
+        assert update.about["schedule"] == "split" and update.about["rule"]
 
 
 def test_a_page_that_shows_other_output_fails(tmp_path: Path) -> None:
@@ -172,3 +191,5 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "site" / "index.html").stat().st_size > 5000
+    assert 'href="tree-example/"' in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert 'data-update="20"' in (tmp_path / "site" / "tree-example" / "index.html").read_text(encoding="utf-8")

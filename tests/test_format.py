@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
-from sandboxgym import SnapshotCorrupt, SnapshotNotSupported
-from sandboxgym import format as durable
+from sandboxgym import SnapshotCorrupt, SnapshotNotSupported, serialization
 
 ARRAYS = hnp.arrays(
     hnp.scalar_dtypes().filter(lambda dtype: dtype.itemsize),
@@ -55,12 +54,12 @@ def typed(value):
 @given(PLAIN)
 @settings(deadline=None, max_examples=100)
 def test_plain_data_comes_back_with_its_types(value):
-    assert typed(durable.unpack(durable.pack(value))) == typed(value)
+    assert typed(serialization.unpack(serialization.pack(value))) == typed(value)
 
 
 @pytest.mark.parametrize("value", [2**63, 2**64, -(2**63) - 1, 10**100, -(10**100)])
 def test_integers_of_any_size(value):
-    assert durable.unpack(durable.pack([value, {value: value}])) == [value, {value: value}]
+    assert serialization.unpack(serialization.pack([value, {value: value}])) == [value, {value: value}]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_integers_of_any_size(value):
     ids=["transposed", "strided", "empty", "big endian", "text", "dates"],
 )
 def test_arrays_of_every_layout_come_back_writable(array):
-    back = durable.unpack(durable.pack(array))
+    back = serialization.unpack(serialization.pack(array))
     np.testing.assert_array_equal(back, array)
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     assert back.flags.writeable
@@ -85,7 +84,7 @@ def test_arrays_of_every_layout_come_back_writable(array):
 def test_sets_encode_equally_whatever_their_order():
     one, other = {0, 8}, {8, 0}
     assert list(one) != list(other)  # 0 and 8 collide in a small table
-    assert durable.pack(one) == durable.pack(other)
+    assert serialization.pack(one) == serialization.pack(other)
 
 
 class Colour(enum.IntEnum):
@@ -123,7 +122,7 @@ CIRCULAR.append((CIRCULAR,))
 @pytest.mark.parametrize("inside", [lambda v: v, lambda v: [v], lambda v: {"a": (v,)}], ids=["alone", "list", "tuple"])
 def test_what_would_not_come_back_as_it_was_is_refused(value, inside):
     with pytest.raises(SnapshotNotSupported, match="cannot encode"):
-        durable.pack(inside(value))
+        serialization.pack(inside(value))
 
 
 def nested(depth, wrap):
@@ -135,11 +134,11 @@ def nested(depth, wrap):
 
 def test_nesting_is_kept_up_to_a_limit_and_refused_beyond():
     value = nested(32, lambda inner: (inner,))
-    assert durable.unpack(durable.pack(value)) == value
+    assert serialization.unpack(serialization.pack(value)) == value
     with pytest.raises(SnapshotNotSupported, match="nested"):
-        durable.pack((value,))
+        serialization.pack((value,))
     lists = nested(400, lambda inner: [inner])
-    assert durable.unpack(durable.pack(lists)) == lists
+    assert serialization.unpack(serialization.pack(lists)) == lists
 
 
 def hostile_arrays():
@@ -178,13 +177,13 @@ def hostile_arrays():
 )
 def test_hostile_bytes_are_corrupt(data):
     with pytest.raises(SnapshotCorrupt):
-        durable.unpack(data)
+        serialization.unpack(data)
 
 
 def unpacks_or_is_corrupt(data):
     modules = set(sys.modules)
     with contextlib.suppress(SnapshotCorrupt):
-        durable.unpack(data)
+        serialization.unpack(data)
     assert set(sys.modules) == modules
 
 
@@ -197,7 +196,7 @@ def test_random_bytes_unpack_or_are_corrupt(data):
 @given(PLAIN, st.data())
 @settings(deadline=None, max_examples=100)
 def test_mutated_encodings_unpack_or_are_corrupt(value, data):
-    encoded = bytearray(durable.pack(value))
+    encoded = bytearray(serialization.pack(value))
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     unpacks_or_is_corrupt(bytes(encoded))
@@ -213,8 +212,8 @@ def test_a_pickle_is_not_run():
             return (ran.append, (1,))
 
     bomb = pickle.dumps(Bomb())
-    for data in (bomb, durable.MAGIC + bomb * 10):
-        for read in (durable.unpack, durable.loads):
+    for data in (bomb, serialization.MAGIC + bomb * 10):
+        for read in (serialization.unpack, serialization.loads):
             with pytest.raises(SnapshotCorrupt):
                 read(data)
     assert ran == []
@@ -224,16 +223,16 @@ SECTIONS = {"one": b"1" * 10, "none": b"", "two": b"22"}
 
 
 def test_header_and_sections_come_back():
-    header, sections = durable.loads(durable.dumps({"a": [1, None, "é"]}, SECTIONS))
+    header, sections = serialization.loads(serialization.dumps({"a": [1, None, "é"]}, SECTIONS))
     assert (header["a"], sections) == ([1, None, "é"], SECTIONS)
 
 
 def container(header):
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack(">8sI32s", durable.MAGIC, len(head), hashlib.sha256(head).digest()) + head
+    return struct.pack(">8sI32s", serialization.MAGIC, len(head), hashlib.sha256(head).digest()) + head
 
 
-NOTHING = durable.content_digest({})
+NOTHING = serialization.content_digest({})
 
 
 @pytest.mark.parametrize(
@@ -261,19 +260,19 @@ NOTHING = durable.content_digest({})
 )
 def test_a_header_that_lies_is_corrupt(header):
     with pytest.raises(SnapshotCorrupt):
-        durable.loads(container(header))
+        serialization.loads(container(header))
 
 
 def test_another_version_is_named():
     with pytest.raises(SnapshotCorrupt, match="expected snapshot format 1, found 99"):
-        durable.loads(container({"format": 99}))
+        serialization.loads(container({"format": 99}))
 
 
 def test_the_digest_depends_on_names_and_contents_alone():
-    digest = durable.content_digest(SECTIONS)
-    assert durable.content_digest(dict(reversed(SECTIONS.items()))) == digest
+    digest = serialization.content_digest(SECTIONS)
+    assert serialization.content_digest(dict(reversed(SECTIONS.items()))) == digest
     for changed in ({**SECTIONS, "none": b"x"}, {"one": b"1" * 10, "two": b"22"}, {"o": b"ne" + b"1" * 10}):
-        assert durable.content_digest(changed) != digest
+        assert serialization.content_digest(changed) != digest
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
@@ -285,6 +284,6 @@ def test_a_write_that_fails_leaves_the_old_file(broken, tmp_path, monkeypatch):
     path.write_bytes(b"old")
     monkeypatch.setattr(os, broken, full)
     with pytest.raises(OSError, match="no space"):
-        durable.write_atomic(path, b"new")
+        serialization.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -26,8 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from traces import plain
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, SnapshotReleased, sibling_seed
-from sandboxgym import format as durable
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, SnapshotReleased, serialization, sibling_seed
 from sandboxgym.randomness import capture, capture_spaces
 
 ALFWORLD = "sandboxgym/ALFWorld-v0"
@@ -463,9 +462,9 @@ def test_no_changed_file_is_taken_for_a_snapshot(stack, changes):
 
 def rehashed(data: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:
     """The file with one section changed and all checksums right."""
-    header, sections = durable.loads(data)
+    header, sections = serialization.loads(data)
     sections[name] = change(sections[name])
-    return durable.dumps(header, sections)
+    return serialization.dumps(header, sections)
 
 
 sections = st.sampled_from(["state", "rng", "transition", "layers"])
@@ -520,10 +519,10 @@ def test_values_that_lie_under_right_checksums_are_refused_or_undone(stack, sect
 
     def change(content: bytes) -> bytes:
         try:
-            value = durable.unpack(content)
+            value = serialization.unpack(content)
         except SnapshotCorrupt:  # an encoding of the environment's own
             value = None
-        return durable.pack(replaced(value, place, thing)[0])
+        return serialization.pack(replaced(value, place, thing)[0])
 
     one.shown(rehashed(one.data, section, change))
 
@@ -536,8 +535,8 @@ def test_values_that_lie_under_right_checksums_are_refused_or_undone(stack, sect
 )
 def test_headers_that_lie_are_refused_or_undone(stack, name, thing):
     one = victim(stack)
-    header, content = durable.loads(one.data)
-    one.shown(durable.dumps({**header, name: thing}, content))
+    header, content = serialization.loads(one.data)
+    one.shown(serialization.dumps({**header, name: thing}, content))
 
 
 @pytest.mark.parametrize("stack", VICTIMS)

@@ -25,12 +25,11 @@ from gymnasium import wrappers as w
 from gymnasium.error import ResetNeeded
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError
-from sandboxgym import format as durable
-from sandboxgym.sandbox import archive
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, serialization
 from sandboxgym.sandbox.base import RootFS, SandboxFull
-from sandboxgym.sandbox.layers import LayerStore, OverlayTree
-from sandboxgym.sandbox.tree_archive import Header, Reader, Writer, entries
+from sandboxgym.sandbox.files import archive
+from sandboxgym.sandbox.files.portable import Header, Reader, Writer, entries
+from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree
 
 FILES = int(os.environ.get("SANDBOXGYM_FUZZ_FILES", "12000"))
 SECONDS = 10.0
@@ -130,10 +129,10 @@ def replaced(value: Any, place: list[int], thing: Any) -> Any:
 def lied(content: bytes, draw: random.Random) -> bytes:
     """An encoding with one part that is something else."""
     try:
-        value = durable.unpack(content)
+        value = serialization.unpack(content)
     except SnapshotCorrupt:  # an encoding of the environment's own
         return mutated(content, draw)
-    return durable.pack(replaced(value, [draw.randrange(parts_of(value))], draw.choice(JUNK)))
+    return serialization.pack(replaced(value, [draw.randrange(parts_of(value))], draw.choice(JUNK)))
 
 
 def alfworld_lied(content: bytes, draw: random.Random) -> bytes:
@@ -168,17 +167,17 @@ class Victim:
         how = draw.random()
         if how < 0.1:
             return mutated(self.data, draw)
-        header, sections = durable.loads(self.data)
+        header, sections = serialization.loads(self.data)
         if how < 0.2:
             name = draw.choice(["env_id", "env_class", "state_version", "config", "kind", "id", "parent"])
             thing = draw.choice([None, True, 5, "", "x" * 300, [], {"a": [1]}, [[[]]], 10**30])
-            return durable.dumps({**header, name: thing}, sections)
+            return serialization.dumps({**header, name: thing}, sections)
         name = draw.choice(["state", "state", "rng", "transition", "layers"])
         if name == "state" and self.kind == "alfworld" and how < 0.8:
             sections[name] = alfworld_lied(sections[name], draw)
         else:
             sections[name] = (lied if how < 0.6 else mutated)(sections[name], draw)
-        return durable.dumps(header, sections)
+        return serialization.dumps(header, sections)
 
     def digest(self) -> str:
         """Of all that it holds, but for a wrapper that measures times."""

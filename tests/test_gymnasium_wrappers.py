@@ -17,9 +17,9 @@ from toy_envs import Drift
 from traces import fresh_interpreter, plain
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, gymnasium_codecs
-from sandboxgym import format as durable
-from sandboxgym.codecs import CODECS
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, serialization
+from sandboxgym.wrappers import gymnasium as gymnasium_codecs
+from sandboxgym.wrappers.codecs import CODECS
 
 STEPS = 30
 
@@ -163,7 +163,7 @@ def begin(make):
 
 def act(env, done):
     """One transition, and whether the episode is over; actions come from the action space's own stream."""
-    if done and not any(isinstance(layer, w.Autoreset) for layer in sandboxgym.codecs.walk(env)):
+    if done and not any(isinstance(layer, w.Autoreset) for layer in sandboxgym.wrappers.codecs.walk(env)):
         return timeless(env.reset()), False
     transition = timeless(env.step(env.action_space.sample()))
     return transition, transition[2] or transition[3]
@@ -407,14 +407,14 @@ class TestErrors:
     def test_states_that_lie_are_refused_and_leave_no_trace(self, name, attribute, lie):
         control = Control(CASES[name], 4)
         env, done = reached(CASES[name], 4)
-        header, content = durable.loads(sandboxgym.snapshot(reached(CASES[name], 2)[0]).to_bytes())
-        layers = durable.unpack(content["layers"])
+        header, content = serialization.loads(sandboxgym.snapshot(reached(CASES[name], 2)[0]).to_bytes())
+        layers = serialization.unpack(content["layers"])
         assert attribute in layers[0][2][0]
         layers[0][2][0][attribute] = lie
-        content["layers"] = durable.pack(layers)
-        header["digest"] = durable.content_digest(content)
+        content["layers"] = serialization.pack(layers)
+        header["digest"] = serialization.content_digest(content)
         with pytest.raises(SnapshotCorrupt, match=name):
-            sandboxgym.restore(env, Snapshot.from_bytes(durable.dumps(header, content)))
+            sandboxgym.restore(env, Snapshot.from_bytes(serialization.dumps(header, content)))
         assert future(env, done) == control.future
 
     @pytest.mark.parametrize("fresh", [False, True])
@@ -465,4 +465,4 @@ def test_classes_that_remember_stay_what_they_were():
 def test_environments_that_cannot_be_captured_pay_nothing():
     env = w.DelayObservation(gym.make("CartPole-v1"), 1)
     env.reset(seed=1)
-    assert sandboxgym.codecs.OUTPUT not in vars(env)
+    assert sandboxgym.wrappers.codecs.OUTPUT not in vars(env)

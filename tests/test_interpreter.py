@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym import interpreter
+from sandboxgym.system import interpreter
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sandboxgym", "sandboxgym_pytest", "bpo_ref")
@@ -22,7 +22,7 @@ NAMES = sorted({*sys.stdlib_module_names, "usercustomize", *OTHERS} - set(sys.bu
 
 CHILDREN = {
     "a worker process": """
-        from sandboxgym.workers import ProcessWorker
+        from sandboxgym.workers.worker import ProcessWorker
         worker = ProcessWorker()
         worker.call(0, "make", lambda: __import__("worker_envs").Trouble())
         print(worker.call(0, "reset", 1, None)[0])
@@ -30,7 +30,7 @@ CHILDREN = {
     """,
     "an environment of its own": """
         import worker_envs
-        from sandboxgym.remote import RemoteEnv
+        from sandboxgym.workers.remote import RemoteEnv
         worker_envs.register()
         env = RemoteEnv("toys/Trouble-v0")
         print(env.reset(seed=1)[0])
@@ -38,14 +38,14 @@ CHILDREN = {
     """,
     "a vector environment": """
         import worker_envs
-        from sandboxgym.vector import SnapshotVectorEnv
+        from sandboxgym.workers.vector import SnapshotVectorEnv
         vec = SnapshotVectorEnv([worker_envs.Trouble] * 2, "process")
         print(vec.reset(seed=1)[0][0])
         vec.close()
     """,
     "the building of an index": """
         import pathlib, tempfile
-        from sandboxgym.envs.webshop.index_build import build_on_disk
+        from sandboxgym.envs.webshop.retrieval.index_build import build_on_disk
         with tempfile.TemporaryDirectory() as folder:
             documents = [("a", "red mug"), ("b", "blue lamp")]
             index = build_on_disk(lambda: documents, pathlib.Path(folder, "index"), workers=1)
@@ -53,7 +53,7 @@ CHILDREN = {
     """,
     "the other process of the conformance suite": """
         import worker_envs
-        from sandboxgym.conformance import elsewhere
+        from sandboxgym.conformance.harness import other_process as elsewhere
         from sandboxgym.conformance.subject import MakeSpec, Op, Subject
         spec = MakeSpec("worker_envs:Trouble")
         subject = Subject(spec.factory(), name="trouble", make_spec=spec)
@@ -61,7 +61,7 @@ CHILDREN = {
     """,
     "an owner of the fault benchmark": """
         import os, pathlib, tempfile
-        from sandboxgym.bench.traces import Folder
+        from sandboxgym.bench.tools.traces import Folder
         with tempfile.TemporaryDirectory() as folder:
             child = Folder(pathlib.Path(folder), docker=False).reap()
             out, complaint = child.communicate()
@@ -111,7 +111,7 @@ def test_no_child_imports_from_the_working_directory(child: str, tmp_path: Path,
 GONE = """
     import os, worker_envs
     os.chdir({hostile!r})
-    from sandboxgym.remote import RemoteEnv
+    from sandboxgym.workers.remote import RemoteEnv
     env = RemoteEnv(worker_envs.Trouble)
     print(env.reset(seed=1)[0])
     env.close()
@@ -161,7 +161,7 @@ REMOTE = """
 import sys
 sys.path.append({root!r})
 import mine
-from sandboxgym.remote import RemoteEnv
+from sandboxgym.workers.remote import RemoteEnv
 env = RemoteEnv(mine.Mine)
 print(env.reset(seed=1)[0])
 env.close()
@@ -229,12 +229,12 @@ def is_false(node: ast.expr) -> bool:
 
 
 STARTERS = {
-    "sandboxgym/interpreter.py": "makes the command lines",
-    "sandboxgym/sandbox/boxes.py": "the zygote, isolated by its own command line",
-    "sandboxgym/sandbox/plain.py": "the folder of the interpreter, for PATH",
-    "sandboxgym/sandbox/rootfs.py": "the paths of the interpreter, for binds",
+    "sandboxgym/system/interpreter.py": "makes the command lines",
+    "sandboxgym/sandbox/overlay/runtime.py": "the zygote, isolated by its own command line",
+    "sandboxgym/sandbox/copy/backend.py": "the folder of the interpreter, for PATH",
+    "sandboxgym/sandbox/files/rootfs.py": "the paths of the interpreter, for binds",
     "sandboxgym/attack/image.py": "the paths of the interpreter, for an image",
-    "sandboxgym/bench/small_image.py": "the paths of the interpreter, for an image",
+    "sandboxgym/bench/tools/small_image.py": "the paths of the interpreter, for an image",
     "sandboxgym/bench/swebench.py": "times a bare start, isolated",
     "sandboxgym/attack/limits.py": "isolated, in place of any program of the machine",
     "sandboxgym/attack/stage.py": "isolated, in place of any program of the machine",

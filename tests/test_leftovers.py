@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym import directories, leftovers
+from sandboxgym.system import directories, run_directories
 
 
 def test_what_goes_away_while_it_is_counted_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,12 +32,12 @@ def test_what_goes_away_while_it_is_counted_does_not_matter(tmp_path: Path, monk
         yield from walk(os.path.join(path, "gone"))
 
     monkeypatch.setattr(directories, "walk", late)
-    assert leftovers.tree_nbytes(tmp_path) == 4
+    assert run_directories.tree_nbytes(tmp_path) == 4
 
 
 _CLAIMING = """
 import os, sys
-from sandboxgym import directories, leftovers
+from sandboxgym.system import directories, run_directories
 where = sys.argv[1]
 
 def rename(*_):
@@ -47,7 +47,7 @@ def rename(*_):
     sys.stdin.readline()
 
 os.rename = rename
-leftovers.claim("copy")
+run_directories.claim("copy")
 """
 
 
@@ -63,17 +63,17 @@ def test_a_directory_that_its_owner_could_not_complete(
             owner.wait()
         (path,) = (path for path in tmp_path.iterdir() if path.is_dir())
         assert path.name.startswith(".claim-")
-        assert [left.path for left in leftovers.reap()] == ([path] if where == "killed" else [])
+        assert [left.path for left in run_directories.reap()] == ([path] if where == "killed" else [])
         assert path.exists() == (where == "alive")
         owner.kill()
-    assert [left.removed for left in leftovers.reap()] == ([] if where == "killed" else [True])
+    assert [left.removed for left in run_directories.reap()] == ([] if where == "killed" else [True])
     assert not path.exists()
 
 
 _MAKING = """
 import os, sys
-from sandboxgym import directories, leftovers
-print(leftovers.claim(sys.argv[1]), flush=True)
+from sandboxgym.system import directories, run_directories
+print(run_directories.claim(sys.argv[1]), flush=True)
 if sys.argv[2:]:
     os.kill(os.getpid(), 9)
 """
@@ -96,27 +96,27 @@ def test_what_another_machine_has_not_completed_waits_for_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
-    owner = leftovers.Owner(pid=1, started="1", boot="another", namespace="pid:[1]", host="elsewhere")
-    path = tmp_path / f".claim-{leftovers._name(owner)}-abcdefgh"
+    owner = run_directories.Owner(pid=1, started="1", boot="another", namespace="pid:[1]", host="elsewhere")
+    path = tmp_path / f".claim-{run_directories._name(owner)}-abcdefgh"
     path.mkdir()
-    assert leftovers.reap() == []
-    yesterday = time.time() - leftovers.STALE_SECONDS - 60
+    assert run_directories.reap() == []
+    yesterday = time.time() - run_directories.STALE_SECONDS - 60
     os.utime(path, (yesterday, yesterday))
-    assert [left.path for left in leftovers.reap()] == [path]
+    assert [left.path for left in run_directories.reap()] == [path]
     assert not path.exists()
 
 
 def test_a_lock_is_seen_while_it_is_held_and_no_longer(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    assert not leftovers.is_locked(path), "there is no file"
+    assert not run_directories.is_locked(path), "there is no file"
     path.touch()
-    assert not leftovers.is_locked(path)
-    assert not leftovers.is_locked(path / "below"), "a file has nothing below it"
+    assert not run_directories.is_locked(path)
+    assert not run_directories.is_locked(path / "below"), "a file has nothing below it"
     with open(path, "rb") as held:
-        assert leftovers.try_lock(held)
-        assert leftovers.is_locked(path)
-    assert not leftovers.is_locked(path)
+        assert run_directories.try_lock(held)
+        assert run_directories.is_locked(path)
+    assert not run_directories.is_locked(path)
 
 
 def test_a_lock_that_cannot_be_judged_counts_as_held(tmp_path: Path) -> None:
-    assert leftovers.is_locked(tmp_path), "a directory cannot be opened as a file"
+    assert run_directories.is_locked(tmp_path), "a directory cannot be opened as a file"

@@ -59,19 +59,6 @@ def test_the_conformance_command_asks_for_an_environment(tmp_path):
     assert "the environment is missing" in result.stderr
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from this checkout without isolation: nothing is downloaded."""
-    pytest.importorskip("hatchling")
-    pytest.importorskip("build")
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    (built,) = out.glob("*.whl")
-    return built
-
-
 @pytest.mark.slow
 def test_the_wheel_holds_both_packages_and_their_data(wheel):
     with zipfile.ZipFile(wheel) as archive:

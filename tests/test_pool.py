@@ -13,9 +13,9 @@ import pytest
 import worker_envs
 
 import sandboxgym
-from sandboxgym.host import CallTimedOut, WorkerDied
-from sandboxgym.pool import EnvPool, PoolClosed, PooledEnvs
 from sandboxgym.tree import Action, Envs, Schedule, rollout
+from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
+from sandboxgym.workers.pool import EnvPool, PoolClosed, PooledEnvs
 
 worker_envs.register()
 MODES = ("thread", "process")
@@ -323,7 +323,7 @@ def test_rollouts_on_pooled_envs_are_those_on_local_ones():
 def test_pooled_envs_are_spread_and_used_again():
     with PooledEnvs("toys/Trouble-v0", 2) as envs:
         taken = [envs.take() for _ in range(4)]
-        pids = [env.call("reset") and env._crew.worker.pid for env in taken]
+        pids = [env.call("reset") and env._slots.worker.pid for env in taken]
         assert len(set(pids)) == 2
         assert pids.count(pids[0]) == 2
         envs.give(taken[2])
@@ -333,6 +333,6 @@ def test_pooled_envs_are_spread_and_used_again():
         with pytest.raises(RuntimeError, match="the sandbox is gone"):
             envs.call([lambda: taken[0].step("raise"), lambda: taken[1].step("on")])
         assert taken[1].step("and on")[0] == "and on 4"
-        workers = [crew.worker for crew in envs._crews]
+        workers = [shared.worker for shared in envs._slots]
     assert not any(worker.alive for worker in workers)
     envs.close()

@@ -11,11 +11,9 @@ from chat_stub import chat_stub
 from components import missing
 
 import sandboxgym  # noqa: F401
-from sandboxgym.adapters.trl import TRLEnvironments
-from sandboxgym.prompts import (
+from sandboxgym.adapters.prompts import (
     ANYWHERE,
     FORMAT,
-    SYSTEMS,
     Choice,
     Exchange,
     Prompt,
@@ -23,6 +21,8 @@ from sandboxgym.prompts import (
     UnreadableAnswer,
     make_prompt,
 )
+from sandboxgym.adapters.trl import TRLEnvironments
+from sandboxgym.registration import card_of
 from sandboxgym.tree import Envs, ForkAt, rollout
 
 COMMANDS = {"admissible_commands": ["go to desk 1", "look"]}
@@ -90,7 +90,8 @@ def test_the_plain_prompt_tells_and_takes_everything_as_it_is() -> None:
 def test_every_environment_has_its_system_prompt(env_id: str, family: str | None) -> None:
     system = make_prompt("react", env_id).system
     assert system is not None and system.endswith(FORMAT)
-    assert system.startswith(SYSTEMS[family] if family else ANYWHERE)
+    told = card_of(f"sandboxgym/{family}-v0").system_prompt if family else ANYWHERE
+    assert told and system.startswith(told)
     assert make_prompt("react", env_id, system="Do.").system == "Do."
 
 

@@ -12,10 +12,10 @@ import gymnasium as gym
 import pytest
 from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
-import sandboxgym.lockstep as lockstep
+import sandboxgym.tree.lockstep as lockstep
 from sandboxgym import SnapshotEnv, register_wrapper, snapshot
-from sandboxgym.pool import PooledEnvs
 from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Schedule, rollout
+from sandboxgym.workers.pool import PooledEnvs
 
 
 class Mortal(gym.Wrapper):
@@ -280,7 +280,7 @@ def test_worker_processes_that_are_killed_change_nothing() -> None:
         def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
             self.calls += 1
             if self.calls in self.at:
-                pid = self.envs._crews[0].worker.pid
+                pid = self.envs._slots[0].worker.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
             return super().__call__(contexts)

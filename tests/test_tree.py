@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-import sandboxgym.lockstep as lockstep
+import sandboxgym.tree.lockstep as lockstep
 from sandboxgym import Snapshot, register_wrapper, snapshot
 from sandboxgym.tree import (
     Action,

@@ -14,8 +14,8 @@ from gymnasium.vector import AutoresetMode
 from worker_envs import Said, Trouble
 
 import sandboxgym
-from sandboxgym.host import CallTimedOut, EnvFailure, WorkerDied
-from sandboxgym.vector import EpisodeOver, NotEnoughIdle, SnapshotVectorEnv, batch_infos
+from sandboxgym.workers.env_host import CallTimedOut, EnvFailure, WorkerDied
+from sandboxgym.workers.vector import EpisodeOver, NotEnoughIdle, SnapshotVectorEnv, batch_infos
 
 worker_envs.register()
 MODES = ("sync", "thread", "process")

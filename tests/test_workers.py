@@ -17,9 +17,9 @@ import worker_envs
 from worker_envs import Trouble, Unpicklable
 
 import sandboxgym
-from sandboxgym.host import CallTimedOut, RemoteTraceback, WorkerDied
-from sandboxgym.remote import RemoteEnv
-from sandboxgym.workers import InlineWorker, ProcessWorker, ThreadWorker
+from sandboxgym.workers.env_host import CallTimedOut, RemoteTraceback, WorkerDied
+from sandboxgym.workers.remote import RemoteEnv
+from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker
 
 worker_envs.register()
 
@@ -60,7 +60,7 @@ def gone(pid: int, seconds: float = 15.0) -> bool:
 
 @pytest.mark.parametrize("kind", [InlineWorker, ThreadWorker, ProcessWorker])
 def test_outcomes_in_order_with_exceptions_among_them(kind):
-    from sandboxgym.host import Call
+    from sandboxgym.workers.env_host import Call
 
     worker = kind()
     try:
@@ -95,7 +95,7 @@ def test_an_exception_that_cannot_be_pickled_arrives_by_name(process):
     def raises():
         raise Unpicklable(1, 2)
 
-    with pytest.raises(sandboxgym.host.EnvFailure, match="Unpicklable: 1 and 2"):
+    with pytest.raises(sandboxgym.workers.env_host.EnvFailure, match="Unpicklable: 1 and 2"):
         process.call(2, "make", raises)
 
 
@@ -128,7 +128,7 @@ def test_a_call_that_takes_too_long(kind):
 def test_an_interrupted_call_does_not_answer_the_next_one(process):
     process.call(4, "make", Trouble)
     process.call(4, "reset", 1, None)
-    process.post([sandboxgym.host.Call(4, "step", ("late",))])
+    process.post([sandboxgym.workers.env_host.Call(4, "step", ("late",))])
     process.settle()  # what a KeyboardInterrupt while waiting leads to
     process.call(4, "make", Trouble)
     assert process.call(4, "reset", 1, None)[0] == "start 1"
@@ -148,7 +148,7 @@ def test_a_snapshot_is_shipped_once_and_again_when_it_was_forgotten(process):
     for word in "abc":
         local.step(word)
         snaps.append(local.snapshot())
-    process.call(6, "make", sandboxgym.host.env_maker("toys/Trouble-v0"))
+    process.call(6, "make", sandboxgym.workers.env_host.env_maker("toys/Trouble-v0"))
     before = process.snapshots_shipped
     for snap in (snaps[0], snaps[0], snaps[1], snaps[0]):
         process.restore(6, snap, None)
@@ -158,7 +158,7 @@ def test_a_snapshot_is_shipped_once_and_again_when_it_was_forgotten(process):
     assert process.snapshots_shipped - before == 4
     other = ProcessWorker(keep=1)  # believes to hold more than it does
     try:
-        other.call(0, "make", sandboxgym.host.env_maker("toys/Trouble-v0"))
+        other.call(0, "make", sandboxgym.workers.env_host.env_maker("toys/Trouble-v0"))
         other._keep = 9
         for snap in (*snaps, *snaps):
             assert other.restore(0, snap, None)[0] == snap_text(local, snap)
@@ -220,7 +220,7 @@ def test_forks_of_a_remote_env_are_those_of_the_env(remote, fork_to):
     try:
         assert [[c.step(0)[0] for _ in range(3)] for c in theirs] == [[c.step(0)[0] for _ in range(3)] for c in mine]
         assert there.step(0)[0] == local.step(0)[0], "the source goes on untouched"
-        pids = {child._crew.worker.pid for child in (there, *theirs)}
+        pids = {child._slots.worker.pid for child in (there, *theirs)}
         assert len(pids) == (3 if fork_to == "process" else 1)
         there.close()
         assert theirs[0].step(0)[0] == mine[0].step(0)[0], "closing one hurts no other"
@@ -267,7 +267,7 @@ def test_typed_errors_of_a_remote_env(remote):
 
 OWNER = """
 import os, sys, threading, time
-from sandboxgym.workers import ProcessWorker
+from sandboxgym.workers.worker import ProcessWorker
 workers = [ProcessWorker() for _ in range(2)]
 class Local:  # neither importable nor guarded by `if __name__ == "__main__"`
     pass

@@ -29,10 +29,10 @@ from sandboxgym import (
     SnapshotWrapper,
     WrapperCodec,
     register_wrapper,
+    serialization,
 )
-from sandboxgym import format as durable
-from sandboxgym.codecs import CODECS
 from sandboxgym.wrappers import StackSnapshot
+from sandboxgym.wrappers.codecs import CODECS
 
 every_env = pytest.mark.parametrize("env_id", IDS)
 
@@ -409,12 +409,12 @@ class TestUsersWrappers:
 
 def rebuilt(snap, change):
     """The snapshot with its wrappers' states changed and all checksums right."""
-    header, content = durable.loads(snap.to_bytes())
-    layers = durable.unpack(content["layers"])
+    header, content = serialization.loads(snap.to_bytes())
+    layers = serialization.unpack(content["layers"])
     change(layers)
-    content["layers"] = durable.pack(layers)
-    header["digest"] = durable.content_digest(content)
-    return Snapshot.from_bytes(durable.dumps(header, content))
+    content["layers"] = serialization.pack(layers)
+    header["digest"] = serialization.content_digest(content)
+    return Snapshot.from_bytes(serialization.dumps(header, content))
 
 
 STREAM = {"bit_generator": "PCG64", "state": {}, "seed_sequence": None}
@@ -448,11 +448,11 @@ class TestErrors:
             env.restore(snap)
 
     def test_a_bad_base_rolls_the_wrappers_back(self, env):
-        header, content = durable.loads(started("toys/Dice-v0", steps=5).snapshot().to_bytes())
-        content["rng"] = durable.pack({})
-        header["digest"] = durable.content_digest(content)
+        header, content = serialization.loads(started("toys/Dice-v0", steps=5).snapshot().to_bytes())
+        content["rng"] = serialization.pack({})
+        header["digest"] = serialization.content_digest(content)
         with pytest.raises(SnapshotCorrupt):
-            env.restore(Snapshot.from_bytes(durable.dumps(header, content)))
+            env.restore(Snapshot.from_bytes(serialization.dumps(header, content)))
 
     @pytest.mark.parametrize("thing", [None, "snapshot", {}])
     def test_what_is_not_a_snapshot(self, env, thing):

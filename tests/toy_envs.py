@@ -77,7 +77,7 @@ class Dice(SnapshotEnv[int, int]):
 
 
 class Drift(SnapshotEnv[Any, Any]):
-    """A point pushed about in noise; leaving the square ends the episode. For wrappers of arrays and frames.
+    """A point that moves with noise; leaving the square ends the episode. For wrappers of arrays and frames.
 
     Args:
         observe: ``"vector"``, ``"dict"`` or ``"image"``.

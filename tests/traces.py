@@ -1,4 +1,4 @@
-"""Runs of an environment as values that compare with ``==``."""
+"""Runs of an environment as values that can be compared with ``==``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACTIONS: dict[str, Sequence[Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """Arrays and scalars of NumPy as values that compare exactly, types included."""
+    """Convert NumPy's arrays and scalars to values that compare exactly, types included."""
     if isinstance(value, (np.ndarray, np.generic)):
         return (str(value.dtype), value.tolist())
     if isinstance(value, dict):
@@ -48,7 +48,7 @@ def plain(value: Any) -> Any:
 
 
 def started(env_id: str, *, seed: int = 3, steps: int = 0, **arguments: Any) -> gym.Env[Any, Any]:
-    """A new environment some steps into the episode of `ACTIONS`, its spaces seeded too."""
+    """Make an environment some steps into the episode of `ACTIONS`, its spaces seeded too."""
     env = gym.make(env_id, **{"max_episode_steps": LIMIT, **arguments})
     env.action_space.seed(seed)
     env.observation_space.seed(seed)
@@ -58,7 +58,7 @@ def started(env_id: str, *, seed: int = 3, steps: int = 0, **arguments: Any) -> 
 
 
 def trace(env: gym.Env[Any, Any], actions: Sequence[Any]) -> list[Any]:
-    """All that the steps return, up to the end of the actions or of the episode."""
+    """All results of the steps, up to the end of the actions or of the episode."""
     transitions = []
     for action in actions:
         transitions.append(plain(env.step(action)))
@@ -68,7 +68,7 @@ def trace(env: gym.Env[Any, Any], actions: Sequence[Any]) -> list[Any]:
 
 
 def future(env: gym.Env[Any, Any], env_id: str, steps: int = 0) -> list[Any]:
-    """The rest of the episode, and what the environment's and the spaces' random streams give after it."""
+    """Rest of the episode, then values of the environment's and the spaces' random streams."""
     rest = trace(env, ACTIONS[env_id][steps:])
     return [
         *rest,
@@ -79,7 +79,7 @@ def future(env: gym.Env[Any, Any], env_id: str, steps: int = 0) -> list[Any]:
 
 
 def fresh_interpreter(code: str, *arguments: Any, cwd: Any, **variables: str) -> str:
-    """What ``code`` prints when run by a new Python in ``cwd``; it can import the package and the toys."""
+    """Run ``code`` in a new Python in ``cwd`` that can import the package and the toys; returns its output."""
     path = os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent)))
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": path, **variables}

@@ -14,7 +14,7 @@ from sandboxgym import SnapshotEnv, Unicode
 
 
 class Trouble(SnapshotEnv[str, str]):
-    """Echoes its action, a count and a random number; ``"end"`` ends the episode, other words are trouble."""
+    """Environment that echoes its action, a count and a random number; ``"end"`` ends it, other words break it."""
 
     def __init__(self, pause: float = 0.0, render_mode: str | None = None) -> None:
         self.pause = pause
@@ -57,14 +57,14 @@ def misbehave(what: str) -> None:
 
 
 class Unpicklable(Exception):
-    """Takes two arguments, so the default pickling cannot rebuild it."""
+    """Environment with two arguments, so that default pickling cannot rebuild it."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
 
 class Said(SnapshotEnv[str, str]):
-    """Observations in Gymnasium's own ``Text`` space; ends at the third step."""
+    """Environment with Gymnasium's own ``Text`` space; ends at the third step."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Text(20)

@@ -1,4 +1,4 @@
-"""Weights on the processes of a run: whole on each, or spread by FSDP2 or by DeepSpeed's ZeRO-3."""
+"""Placement of the weights on the processes of a run: replicated, or sharded by FSDP2 or DeepSpeed's ZeRO-3."""
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ __all__ = ["Strategy", "chosen"]
 
 
 def chosen(accelerator: Accelerator, *, dtype: torch.dtype, clip: float) -> Strategy:
-    """The way that the launcher has asked for; see `Strategy` for the arguments."""
+    """Make the strategy that the launcher asked for; see `Strategy` for the arguments."""
     kind: type[Strategy] = Replicated
     if zero3.wanted():
         kind = zero3.Zero3

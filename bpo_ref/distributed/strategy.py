@@ -1,7 +1,7 @@
-"""How weights lie on the processes of a run, and the steps that all processes make together: one interface for all.
+"""The interface of weight placement: where weights are on the processes of a run, and the steps they make together.
 
-`replicated.Replicated` holds everything on every process, `fsdp2.Fsdp2` and `zero3.Zero3` spread it. A further one is a
-class with the methods of `Strategy`, and a line in `chosen`.
+`replicated.Replicated` holds everything on every process, `fsdp2.Fsdp2` and `zero3.Zero3` shard it. To add
+another, write a class with the methods of `Strategy` and add a line to `chosen`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from bpo_ref.learning.models import CausalLM
 Item = TypeVar("Item")
 
 MakeOptimizer: TypeAlias = Callable[[CausalLM], torch.optim.Optimizer]
-"""A new optimizer over the parameters of a network that are trained."""
+"""Factory of a new optimizer over the trained parameters of a network."""
 
 
 class Strategy(ABC):
     """The network of a run as its processes share it, with its optimizer.
 
     Args:
-        accelerator: of the run.
-        dtype: what is computed in.
+        accelerator: accelerator of the run.
+        dtype: compute dtype.
         clip: largest norm of a gradient.
     """
 
     sharded: bool
-    """Whether weights are spread over the processes. Then all have to run the same number of forward and backward
-    passes, but where `gathered` holds the weights whole."""
+    """True if weights are sharded over the processes. All must then run the same number of forward and backward
+    passes, except where `gathered` holds the full weights."""
     network: Any
-    """The bare model, with its value head where there is one; where it is spread, whole while `gathered`."""
+    """The bare model, with its value head if it has one; a sharded one has full weights inside `gathered` only."""
     model: Any
-    """It as the processes share it: what is trained."""
+    """The model wrapped for its processes: the one that is trained."""
     optimizer: Any
 
     def __init__(self, accelerator: Accelerator, *, dtype: torch.dtype, clip: float) -> None:
         self.accelerator, self.dtype, self.clip = accelerator, dtype, clip
 
     def check(self, *, adapters: bool, critic: bool) -> None:
-        """Refuse what cannot be trained in this way.
+        """Refuse a run that this strategy cannot train.
 
         Raises:
             ConfigError: naming the setting, or what the launcher asked for.
@@ -62,11 +62,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def frozen(self, model: CausalLM) -> CausalLM:
-        """Put a model there that is only asked, on this process's device already."""
+        """Place a model that is never trained, which is on this process's device already."""
 
     @abstractmethod
     def gathered(self, *others: CausalLM) -> AbstractContextManager[None]:
-        """Hold the weights of the network, and of models that `frozen` has given, whole for the time being.
+        """Hold the full weights of the network, and of models that `frozen` has returned, inside the block.
 
         Within it processes may run as many forward passes as they like.
         """
@@ -77,41 +77,41 @@ class Strategy(ABC):
     def accumulate(
         self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None], *, idle: Item
     ) -> None:
-        """Run backward passes whose gradients are reduced over the processes; ``idle`` is a batch of no loss."""
+        """Run backward passes whose gradients are reduced over the processes; ``idle`` is a batch with zero loss."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add up gradients of a loss that is a sum over the processes; their reduction takes the mean."""
+        """Accumulate the gradient of a loss that is a sum over the processes; their reduction takes the mean."""
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     @abstractmethod
     def step(self) -> float:
-        """Make an optimizer step with the gradient clipped; returns the norm that it had, which may not be finite."""
+        """Make an optimizer step with the gradient clipped; returns its norm before that, which may not be finite."""
 
     @abstractmethod
     def restart(self, make_optimizer: MakeOptimizer) -> None:
-        """Go on with an optimizer that has made no step."""
+        """Start again with an optimizer that has made no step."""
 
     # State. All processes have to ask for it; it does not tell how many there were.
 
     @abstractmethod
     def whole(self, policy: CausalLM) -> dict[str, Any] | None:
-        """What the policy has learnt, put together from the processes' parts; None: each has all of it."""
+        """Return the policy's trained weights, put together from the processes' shards; None: each process has all."""
 
     @abstractmethod
     def value_head(self) -> dict[str, Any]:
-        """The weights of the network's value head."""
+        """Return the weights of the network's value head."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
-        """The whole state of the optimizer."""
+        """Return the full optimizer state."""
 
     @abstractmethod
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take what `optimizer_state` has given."""
+        """Load the result of `optimizer_state`."""
 
 
 def finite_step(optimizer: Any, norm: float) -> float:
-    """Make an optimizer step, unless the gradient is not finite; returns its norm."""
+    """Make an optimizer step unless the gradient is not finite; returns its norm."""
     if math.isfinite(norm):
         optimizer.step()
         optimizer.zero_grad()
@@ -124,9 +124,9 @@ def in_step(
     backward: Callable[[Sequence[Item], bool], None],
     idle: Item,
 ) -> None:
-    """Run backward passes, as many on every process: those with fewer batches do ``idle`` ones, of no loss.
+    """Run the same number of backward passes on every process: those with fewer batches add ``idle`` ones of zero loss.
 
-    Sharded weights are gathered by all processes at a time. ``backward`` is also told whether a batch is the last.
+    Sharded weights are gathered by all processes together. ``backward`` is also told whether a batch is the last.
     """
     lengths = gather_object([len(batches)]) if accelerator.num_processes > 1 else [len(batches)]
     rounds = max(lengths)

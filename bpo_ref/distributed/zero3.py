@@ -1,16 +1,16 @@
-"""Weights spread over processes by DeepSpeed's ZeRO-3: the promises of `fsdp2`, kept with its engine.
+"""Weights sharded over processes by DeepSpeed's ZeRO-3 engine, with the promises of `fsdp2`.
 
-``accelerate launch`` with a configuration of kind DEEPSPEED asks for it. Of that file the number of processes and the
-settings of ZeRO (sizes of buckets) are taken; precision, clipping and the optimizer are the trainer's. The engine is
+``accelerate launch`` with a DEEPSPEED configuration asks for it. The number of processes and ZeRO's settings (bucket
+sizes) come from that file; precision, clipping and the optimizer are the trainer's. The engine is
 made here and not by accelerate, which would have transformers load every model, references included, in parts.
 
 What this module promises:
 
-1. `Sharded.gathered` fills a plain twin of the model with the whole weights: nothing is communicated while it is used,
+1. `Sharded.gathered` fills a plain twin of the model with the full weights: nothing is communicated while it is used,
    and DeepSpeed's hooks, which gather and release layer by layer, are not in its way.
 2. Outside, every process has to run the same number of forward and backward passes (`Zero3.accumulate` sees to it).
 3. `Sharded.full_state` and `Sharded.optimizer_state` have the form of those in `fsdp2`, whatever the number of
-   processes: a run may go on with another number of them, or with FSDP2.
+   processes: a run may be continued with another number of them, or with FSDP2.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wanted() -> bool:
-    """Whether the launcher asked for DeepSpeed (accelerate's environment variable)."""
+    """Tell whether the launcher asked for DeepSpeed (accelerate's environment variable)."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
 
 
 def check(*, adapters: bool, critic: bool) -> None:
-    """What the launcher asked for can be done.
+    """Refuse a launcher's configuration that this strategy cannot honour.
 
     Raises:
-        ConfigError: it is something else than ZeRO-3 on GPUs for a policy whose weights are all trained, or DeepSpeed
-            is not installed.
+        ConfigError: it is not ZeRO-3 on GPUs for a policy whose weights are all trained, or DeepSpeed is not installed.
     """
     zero = _settings()
     if zero["stage"] != 3:
@@ -61,13 +60,13 @@ def check(*, adapters: bool, critic: bool) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    """Of ZeRO in the launcher's file; what it leaves to others is DeepSpeed's default."""
+    """Read ZeRO's settings from the launcher's file; "auto" values become DeepSpeed's defaults."""
     given: dict[str, Any] = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
     return {name: value for name, value in given.items() if value != "auto"}
 
 
 class Sharded:
-    """A causal model whose weights are spread over all processes, with a twin that holds them whole while `gathered`.
+    """A causal model whose weights are sharded over all processes, with a twin for the full ones while `gathered`.
 
     Called, it is the twin while there is one, and else the engine.
     """
@@ -75,12 +74,12 @@ class Sharded:
     def __init__(
         self, model: Any, optimizer: torch.optim.Optimizer | None = None, *, dtype: torch.dtype, clip: float = 0.0
     ) -> None:
-        """Spread the weights, in place.
+        """Shard the weights, in place.
 
         Args:
-            model: of transformers; every process holds the same weights.
+            model: a transformers model; every process holds the same weights.
             optimizer: AdamW over its parameters; None: it is not trained.
-            dtype: what is computed in. What is trained is also kept in fp32; gradients are reduced and added up in
+            dtype: compute dtype. Trained weights are also kept in fp32; gradients are reduced and added up in
                 fp32.
             clip: largest norm of a gradient; 0: any.
         """
@@ -104,21 +103,21 @@ class Sharded:
         self.whole.to(self.engine.device)
         self._gathered = False
         if optimizer is not None and dtype != torch.float32:  # the engine has made its fp32 weights of rounded ones
-            for name, parameter in self._learnt():
+            for name, parameter in self._trained():
                 self._set(parameter, given[name])
 
     @property
     def module(self) -> Any:
-        """What a forward pass goes through."""
+        """The module that forward passes run through."""
         return self.whole if self._gathered else self.engine.module
 
     def __call__(self, **inputs: Any) -> Any:
-        """A forward pass."""
+        """Run a forward pass."""
         return (self.whole if self._gathered else self.engine)(**inputs)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold the weights whole, in the twin; all processes have to enter."""
+        """Hold the full weights in the twin; all processes have to enter."""
         from deepspeed.runtime.zero import GatheredParameters
 
         mine = dict(self.whole.named_parameters())
@@ -137,12 +136,12 @@ class Sharded:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer."""
+        """Parameter groups of the optimizer."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of the loss, in the mean over the processes.
+        """Accumulate the gradient of the loss, averaged over the processes.
 
         Args:
             loss: scalar.
@@ -152,7 +151,7 @@ class Sharded:
         self.engine.backward(loss)
 
     def step(self) -> float:
-        """A step of the optimizer; returns the norm of the gradient before it was clipped.
+        """Make an optimizer step; returns the norm of the gradient before clipping.
 
         Infinite where the gradient was not finite; the weights are then lost, for DeepSpeed makes its step.
         """
@@ -160,19 +159,19 @@ class Sharded:
         return float(self.engine.get_global_grad_norm())
 
     def forget(self) -> None:
-        """Go on with an optimizer that has made no step."""
+        """Reset the optimizer to one that has made no step."""
         self._optimizer.optimizer.state.clear()
 
     # State.
 
     def full_state(self) -> dict[str, Tensor]:
-        """The whole weights in fp32, on the CPU of the first process; all have to call it."""
+        """Collect the full weights in fp32 on the CPU of the first process; all processes have to call it."""
         return self._collect()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Of the optimizer by names of weights, whole, on the CPU of the first process; all have to call it."""
+        """Collect the full optimizer state by weight name on the first process's CPU; all processes have to call it."""
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
-        group["params"] = [name for name, _ in self._learnt()]
+        group["params"] = [name for name, _ in self._trained()]
         state: dict[str, Any] = {}
         for flat in list(self._optimizer.optimizer.state.values())[:1]:  # none before the first step
             moments = {moment: self._collect(moment) for moment in MOMENTS}
@@ -181,31 +180,31 @@ class Sharded:
         return {"state": state, "param_groups": [group]}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """What `optimizer_state` has given, on every process."""
-        learnt = [(parameter, state["state"][name]) for name, parameter in self._learnt() if state["state"]]
-        for flat in self._optimizer.fp32_partitioned_groups_flat if learnt else ():
+        """Load the result of `optimizer_state` on every process."""
+        trained = [(parameter, state["state"][name]) for name, parameter in self._trained() if state["state"]]
+        for flat in self._optimizer.fp32_partitioned_groups_flat if trained else ():
             zeros = {moment: torch.zeros_like(flat, requires_grad=False) for moment in MOMENTS}
-            self._optimizer.optimizer.state[flat] = {"step": learnt[0][1]["step"].clone(), **zeros}
-        for parameter, saved in learnt:
+            self._optimizer.optimizer.state[flat] = {"step": trained[0][1]["step"].clone(), **zeros}
+        for parameter, saved in trained:
             for moment in MOMENTS:
                 self._set(parameter, saved[moment], moment)
 
-    def _learnt(self) -> list[tuple[str, Any]]:
+    def _trained(self) -> list[tuple[str, Any]]:
         return [(name, p) for name, p in self.engine.module.named_parameters() if p.requires_grad]
 
     def _collect(self, moment: str | None = None) -> dict[str, Tensor]:
-        """The whole weights in fp32, or moments of their gradients."""
+        """Collect full weights in fp32, or moments of their gradients."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         found = {}
-        for name, parameter in self._learnt():
+        for name, parameter in self._trained():
             whole = safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
             if torch.distributed.get_rank() == 0:
                 found[name] = whole.cpu().clone()
         return found
 
     def _set(self, parameter: Any, whole: Tensor, moment: str | None = None) -> None:
-        """Take this process's part of a weight in fp32, or of a moment of its gradient.
+        """Set this process's shard of a weight in fp32, or of a moment of its gradient.
 
         All parts are of one length, the last one padded, which DeepSpeed's functions for whole tensors do not see to.
         """
@@ -222,7 +221,7 @@ class Sharded:
 
 @contextmanager
 def gathered(*models: Sharded) -> Iterator[None]:
-    """Hold the weights of all of them whole for the time being."""
+    """Hold the full weights of several sharded models inside the block."""
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(model.gathered())
@@ -230,38 +229,38 @@ def gathered(*models: Sharded) -> Iterator[None]:
 
 
 def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model with empty weights, tied where the model's are."""
+    """Copy the model with empty weights, tied where the model's are."""
     empty = {id(p): nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, empty)
 
 
 class Zero3(Strategy):
-    """Weights, gradients and optimizer spread over the processes by DeepSpeed's engine, which makes the steps too."""
+    """Weights, gradients and optimizer sharded over the processes by DeepSpeed's engine, which also makes the steps."""
 
     sharded = True
     model: Sharded
 
     def check(self, *, adapters: bool, critic: bool) -> None:
-        """See the function of this name."""
+        """Refuse configurations with the module's `check`."""
         check(adapters=adapters, critic=critic)
 
     def place(self, network: CausalLM, make_optimizer: MakeOptimizer) -> None:
-        """Spread it; a twin of it takes its place."""
+        """Shard the network; its twin takes its place."""
         self.model = self.optimizer = Sharded(network, make_optimizer(network), dtype=self.dtype, clip=self.clip)
         self.network = self.model.whole
 
     def frozen(self, model: CausalLM) -> CausalLM:
-        """Spread by an engine of its own."""
+        """Shard a frozen model with an engine of its own."""
         return Sharded(model, dtype=self.dtype, clip=self.clip)
 
     def gathered(self, *others: CausalLM) -> AbstractContextManager[None]:
-        """In their twins."""
+        """Gather the full weights into the models' twins."""
         return gathered(self.model, *others)
 
     def accumulate(
         self, batches: Sequence[Sequence[Item]], backward: Callable[[Sequence[Item]], None], *, idle: Item
     ) -> None:
-        """In step; the engine is told of the last."""
+        """Accumulate with the same number of passes on every process; the engine is told which one is the last."""
 
         def told(batch: Sequence[Item], last: bool) -> None:
             self._last = last
@@ -270,29 +269,29 @@ class Zero3(Strategy):
         in_step(self.accelerator, batches, told, idle)
 
     def backward(self, loss: Tensor) -> None:
-        """By the engine."""
+        """Accumulate a gradient through the engine."""
         self.model.backward(loss * self.accelerator.num_processes, last=self._last)
 
     def step(self) -> float:
-        """By the engine, in any case: where the gradient is not finite, the weights are lost."""
+        """Step through the engine, always: after a gradient that is not finite, the weights are lost."""
         return self.model.step()
 
     def restart(self, make_optimizer: MakeOptimizer) -> None:
-        """The engine's optimizer forgets what it has learnt."""
+        """Reset the engine's optimizer."""
         self.model.forget()
 
     def whole(self, policy: CausalLM) -> dict[str, Any] | None:
-        """On the CPU of the first process."""
+        """Collect the trained weights on the CPU of the first process."""
         return self.model.full_state()
 
     def value_head(self) -> dict[str, Any]:
-        """There is none."""
+        """Raise NotImplementedError: `check` refuses value heads."""
         raise NotImplementedError("no value head is trained with DeepSpeed")
 
     def optimizer_state(self) -> dict[str, Any]:
-        """By names of weights."""
+        """Collect the optimizer state by weight name."""
         return self.model.optimizer_state()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """On every process."""
+        """Load the optimizer state on every process."""
         self.model.load_optimizer_state(state)

@@ -1,1 +1,1 @@
-"""Everything that is measured with the trainer and is no part of it: comparisons, tables, plots, benchmarks."""
+"""Measurements made with the trainer: comparisons, tables, plots, benchmarks. The trainer imports none of them."""

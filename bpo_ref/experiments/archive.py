@@ -1,10 +1,10 @@
-"""What the tables of a study are made of, in one file small enough to be committed.
+"""Archive of a study: the numbers behind its tables in one file, small enough to be committed.
 
     python -m bpo_ref.compare --data docs/results/data/PAGE/scores.jsonl --out docs/results/PAGE runs/PAGE/*-seed*
     python -m bpo_ref.compare --out docs/results/PAGE docs/results/data/PAGE/scores.jsonl
 
-The first line writes it from the folders of the runs, the second makes table and plot again from it alone. Each line of
-the file is ``{"run": "LABEL-seedN", "results" | "score" | "update": {…}}``: the settings and totals of a run and the
+The first command writes it from the folders of the runs, the second makes table and plot again from it alone. Each line
+of the file is ``{"run": "LABEL-seedN", "results" | "score" | "update": {…}}``: the settings and totals of a run and the
 supervised start that it began at, its evaluations with the outcome of every task, and of each update the numbers that a
 table is made of.
 """
@@ -26,11 +26,11 @@ FILES = {"results": "results.json", "score": "scores.jsonl", "update": "metrics.
 
 
 class ArchiveError(ValueError):
-    """Not a file that `pack` has written; the message names file and line."""
+    """Raised for a file that `pack` has not written; the message names file and line."""
 
 
 def pack(runs: Iterable[Path], path: Path) -> None:
-    """Write what tables need of these folders; run by run, so that a further run adds lines and changes none."""
+    """Write the numbers that tables need from these folders, run by run: another run adds lines and changes none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps({"run": run.name, **part}, separators=(",", ":")) for run in runs for part in _parts(run))
     path.write_text("".join(line + "\n" for line in lines))
@@ -57,7 +57,7 @@ def _parts(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def unpack(path: Path, folder: Path) -> list[Path]:
-    """Folders of runs, made of such a file in ``folder``: what `tables` reads of them is there.
+    """Recreate the folders of runs from an archive in ``folder``, with the files that `tables` reads.
 
     Raises:
         ArchiveError: naming the line that `pack` does not write.
@@ -80,5 +80,5 @@ def unpack(path: Path, folder: Path) -> list[Path]:
 
 
 def unpacked(given: Sequence[Path], folder: Path) -> list[Path]:
-    """Folders of runs as they are, and those of files, unpacked."""
+    """Folders of runs, those in archives unpacked."""
     return [run for path in given for run in (unpack(path, folder) if path.is_file() else [path])]

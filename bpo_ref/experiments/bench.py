@@ -1,10 +1,9 @@
-"""What the trainer's shortcuts are worth: ratios of runs that take turns in one process, never times alone.
+"""Speed of the trainer's optimizations, as ratios of variants that take turns in one process, never as absolute times.
 
 python -m bpo_ref.experiments.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
-CPU seconds of one thread are compared, not the clock (but where waiting is what is measured): on a machine that does
-other things as well, too, they mean the same from run to run.
-``docs/results/details/trainer-speed.md`` holds what was printed.
+CPU seconds of one thread are compared, not wall-clock time (except where waiting is measured): they are repeatable on
+a machine that is busy with other work. ``docs/results/details/trainer-speed.md`` holds what was printed.
 """
 
 from __future__ import annotations
@@ -40,14 +39,15 @@ from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, assign_credit
-from sandboxgym import SnapshotEnv, Unicode, interpreter
+from sandboxgym import SnapshotEnv, Unicode
+from sandboxgym.system import interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 
 WORDS = [f"w{i}" for i in range(100)]
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median CPU seconds of each call; the first round is not counted."""
+    """Median CPU seconds of each call, the calls taking turns; the first round is not counted."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 1):
         for name, call in calls.items():
@@ -58,7 +58,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
 
 
 def model_of(size: str, context: int) -> Any:
-    """A tiny policy."""
+    """Make a tiny policy."""
     return tiny_model(tiny_tokenizer(WORDS), **TINY_SIZES[size], max_position_embeddings=context)
 
 
@@ -68,7 +68,7 @@ def model_of(size: str, context: int) -> Any:
 def paths_of(
     trees: int, *, prompt: int, turns: int, turn: int, points: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T] of trees with forks at random turns, and which of ids[:, 1:] were sampled: a third of each turn."""
+    """Draw ids [B, T] of trees with random forks, and a mask of ids[:, 1:] that were sampled: a third of each turn."""
     rng = np.random.default_rng(0)
     rows: list[np.ndarray] = []
     starts: list[int] = []
@@ -90,7 +90,7 @@ SHORT = {"prompt": 60, "turns": 10, "turn": 12}
 
 
 def bench_update(repeats: int) -> list[str]:
-    """Forward and backward pass, packed and flat."""
+    """Compare forward and backward passes of packed and flat rows."""
     lines = ["| policy | paths | tokens flat | packed | ratio of tokens | update flat / packed | gradients differ by |"]
     lines.append("|---|---|---|---|---|---|---|")
     lines.append(update_line("3M", 1, LONG, points=4, repeats=repeats))
@@ -100,7 +100,7 @@ def bench_update(repeats: int) -> list[str]:
 
 
 def update_line(size: str, trees: int, shape: dict[str, int], *, points: int, repeats: int) -> str:
-    """Trees with ``points`` forks of width 4."""
+    """Measure trees with ``points`` forks of width 4."""
     model = model_of(size, 1024)
     packing.enable(model)
     ids, where = paths_of(trees, points=points, width=4, **shape)
@@ -126,19 +126,19 @@ def update_line(size: str, trees: int, shape: dict[str, int], *, points: int, re
 
 
 def bench_forks(repeats: int) -> list[str]:
-    """Three forks of a path of 720 tokens up to their first token, from its keys and values and read again."""
+    """Compare three forks of a 720-token path up to their first token, its keys and values kept or read again."""
     lines = ["| policy | read again / shared | tokens read again | shared |", "|---|---|---|---|"]
     return [*lines, *(forks_line(size, repeats) for size in ("3M", "0.2M"))]
 
 
 def forks_line(size: str, repeats: int) -> str:
-    """The path has gone on for 200 tokens since."""
+    """Measure forks of a path that has continued for 200 tokens since."""
     ids = np.random.default_rng(0).integers(0, 100, 720).tolist()
     session = Generator(model_of(size, 1024), stop_ids=[0], max_new_tokens=1).open([ids + ids[:200]])
     session.prefill([0])
 
     def start(shared: bool) -> int:
-        """Returns the tokens read."""
+        """Fork the path; returns the number of tokens read."""
         before = session.prefilled
         rows = [session.fork(0, length=720) if shared else session.add(ids) for _ in range(3)]
         session.generate(rows, [np.random.default_rng(i) for i in range(3)])
@@ -153,7 +153,7 @@ def forks_line(size: str, repeats: int) -> str:
 
 
 class Admissible:
-    """A policy that samples as it would in training, and then does something that the environment understands."""
+    """Policy that samples as in training, then plays a random admissible command."""
 
     def __init__(self, policy: ChatPolicy) -> None:
         self.policy = policy
@@ -162,7 +162,7 @@ class Admissible:
         return getattr(self.policy, name)
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        """Actions drawn from ``info["admissible_commands"]``."""
+        """Draw actions from ``info["admissible_commands"]``."""
         actions = self.policy(contexts)
         for context, action in zip(contexts, actions):
             if action is not None:
@@ -171,15 +171,15 @@ class Admissible:
 
 
 class Exploring(TrainingSession):
-    """A session whose policy has its actions drawn for it, so that environments have something to do."""
+    """Session whose policy plays drawn actions, so that environments change state."""
 
     def player(self, temperature: float) -> ChatPolicy:
-        """The policy, overruled."""
+        """The policy whose actions are replaced."""
         return cast(ChatPolicy, Admissible(super().player(temperature)))
 
 
 def bench_environments(repeats: int) -> list[str]:
-    """Share of training's wall-clock time that goes to environments, with snapshots of every step of each backbone."""
+    """Measure the environments' share of training's wall-clock time, with a snapshot at every step of each backbone."""
     lines = ["| environment | policy | steps | snapshots | share of the rollout: steps, resets | snapshots, restores |"]
     lines = [lines[0] + " together | share of a training step |", "|---|---|---|---|---|---|---|---|"]
     for size in ("0.2M", "3M"):
@@ -189,7 +189,7 @@ def bench_environments(repeats: int) -> list[str]:
 
 
 def environment_line(env_id: str, kwargs: tuple[str, ...], turns: int, size: str, repeats: int) -> str:
-    """Eight tasks of 13 paths each; the first update is not counted."""
+    """Measure eight tasks of 13 paths each; the first update is not counted."""
     tree: dict[str, Any] = {"algo": "bpo-paper", "width": 4, "points": 4, "spacing": 1, "prompts": 8}
     settings: dict[str, Any] = {"env_id": env_id, "env_kwargs": kwargs, "eval_kwargs": kwargs, "max_turns": turns}
     with tempfile.TemporaryDirectory() as out:
@@ -200,7 +200,7 @@ def environment_line(env_id: str, kwargs: tuple[str, ...], turns: int, size: str
         Trainer(args, Exploring).run()
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "time/rollout" in line][1:]
-    median = {name: statistics.median(line[name] for line in updates) for name in updates[0]}
+    median = {name: statistics.median(line[name] for line in updates) for name in updates[0] if name != "stage"}
     busy = [(line["time/env"] + line["time/snapshots"], line["time/rollout"] + line["time/update"]) for line in updates]
     steps = (updates[-1]["total/env_steps"] - updates[0]["total/env_steps"]) / max(1, len(updates) - 1)
     env_share, snapshot_share = median["time/env_share"], median["time/snapshots_share"]
@@ -215,7 +215,7 @@ def environment_line(env_id: str, kwargs: tuple[str, ...], turns: int, size: str
 
 
 class Recited(Admissible):
-    """A policy that samples as it would in training, and then does what an expert would, each time a bit differently.
+    """Policy that samples as in training, then plays an expert's script, slightly different each time.
 
     A patch that was submitted before is not tested again; those of a policy that learns are mostly new.
     """
@@ -225,7 +225,7 @@ class Recited(Admissible):
         self.scripts = scripts
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        """Actions of the task's script."""
+        """Return the actions of the task's script."""
         actions = self.policy(contexts)
         for context, action in zip(contexts, actions):
             script = self.scripts[context.path[0]]
@@ -237,13 +237,13 @@ class Recited(Admissible):
 
 
 def bench_overlap(repeats: int) -> list[str]:
-    """Rollouts on SWE-bench's small repositories, with and without sampling while environments step, by the clock."""
+    """Compare wall-clock time of rollouts on SWE-bench's small repositories with and without overlapped sampling."""
     lines = ["| environments at a time | steps | share that waits for them | overlapped | rollout / overlapped |"]
     return [*lines, "|---|---|---|---|---|", overlap_line(4, repeats)]
 
 
 def overlap_line(threads: int, repeats: int) -> str:
-    """Four tasks of 4 paths each, a policy of 0.2 M parameters that says 100 tokens a turn."""
+    """Measure four tasks of 4 paths each with a policy of 0.2 M parameters that samples 100 tokens per turn."""
     settings: dict[str, Any] = {"context": 1024, "max_new_tokens": 100, "prompts": 4}
     args = resolved(Args(algo="bpo-paper", width=4, points=1, spacing=1, **settings))
     kwargs = ("dataset=mini", "limits={seconds: 5}")
@@ -271,7 +271,7 @@ def overlap_line(threads: int, repeats: int) -> str:
 
 
 def demonstrated(envs: Envs, tasks: int) -> tuple[list[list[str]], list[str]]:
-    """What the expert does in each of these tasks; and everything that was said."""
+    """Record the expert's actions in each of these tasks, and every text seen on the way."""
     scripts: list[list[str]] = []
     texts: list[str] = []
     env = envs.take()
@@ -296,7 +296,7 @@ GROUP, PROMPTS, COMPLETION, STEPS = 8, 8, 24, 4
 
 
 class OneTurn(SnapshotEnv[str, str]):
-    """Twenty words; an answer of an even number of characters is right. What GRPO is like without an environment."""
+    """One-turn task of twenty words, GRPO's setting without environments: answers of even length are right."""
 
     metadata = {"render_modes": []}  # noqa: RUF012
     immutable_state = True
@@ -308,13 +308,13 @@ class OneTurn(SnapshotEnv[str, str]):
         self.task = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Words by the number of the task."""
+        """Return the words of the task."""
         super().reset(seed=seed)
         self.task = (options or {}).get("task", 0)
         return words_for(self.task), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Ends the episode."""
+        """End the episode."""
         return "", right(action), True, False, {}
 
     def _capture(self) -> int:
@@ -325,12 +325,12 @@ class OneTurn(SnapshotEnv[str, str]):
 
 
 def words_for(task: int) -> str:
-    """A task's words."""
+    """Words of a task."""
     return " ".join(random.Random(task).choices(WORDS, k=20))
 
 
 def right(answer: str) -> float:
-    """The reward."""
+    """Reward of an answer."""
     return float(len(answer) % 2 == 0)
 
 
@@ -340,7 +340,7 @@ if "bench/OneTurn-v0" not in gym.registry:
 
 
 class Spending:
-    """CPU and wall-clock seconds and generated tokens of the steps after the first, and the memory they needed."""
+    """CPU and wall-clock seconds, generated tokens and memory of the steps after the first."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -348,11 +348,11 @@ class Spending:
         self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def mark(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self.marks.append((time.process_time(), time.perf_counter(), self.tokens))
 
     def report(self) -> dict[str, float]:
-        """Of all steps but the first."""
+        """Report all steps but the first."""
         (cpu, wall, tokens), (cpu_end, wall_end, tokens_end) = self.marks[0], self.marks[-1]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if torch.cuda.is_available():
@@ -362,7 +362,7 @@ class Spending:
 
 
 def run_ours(folder: str, out: str, adapters: bool) -> dict[str, float]:
-    """GRPO by this trainer."""
+    """Run GRPO with this trainer."""
     large: dict[str, Any] = {"lora_r": 32, "dtype": "bfloat16"} if adapters else {}
     args = Args(
         algo="grpo", model=folder, out=out, env_id=ONE_TURN, max_turns=1, context=96, max_new_tokens=COMPLETION,
@@ -383,7 +383,7 @@ def run_ours(folder: str, out: str, adapters: bool) -> dict[str, float]:
 
 
 def run_trl(folder: str, out: str, adapters: bool) -> dict[str, float]:
-    """GRPO by TRL."""
+    """Run GRPO with TRL."""
     from datasets import Dataset  # type: ignore[import-untyped]
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -397,10 +397,10 @@ def run_trl(folder: str, out: str, adapters: bool) -> dict[str, float]:
         return [right(completion[0]["content"]) for completion in completions]
 
     class Marks(TrainerCallback):  # type: ignore[misc]
-        """Tells when a step ends."""
+        """Callback that records when a step ends."""
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            """So."""
+            """Record the end of a step."""
             spending.mark()
 
     config = GRPOConfig(
@@ -425,7 +425,7 @@ def run_trl(folder: str, out: str, adapters: bool) -> dict[str, float]:
 
 
 def bench_trl(repeats: int) -> list[str]:
-    """GRPO where the algorithms coincide: one turn, no divergence; the same model, prompts and numbers of samples."""
+    """Compare with TRL's GRPO where the algorithms coincide: one turn, no divergence; same model, prompts, counts."""
     found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = tiny_tokenizer(WORDS)
@@ -459,7 +459,7 @@ def bench_trl(repeats: int) -> list[str]:
 
 
 def bench_lookahead(repeats: int, start: str | None = None) -> list[str]:
-    """Updates with and without it, on embedded games from a supervised start: made here, or a checkpoint's folder."""
+    """Compare updates with and without look-ahead on embedded games, from SFT trained here or a checkpoint."""
     config = Args(**read_config(Args, Path(__file__).parents[1] / "configs" / "alfworld-tiny.yaml"))
     kwargs = (*config.env_kwargs, "features=true")
     config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=(), lr_decay="constant")
@@ -481,7 +481,7 @@ LOOKAHEAD_CASES: tuple[tuple[Literal["rloo-pooled", "bpo"], Network], ...] = (
 
 
 def lookahead_line(config: Args, network: Network, folder: str, repeats: int) -> str:
-    """The ratio is that of each round, in which the two take turns with the same episodes: the median, and all."""
+    """Format the ratios of rounds in which both variants take turns with the same episodes: their median, and all."""
     config = replace(config, lr=1e-9)  # else the two policies part, and their episodes with them
     plain = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}-plain"))
     ahead = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}", lookahead=True, network=network))
@@ -511,7 +511,7 @@ def lookahead_line(config: Args, network: Network, folder: str, repeats: int) ->
 
 
 WARM = 2
-"""Rounds that are not counted: before them V̂ knows nothing, and nothing is scored."""
+"""Warm-up rounds, not counted: before them V̂ has no data, and nothing is scored."""
 
 
 BENCHES = {
@@ -525,11 +525,11 @@ BENCHES = {
 
 
 def main() -> None:
-    """Print Markdown."""
+    """Print the results as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=[*BENCHES, "trl-side"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--start", help="for lookahead: folder of a checkpoint to begin at (default: makes one)")
+    parser.add_argument("--start", help="for lookahead: folder of the checkpoint to start from (default: train one)")
     parser.add_argument("--side", choices=["ours", "trl"], help="for trl-side, which trl runs")
     parser.add_argument("--folder", help="for trl-side")
     parser.add_argument("--out", help="for trl-side")

@@ -1,9 +1,9 @@
-"""What the trainer's shortcuts are worth at sizes that want a GPU: random weights in the shape of real models.
+"""Speed of the trainer's optimizations at sizes that need a GPU: random weights in the shapes of real models.
 
 python -m bpo_ref.experiments.bench_large update|forks|generation|trl [--shape Qwen/Qwen2.5-7B-Instruct] [--repeats 5]
 
-bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Ways take turns
-in one process; seconds are those of the device, memory is its peak. ``--shape check`` is small enough for a CPU: it
+bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Variants
+take turns in one process; seconds are the device's, memory is its peak. ``--shape check`` is small enough for a CPU: it
 shows that the commands work, nothing more.
 """
 
@@ -33,7 +33,7 @@ from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.learning.tiny import tiny_tokenizer
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.generate import Generator, forward
-from sandboxgym import interpreter
+from sandboxgym.system import interpreter
 
 ALL_SHAPES = {
     "check": Shape(32, 2, 2, 1, 16, 64, 128, qkv_bias=True),
@@ -42,25 +42,25 @@ ALL_SHAPES = {
     **SHAPES,
 }
 LARGE = 900_000_000
-"""Parameters from which on only adapters are trained, in bf16."""
+"""Parameters from which only adapters are trained, in bf16."""
 
 
 @dataclass
 class Spent:
-    """Of one call."""
+    """Time and memory of one call."""
 
     seconds: float
     peak_gib: float
-    """Of the device's memory; of the process on a CPU."""
+    """Peak of the device's memory; on a CPU, of the process."""
 
 
 def device() -> torch.device:
-    """A GPU where there is one."""
+    """A GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measured(call: Callable[[], Any]) -> Spent:
-    """Run it."""
+    """Run a call and measure it."""
     cuda = device().type == "cuda"
     if cuda:
         torch.cuda.synchronize()
@@ -86,7 +86,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Spe
 
 
 def model_of(name: str, *, context: int) -> CausalLM:
-    """Random weights in that shape, on the device."""
+    """Make random weights of that shape, on the device."""
     shape = ALL_SHAPES[name]
     large = shape.parameters > LARGE
     kind = Qwen2Config if shape.qkv_bias else LlamaConfig
@@ -103,7 +103,7 @@ def model_of(name: str, *, context: int) -> CausalLM:
 
 
 def bench_update(name: str, repeats: int) -> list[str]:
-    """Forward and backward pass of a tree of 13 paths, packed and flat, one row at a time where it is flat."""
+    """Compare forward and backward passes of a tree of 13 paths: packed, flat, and flat one row at a time."""
     small = name == "check"
     lengths_of_tree = {"prompt": 30, "turns": 5, "turn": 6} if small else {"prompt": 600, "turns": 20, "turn": 120}
     ids, where = (part.to(device()) for part in paths_of(1, points=4, width=4, **lengths_of_tree))
@@ -112,18 +112,18 @@ def bench_update(name: str, repeats: int) -> list[str]:
     checkpoint_layers(model)
     if ALL_SHAPES[name].parameters > LARGE:
         model = add_adapter(model, r=32, alpha=32, seed=0).to(device())
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lengths = torch.full((len(ids),), ids.shape[1], device=device())
     gradients: dict[str, torch.Tensor] = {}
 
     def update(packed: bool) -> None:
-        for parameter in learnt:
+        for parameter in trained:
             parameter.grad = None
         rows = [slice(None)] if packed else [slice(i, i + 1) for i in range(len(ids))]
         for row in rows:
             logps, *_ = forward(model, ids[row], lengths[row], where=where[row], packed=packed)
             (logps.sum() / len(ids)).backward()  # type: ignore[no-untyped-call]
-        gradients["packed" if packed else "flat"] = torch.cat([p.grad.flatten().float() for p in learnt])  # type: ignore[union-attr]
+        gradients["packed" if packed else "flat"] = torch.cat([p.grad.flatten().float() for p in trained])  # type: ignore[union-attr]
 
     spent = in_turns({"flat": partial(update, False), "packed": partial(update, True)}, repeats)
     apart = float((gradients["packed"] - gradients["flat"]).norm() / gradients["flat"].norm())
@@ -138,7 +138,7 @@ def bench_update(name: str, repeats: int) -> list[str]:
 
 
 def bench_forks(name: str, repeats: int) -> list[str]:
-    """Three forks of a path up to their first token, from its keys and values and read again."""
+    """Compare three forks of a path up to their first token, with its keys and values kept and with it read again."""
     start, longer = (30, 10) if name == "check" else (3000, 500)
     ids = np.random.default_rng(0).integers(3, 100, start).tolist()
     model = model_of(name, context=start + longer + 8)
@@ -160,7 +160,7 @@ def bench_forks(name: str, repeats: int) -> list[str]:
 
 
 def bench_generation(name: str, repeats: int) -> list[str]:
-    """Turns of 64 rows with contexts of different lengths, by each backend."""
+    """Compare the backends on turns of 64 rows with contexts of different lengths."""
     rows, longest, turn = (4, 30, 4) if name == "check" else (64, 3000, 64)
     rng = np.random.default_rng(0)
     contexts = [rng.integers(3, 100, int(n)).tolist() for n in rng.integers(longest // 3, longest, rows)]
@@ -189,7 +189,7 @@ def bench_generation(name: str, repeats: int) -> list[str]:
 
 
 def bench_trl(name: str, repeats: int) -> list[str]:
-    """`bpo_ref.experiments.bench.bench_trl` at this shape: each trainer in a process of its own, by the clock."""
+    """Run `bpo_ref.experiments.bench.bench_trl` at this shape: each trainer in its own process, wall-clock time."""
     tokenizer = tiny_tokenizer(WORDS)
     large = ALL_SHAPES[name].parameters > LARGE
     found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
@@ -221,7 +221,7 @@ BENCHES: dict[str, Callable[[str, int], list[str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print Markdown."""
+    """Print the results as Markdown."""
     parser = argparse.ArgumentParser(
         prog="python -m bpo_ref.experiments.bench_large", description=(__doc__ or "").split("\n")[0]
     )

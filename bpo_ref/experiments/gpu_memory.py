@@ -1,11 +1,10 @@
-"""GPU memory that a configuration asks for, counted from the shape of its model.
+"""GPU memory of a configuration, computed from the shape of its model.
 
     python -m bpo_ref.experiments.gpu_memory --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml
 
-Counted, not measured: weights, gradients and optimizer states as they are; activations as what a Llama-like layer
-keeps; keys and values as if every row filled its context and shared none of it, logits as if every token of an update
-had been sampled, so at most.
-Not counted: the CUDA context, buffers of NCCL, fragmentation.
+Computed, not measured. Weights, gradients and optimizer states are exact; activations are what a Llama-like layer
+keeps. Keys and values are an upper bound (every row fills its context and shares none of it), and so are logits (every
+token of an update was sampled). Not counted: the CUDA context, buffers of NCCL, fragmentation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama-like causal model."""
+    """Shape of a Llama-like causal model."""
 
     hidden: int
     layers: int
@@ -42,30 +41,30 @@ class Shape:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of the linear layers of one block."""
+        """(in, out) features of the linear layers of one block."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = [(self.hidden, wide), (self.hidden, narrow), (self.hidden, narrow), (wide, self.hidden)]
         return [*attention, (self.hidden, self.ffn), (self.hidden, self.ffn), (self.ffn, self.hidden)]
 
     @property
     def parameters(self) -> int:
-        """Weights in all."""
+        """Total number of weights."""
         bias = (self.heads + 2 * self.kv_heads) * self.head_dim * self.qkv_bias
         block = sum(a * b for a, b in self.linears) + bias + 2 * self.hidden
         return self.layers * block + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def embeddings(self) -> int:
-        """Weights of the embeddings that are not those of the output layer, too."""
+        """Number of weights of the embeddings, 0 where they are tied to the output layer."""
         return 0 if self.tied else self.vocabulary * self.hidden
 
     def adapters(self, r: int) -> int:
-        """Weights of adapters of rank r beside every linear layer of every block."""
+        """Number of weights of rank-r adapters beside every linear layer of every block."""
         return self.layers * sum(r * (a + b) for a, b in self.linears)
 
     @property
     def kept(self) -> int:
-        """Numbers a token that one block keeps for its backward pass: the inputs of its norms, of its linear layers, of
+        """Values per token that a block keeps for its backward pass: the inputs of its norms, of its linear layers, of
         attention (queries, keys, values, output), and of the gated product.
         """
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -79,7 +78,7 @@ SHAPES = {  # as in the config.json of these checkpoints
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape that a transformers configuration of a Llama-like model states."""
+    """Read the shape from a transformers configuration of a Llama-like model."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
         config.hidden_size,
@@ -95,14 +94,14 @@ def shape_of(config: Any) -> Shape:
 
 
 def keys_and_values(shape: Shape, *, rows: int, tokens: int, size: int, joined: int = JOINED) -> tuple[int, int]:
-    """Bytes that sampling holds: of the store, and of what attention is given of it (`generate`).
+    """Bytes of keys and values that sampling holds: in the store, and copied from it for attention (`generate`).
 
     The layers that are joined, and of one layer keys and values side by side and again with a copy for each head.
 
     Args:
-        shape: of the model.
-        rows: that are sampled at the same time.
-        tokens: of each, none of them shared.
+        shape: shape of the model.
+        rows: number of rows sampled at the same time.
+        tokens: number of tokens per row, none of them shared.
         size: bytes of a number.
         joined: of the generator.
     """
@@ -113,13 +112,13 @@ def keys_and_values(shape: Shape, *, rows: int, tokens: int, size: int, joined: 
 
 
 def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, int]:
-    """Bytes on each GPU, by what they hold.
+    """Bytes on each GPU, by purpose.
 
     Args:
         args: settings of the run, resolved.
-        shape: of the model.
+        shape: shape of the model.
         layout: ``ddp`` holds everything on every GPU, ``fsdp2`` and ``zero3`` a part of it.
-        gpus: how many.
+        gpus: number of GPUs.
     """
     low = 2 if args.dtype == "bfloat16" else 4
     parts = gpus if layout != "ddp" else 1
@@ -151,7 +150,7 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
 
 
 def most_rows(args: Args) -> int:
-    """Paths of a task that are sampled at the same time, at most: root paths, then their forks, then forks of these."""
+    """Upper bound on a task's paths sampled at one time: independent rollouts, then forks, then forks of these."""
     assert args.roots is not None and args.width is not None and args.points is not None
     roots = args.roots * (TaskSpread.MOST if args.allocation == "spread" else 1)
     if args.schedule in ("none", "mc"):
@@ -163,14 +162,14 @@ def most_rows(args: Args) -> int:
 
 
 def peak(parts: dict[str, int]) -> int:
-    """Bytes of the larger of the two phases, which do not hold their parts at the same time."""
+    """Bytes of the larger of the two phases, sampling and update, which never hold their parts at the same time."""
     always = sum(size for name, size in parts.items() if ":" not in name)
     phases = [sum(size for name, size in parts.items() if name.startswith(phase)) for phase in ("update", "rollout")]
     return always + max(phases)
 
 
 def table(name: str, args: Args, shape: Shape, *, gpus: int) -> list[str]:
-    """Lines of a Markdown table: what each GPU holds in GiB, with adapters on every GPU, and with sharded weights."""
+    """Lines of a Markdown table: GiB on each GPU, with adapters on every GPU and with sharded weights."""
     lines = []
     rank = args.lora_r or 32
     layouts: list[tuple[Layout, int]] = [("ddp", rank), ("fsdp2", rank), ("fsdp2", 0), ("zero3", 0)]

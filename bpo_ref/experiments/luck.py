@@ -1,11 +1,11 @@
-"""How much of the variance of returns look-ahead takes off, and what is left of it, at a fixed policy.
+"""Share of the variance of returns that look-ahead removes at a fixed policy, and the share that remains.
 
     python -m bpo_ref.experiments.luck --checkpoint runs/alfworld/start-seed0/checkpoint \
         --config bpo_ref/configs/alfworld-tiny.yaml
 
 For each kind of V̂: the variance of returns around their task's mean, that of returns less the luck of all decisions but
-the first, and E δ² of the first decision, which is to stay. The rest is what V̂ does not know: of later decisions, and
-of what the first is worth beyond one step. With exact values, and without chance in the environment, it would be 0.
+the first, and E δ² of the first decision, which should remain. The rest is what V̂ does not know: of later decisions,
+and of the first one's effects beyond one step. With exact values, and without chance in the environment, it would be 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METHODS = ("rloo-pooled:roots=8,lookahead=true", "rloo-pooled:roots=8,lookahead=
 
 
 def parts(laboratory: Laboratory, args: Args) -> tuple[float, float, float]:
-    """Variance of returns within a task, that less the luck of later decisions, and E δ² of the first."""
+    """Variance of returns within a task, the same less the luck of later decisions, and E δ² of the first decision."""
     study, memory = laboratory.study, Memory.of(args)
     for batch in range(study.pilot):
         draw = partial(laboratory._draw, 1 + batch)
@@ -43,7 +43,7 @@ def parts(laboratory: Laboratory, args: Args) -> tuple[float, float, float]:
 
 
 def run(study: Study) -> str:
-    """A table, one row for each of ``study.methods``: flat rollouts with look-ahead.
+    """Make a table with one row for each of ``study.methods``: flat rollouts with look-ahead.
 
     Raises:
         ValueError: a method is none, or has forks, or no look-ahead.

@@ -1,13 +1,13 @@
-"""What to search for, learnt from the reward alone: one number a word, forks at the search page, no neural network.
+"""Search queries learned from the reward alone: one number per word, forks at the search page, no neural network.
 
 python -m bpo_ref.experiments.queries [--seeds 0 1 2] [--tasks 2000] [--forks 4] [--panel 500]
 
-The policy of a WebShop episode has one decision: which words of the instruction to search for. Each word is taken with
+The policy of a WebShop episode has one decision: which words of the instruction to search for. Each word is chosen with
 a probability of its own, the same wherever the word occurs; the rule-based shopper does the rest, and buys the first
 product that the search brings and that is not too dear. At the search page the environment is forked, every fork draws
-its query, and leave-one-out advantages of the final rewards move the words' logits (REINFORCE): the algorithm of this
-package where it is smallest. That something is learnt, and holds for products never seen, says of the generated
-catalogue that a search policy can be learned on it.
+its query, and leave-one-out advantages of the final rewards move the words' logits (REINFORCE): this package's
+algorithm at its smallest. That it learns, and generalises to unseen products, shows that a search policy can be
+learned on the generated catalogue.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ TURNS = 12
 """Step limit of an episode; the shopper needs about five."""
 
 Query = Callable[[list[str], random.Random], list[str]]
-"""The words to search for, of those of an instruction."""
+"""A rule that picks the words to search for from those of an instruction."""
 
 
 @dataclass
 class QueryPolicy:
-    """Takes word w of an instruction with probability σ(any + own[w]).
+    """Policy that chooses word w of an instruction with probability σ(any + own[w]).
 
     Args:
         any: logit that all words share; -1.4 takes one in five.
-        own: what is added for a word, 0 at first.
+        own: logit added for a word, 0 at first.
     """
 
     any: float = -1.4
     own: dict[str, float] = field(default_factory=dict)
 
     def probability(self, word: str) -> float:
-        """Of taking it."""
+        """Probability of choosing a word."""
         return 1.0 / (1.0 + math.exp(-self.any - self.own.get(word, 0.0)))
 
     def draw(self, words: Sequence[str], rng: random.Random) -> list[bool]:
-        """Which of the words to take."""
+        """Draw the words to search for."""
         return [rng.random() < self.probability(word) for word in words]
 
     def __call__(self, words: list[str], rng: random.Random) -> list[str]:
-        """A query, sampled."""
+        """Sample a query."""
         return [word for word, taken in zip(words, self.draw(words, rng)) if taken]
 
     def learn(self, words: Sequence[str], taken: Sequence[bool], step: float) -> None:
-        """Move the logits along the gradient of the log-probability of this draw (the shared one, along its mean)."""
+        """Move the logits along the gradient of the log-probability of this draw (the shared logit, along its mean)."""
         slopes = [taken_one - self.probability(word) for word, taken_one in zip(words, taken)]
         self.any += step * statistics.fmean(slopes)
         for word, slope in zip(words, slopes):
@@ -65,18 +65,18 @@ class QueryPolicy:
 
 
 def shop(split: str) -> gym.Env[Any, Any]:
-    """The generated catalogue with the goals of some products."""
+    """Make the generated catalogue with the goals of some products."""
     return gym.make("sandboxgym/WebShop-v0", split=split, max_episode_steps=TURNS)
 
 
 def words_of(observation: str) -> list[str]:
-    """Of the instruction on a page."""
+    """Words of the instruction on a page."""
     pieces = [piece.strip() for piece in observation.split("[SEP]")]
     return WORD.findall(pieces[pieces.index("Instruction:") + 1].lower())
 
 
 def bought(env: gym.Env[Any, Any], observation: str, query: Sequence[str]) -> tuple[float, bool]:
-    """Search, leave the rest to the rule-based shopper; reward and success of the purchase.
+    """Search and leave the rest to the rule-based shopper; returns reward and success of the purchase.
 
     An empty query cannot be typed: "x" stands for it.
     """
@@ -92,14 +92,14 @@ def bought(env: gym.Env[Any, Any], observation: str, query: Sequence[str]) -> tu
 
 
 def train(policy: QueryPolicy, *, tasks: int, forks: int, rate: float = 2.0, seed: int = 0) -> None:
-    """REINFORCE with leave-one-out baselines among forks of the same search page.
+    """Train by REINFORCE with leave-one-out baselines among forks of the same search page.
 
     Args:
         policy: changed in place.
         tasks: instructions to learn from, drawn from those of the training products.
         forks: queries for each, at least 2.
         rate: learning rate at the start; it falls to 0.
-        seed: of what is drawn.
+        seed: seed of what is drawn.
     """
     rng = random.Random(f"train/{seed}")
     env = shop("product-train")
@@ -124,7 +124,7 @@ def train(policy: QueryPolicy, *, tasks: int, forks: int, rate: float = 2.0, see
 
 
 def score(query: Query, *, panel: int, seed: int = 0) -> tuple[float, float]:
-    """Mean reward and share of successes on the first goals of products that no training goal is about."""
+    """Mean reward and success rate on the first goals of products without any training goal."""
     env = shop("product-test")
     results = []
     for task in range(panel):
@@ -136,14 +136,14 @@ def score(query: Query, *, panel: int, seed: int = 0) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; prints Markdown."""
+    """Run the command line; prints Markdown."""
     parser = argparse.ArgumentParser(
         prog="python -m bpo_ref.experiments.queries", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", type=int, default=2000, help="instructions to learn from")
-    parser.add_argument("--forks", type=int, default=4, help="queries for each")
-    parser.add_argument("--panel", type=int, default=500, help="goals of the evaluation")
+    parser.add_argument("--forks", type=int, default=4, help="queries per instruction")
+    parser.add_argument("--panel", type=int, default=500, help="goals in the evaluation set")
     args = parser.parse_args(argv)
     print("| words searched for | score | success |\n|---|---|---|")
 

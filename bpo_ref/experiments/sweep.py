@@ -1,11 +1,11 @@
-"""The tables of the BPO paper, and ours, each by one command: every variant, several seeds, one start for each seed.
+"""Sweeps over variants and seeds: each table of the BPO paper, and each of ours, by one command.
 
     python -m bpo_ref.study main --config bpo_ref/configs/alfworld-tiny.yaml --seeds 0 1 2 --jobs 2 --out runs/main
     python -m bpo_ref.study k-sweep --config bpo_ref/configs/alfworld-qwen2.5-7b.yaml --out runs/k \
         --launch "accelerate launch --config_file bpo_ref/configs/accelerate/fsdp2.yaml"
 
-A run that has finished is not repeated and one that was interrupted goes on, so the same command continues a study, or
-adds seeds and variants to it; other settings need another folder.
+All variants of a seed start from the same SFT checkpoint. Finished runs are skipped and interrupted ones continued, so
+the same command continues a study or adds seeds and variants to it; other settings need another folder.
 With ``--match tokens --budget N`` (anything after ``--`` goes to every run) all variants spend the same.
 """
 
@@ -24,8 +24,11 @@ from typing import get_args
 from bpo_ref.experiments.archive import pack
 from bpo_ref.experiments.plots import Metric, Plot
 from bpo_ref.experiments.tables import write
+from bpo_ref.running.folder import holds_run, resumable
 
 CURVES = ("main", "overhead")  # studies whose picture is learning curves; of ablations it is what each gained
+STOPPED = (130, 143)
+"""Exit status of a run that SIGINT or SIGTERM has stopped."""
 TRAIN = Path(__file__).parents[1] / "train.py"
 
 Variants = Mapping[str, str]  # label -> words of the command line
@@ -62,7 +65,7 @@ STUDIES: dict[str, Variants] = {
         "bpo-tree": "--algo bpo-tree",  # at the branch points only
         "bpo": "--algo bpo",  # at the splits, as the path goes
     },
-    # which part of bpo-split gains what
+    # the gain of each part of bpo-split
     "split": {
         "rloo": "--algo rloo --roots 8",
         "rloo-value": "--algo rloo-value --roots 8",
@@ -72,7 +75,7 @@ STUDIES: dict[str, Variants] = {
         "rloo-pooled": "--algo rloo-pooled --roots 8",
         "bpo": "--algo bpo",  # with both: the pooled baseline and roulette
     },
-    # what might beat bpo: learned values, root paths by what the returns of a task spread
+    # candidates to beat bpo: learned values, independent rollouts allocated by the variance of a task's returns
     "beyond": {
         "rloo-pooled": "--algo rloo-pooled",
         "rloo-critic": "--algo rloo --baseline critic",
@@ -94,23 +97,25 @@ def commands(
     extra: Sequence[str],
     starts: int | None = None,
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """The supervised starts, and the runs from them; those that have finished are left out.
+    """Commands of the SFT starts, and of the runs from them; finished ones are left out.
 
     Args:
-        variants: what is run.
+        variants: arguments of each variant, by label.
         out: folder of the runs.
         config: file of settings.
         seeds: of every variant.
-        launch: what starts a run.
+        launch: command that starts a run.
         extra: words that go to every run.
-        starts: how many there are; seed s begins at the one of seed s modulo this. Default: each at its own.
+        starts: number of SFT starts; seed s begins at start s modulo this. Default: one per seed.
     """
 
     def command(folder: Path, *words: str) -> list[list[str]]:
         if (folder / "results.json").exists():
             return []
-        resume = ["--resume", "True"] if (folder / "checkpoint").exists() else []
-        return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *resume]]
+        again = ["--resume", "True"] if resumable(folder) else []
+        if not again and holds_run(folder):  # stopped before its first checkpoint
+            again = ["--overwrite", "True"]
+        return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *again]]
 
     def start_of(seed: int) -> int:
         return seed if starts is None else seed % starts
@@ -132,12 +137,12 @@ def commands(
 
 
 def folder_of(command: Sequence[str]) -> Path:
-    """Where a run's results will be."""
+    """Folder of a run's results."""
     return Path(command[command.index("--out") + 1])
 
 
 def begin(record: Path, settings: Mapping[str, object]) -> None:
-    """Note what the runs of a folder have in common, or see that they still do.
+    """Record the settings that all runs of a folder share, or check that they still do.
 
     Raises:
         SystemExit: they were begun with other settings.
@@ -154,7 +159,9 @@ def begin(record: Path, settings: Mapping[str, object]) -> None:
 
 
 def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
-    """Run the commands, so many at a time; their output goes to a file.
+    """Run the commands, ``jobs`` at a time; their output goes to a file.
+
+    One that was asked to stop has not failed: it has saved its state.
 
     Raises:
         SystemExit: one failed; the rest has been run.
@@ -165,27 +172,27 @@ def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
             return subprocess.run(command, stdout=file, stderr=file, check=False).returncode
 
     with ThreadPoolExecutor(jobs) as executor:
-        failed = [shlex.join(c) for c, code in zip(commands, executor.map(one, commands)) if code]
+        failed = [shlex.join(c) for c, code in zip(commands, executor.map(one, commands)) if code not in (0, *STOPPED)]
     if failed:
         raise SystemExit(f"error: failed (see {log}):\n" + "\n".join(failed))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     given = list(sys.argv[1:] if argv is None else argv)
     extra = given[given.index("--") + 1 :] if "--" in given else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=sorted(STUDIES))
     parser.add_argument("--config", required=True, help="YAML file of the settings that all runs share")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--starts", type=int, help="supervised starts that the seeds share in turn (default: one each)")
+    parser.add_argument("--starts", type=int, help="SFT starts that the seeds share in turn (default: one each)")
     parser.add_argument("--only", nargs="+", help="labels of the variants to run (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--launch", default=sys.executable, help="what starts a run, such as accelerate launch")
+    parser.add_argument("--launch", default=sys.executable, help="command that starts a run, such as accelerate launch")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; writes OUT-table.md and OUT.png")
-    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what variants are compared by")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="metric to compare variants by")
     parser.add_argument(
-        "--data", type=Path, help="write what the tables are made of to this file (bpo_ref.experiments.archive)"
+        "--data", type=Path, help="write the numbers behind the tables to this file (bpo_ref.experiments.archive)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
@@ -213,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage in (starts, runs):
         run_all(stage, arguments.out / "log.txt", arguments.jobs)
         if stopped := [folder for folder in map(folder_of, stage) if not (folder / "results.json").exists()]:
-            raise SystemExit(f"error: stopped before the end: {', '.join(map(str, stopped))}; the same command goes on")
+            raise SystemExit(f"error: stopped early: {', '.join(map(str, stopped))}; run the same command to continue")
     folders = [arguments.out / f"{label}-seed{seed}" for label in variants for seed in arguments.seeds]
     if arguments.data:
         pack(folders, arguments.data)

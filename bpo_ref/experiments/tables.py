@@ -1,17 +1,17 @@
-"""Runs side by side: mean and spread over seeds of every variant, as Markdown tables and a plot.
+"""Comparison of runs: mean and standard deviation over seeds of every variant, as Markdown tables and a plot.
 
     python -m bpo_ref.compare --out runs/study-tables runs/study/*-seed*
 
-Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes what
-the tables are made of to one file (`experiments/archive.py`), which takes the folders' place: it is small enough to be
-committed beside a table, and makes it again. Metrics, as the BPO paper defines them:
+Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes the
+numbers behind the tables to one file (`experiments/archive.py`), which can replace the folders: it is small enough to
+be committed beside a table, and reproduces it. Metrics, as the BPO paper defines them:
 
 - steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
-  evaluations, linear between them;
+  evaluations, interpolated linearly between them;
 - gradient-norm variance: running variance of ‖∇L‖₂ over 50 mini-batches, mean over the run, and its ratio to GRPO's.
   It mixes in the scale of the estimator (docs/theory.md);
 - non-degenerate share: tasks with an advantage beyond 0.1;
-- success on easy and hard tasks of the panel: those that the start solved, and those that it did not.
+- success on easy and hard tasks of the evaluation set: those that the start solved, and those that it did not.
 
 A standard error (s.e.) counts supervised starts: runs that began at the same weights are not independent, so they are
 averaged first.
@@ -44,14 +44,14 @@ WINDOW = 50  # mini-batches of the running variance
 
 @dataclass(frozen=True)
 class Finished:
-    """A run's logs."""
+    """A finished run, read from its logs."""
 
     folder: Path
     metric: Metric = "success"
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """Seed of the run."""
         return int(self.results["args"]["seed"])
 
     @property
@@ -66,18 +66,18 @@ class Finished:
 
     @cached_property
     def updates(self) -> list[dict[str, Any]]:
-        """The log's lines of updates."""
+        """The log's entries of updates."""
         lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         return [line for line in lines if "update/grad_norm" in line]
 
     @property
     def comparable(self) -> bool:
-        """Whether anything was learnt, and what it began at is known."""
+        """Tell whether anything was trained, and whether the score at the start is known."""
         return bool(self.updates) and bool(self.scores) and self.scores[0]["update"] == 0
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Settings and totals."""
+        """Settings and totals of the run."""
         return dict(json.loads((self.folder / "results.json").read_text()))
 
     @property
@@ -92,41 +92,41 @@ class Finished:
 
     @property
     def area(self) -> float:
-        """Mean of the metric over the evaluations after the start."""
+        """Mean of the metric over the evaluations after the start, the area under the curve."""
         return float(np.mean([record[self.metric] for record in self.scores[1:]]))
 
     def spent_until(self, level: float, unit: str) -> float:
-        """Updates, tokens or seconds until an evaluation reached this level, linear between them; NaN: never."""
+        """Updates, tokens or seconds until an evaluation reached a level, interpolated linearly; NaN: never."""
         return spent_until([(record[unit], record[self.metric]) for record in self.scores], level)
 
     @property
     def norm_variance(self) -> float:
-        """Running variance of the gradient's norm."""
+        """Mean running variance of the gradient's norm."""
         norms = [line["update/grad_norm"] for line in self.updates]
         window = min(WINDOW, len(norms))
         return float(np.mean([np.var(norms[i : i + window]) for i in range(len(norms) - window + 1)]))
 
     @property
     def shared_steps(self) -> float:
-        """Environment steps that forks did not have to take, for they began at a snapshot."""
+        """Environment steps that forks saved by starting at a snapshot."""
         returns = np.diff([line["total/returns"] for line in self.updates], prepend=0.0)
         turns = np.array([line["rollout/turns"] for line in self.updates])
         return float(returns @ turns - self.updates[-1]["total/env_steps"])
 
     @property
     def nondegenerate(self) -> float:
-        """Share of tasks that anything can be learnt from."""
+        """Share of tasks with an advantage to learn from."""
         return float(1.0 - np.mean([line["rollout/degenerate_tasks"] for line in self.updates]))
 
     def success_where(self, solved_at_start: bool) -> float:
-        """Success at the end on the tasks that the start solved, or did not; NaN without a record."""
+        """Final success on the tasks that the start solved, or did not; NaN without a record."""
         start, end = (self.scores[i].get("outcomes", []) for i in (0, -1))
         chosen = [after for before, after in zip(start, end) if bool(before) == solved_at_start]
         return float(np.mean(chosen)) if chosen else float("nan")
 
 
 def spent_until(points: Sequence[Sequence[float]], level: float) -> float:
-    """Where a curve of (spent, metric) reaches a level, linear between the points; NaN: never."""
+    """Position where a curve of (spent, metric) reaches a level, interpolated linearly; NaN: never."""
     if points[0][1] >= level:
         return float(points[0][0])
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -141,7 +141,7 @@ def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[
 
 
 def summary(groups: Groups) -> str:
-    """One line a variant: ± sd is over seeds, ± s.e. over starts; budget columns are means of a run."""
+    """One line per variant: ± sd is over seeds, ± s.e. over starts; budget columns are means per run."""
     lines = [
         "| variant | seeds | start | end, mean ± sd (each) | end minus start ± s.e. | rollouts | tokens |",
         "|---|---|---|---|---|---|---|",
@@ -161,7 +161,7 @@ def summary(groups: Groups) -> str:
 
 
 def efficiency(groups: Groups) -> str:
-    """The paper's metrics, one line a variant. The baselines are the variants that are not named bpo-…."""
+    """The paper's metrics, one line per variant. Baselines are the variants not named bpo-…."""
     finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
     baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
@@ -186,7 +186,7 @@ def efficiency(groups: Groups) -> str:
 
 
 def beside(groups: Groups, baseline: str = "grpo") -> str:
-    """Differences to another variant's runs, seed by seed: mean ± standard error; empty where it was not run.
+    """Paired differences to another variant's runs of the same seeds: mean ± standard error; empty without any.
 
     Seeds that share a supervised start are averaged first: the standard error is over starts. Where runs were evaluated
     on the way, the last column is the budget at which the mean curve reaches the baseline's mean final success, as a
@@ -223,7 +223,7 @@ def _over_starts(runs: Sequence[Finished], values: Sequence[Any]) -> np.ndarray:
 
 
 def _reached(pairs: Sequence[tuple[Finished, Finished]]) -> str:
-    """Where the first runs' mean curve reaches the second's mean end, as a part of what these spent."""
+    """Budget at which the first runs' mean curve reaches the second's mean end, as a share of what these spent."""
     shared = range(min(len(run.scores) for run, _ in pairs))
     runs = [run for run, _ in pairs]
     curves = _over_starts(
@@ -247,7 +247,7 @@ def _part(value: float) -> str:
 
 
 def overhead(groups: Groups) -> str:
-    """What branching costs: c_snap, the time of a task's rollout, and the share that snapshots have in it.
+    """Cost of branching: c_snap, the time of a task's rollout, and the snapshots' share of it.
 
     A task's rollout is the time of all tasks, times the processes that played them, by their number. Then the share of
     all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the forks would have
@@ -299,21 +299,21 @@ def _mean_error(values: np.ndarray) -> str:
 
 
 def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:
-    """Mean of those that are numbers, and how many are not."""
+    """Mean of the values that are numbers, with the count of those that are not."""
     found = [value for value in values if value == value]
     missing = len(values) - len(found)
     return (form.format(np.mean(found)) if found else "never") + (f" ({missing} never)" if found and missing else "")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs, or files made of some by --data")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs, or files written by --data")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")
-    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="what runs are compared by")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="metric to compare runs by")
     parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="learning curves, or end minus start")
-    parser.add_argument("--overhead", action="store_true", help="add a table of what branching costs")
-    parser.add_argument("--data", type=Path, help="write what the tables are made of to this file")
+    parser.add_argument("--overhead", action="store_true", help="add a table of the cost of branching")
+    parser.add_argument("--data", type=Path, help="write the numbers behind the tables to this file")
     arguments = parser.parse_args(argv)
     with TemporaryDirectory() as folder:
         arguments.runs = unpacked(arguments.runs, Path(folder))
@@ -327,7 +327,7 @@ def _compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         parser.error(f"expected finished runs, with results.json, updates and a score of their start, found {given}")
     if left_out := [str(run) for run in arguments.runs if run not in finished]:
         why = "they have not finished, or hold no updates or no score of their start"
-        print(f"left out, for {why}: {', '.join(left_out)}", file=sys.stderr)
+        print(f"left out because {why}: {', '.join(left_out)}", file=sys.stderr)
     if arguments.data:
         pack(finished, arguments.data)
     print(write(finished, arguments.out, arguments.metric, costs=arguments.overhead, plot=arguments.plot))

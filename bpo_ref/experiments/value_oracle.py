@@ -1,6 +1,6 @@
-"""Where a fork would tell most: the variance of the value over fresh actions, by brute force. For analysis only.
+"""Oracle of the best branch points: variance of the value over fresh actions, by brute force. For analysis only.
 
-At every step of the first path some fresh actions are taken and each followed by many rollouts from the state it leads
+At every step of the first path some fresh actions are taken, and many rollouts start from the state that each leads
 to. These probes are not trained on and not counted, and have random streams of their own.
 """
 
@@ -45,7 +45,7 @@ def value_scores(
     rollouts: int = 16,
     **options: Any,
 ) -> dict[tuple[int, int], float]:
-    """(task index, depth) -> variance of the value over actions: by ``width`` fresh ones, ``rollouts`` after each.
+    """Map (task index, depth) to the variance of the value over ``width`` fresh actions, with ``rollouts`` after each.
 
     With two rollouts and more it is without bias, so it may be negative: the variance of the means less what the
     rollouts' own noise adds.
@@ -62,7 +62,7 @@ def value_scores(
 
 
 def _returns(node: Node) -> list[float]:
-    """Returns after a node, of the paths through it, which fork there or not at all."""
+    """Returns after a node, of the paths through it, whose forks are all at that node."""
     totals = []
     for edge in node.children:
         total, at = edge.reward, edge.child
@@ -73,7 +73,7 @@ def _returns(node: Node) -> list[float]:
 
 
 def _variance_between(groups: Sequence[Sequence[float]]) -> float:
-    """Of the groups' true means, by analysis of variance; 0 where there are fewer than two groups."""
+    """Variance of the groups' true means, by analysis of variance; 0 for fewer than two groups."""
     if len(groups) < 2:
         return 0.0
     noise = [np.var(group, ddof=1) / len(group) for group in groups if len(group) > 1]

@@ -1,4 +1,4 @@
-"""How good is an estimator of the policy gradient? Measured at a fixed policy, at equal budgets.
+"""Variance of estimators of the policy gradient, measured at a fixed policy and equal budgets.
 
     python -m bpo_ref.variance --config bpo_ref/configs/alfworld-tiny.yaml --checkpoint runs/alfworld/sft \
         --methods rloo:roots=8 rloo-turn:roots=8 bpo-split --out docs/results/details/variance-alfworld
@@ -7,12 +7,12 @@ Many batches of rollout trees are sampled for the same tasks; the gradient g of 
 every tree. Reported for each method, with 90 % bootstrap intervals over the tasks:
 
 - noise / signal: Tr Cov(g) / ‖E g‖² of an update on these tasks; Tr Cov is over rollouts, the tasks being fixed, and
-  E g comes from a separate large sample of independent rollouts, its own noise taken off the squared norm;
+  E g comes from a separate large sample of independent rollouts, with its noise subtracted from the squared norm;
 - cost at equal returns, environment steps and tokens: Tr Cov times what a tree spends, the first method's being 1.
   Half the cost is the same precision for half the budget;
-- scale and cosine of the mean gradient against E g, noise taken off, and the relative bias ‖mean - E g‖ / ‖E g‖. A
-  method whose scale is surely not 1 does not estimate the gradient: its cost is taken at its own scale and marked *.
-  Never is an estimator that does divided by its measured scale, which is noise;
+- scale and cosine of the mean gradient against E g, noise subtracted, and the relative bias ‖mean - E g‖ / ‖E g‖. A
+  method whose scale is significantly different from 1 does not estimate the gradient: its cost is taken at its own
+  scale and marked *. Other methods are never divided by their measured scale, which is noise;
 - non-degenerate: share of actions with an advantage beyond 0.1; and the variance of ‖g‖ over mini-batches, as the BPO
   paper reports it, which mixes in the scale: so with its ratio to the squared mean. These are in OUT.json only, as are
   the costs at equal environment steps.
@@ -20,7 +20,7 @@ every tree. Reported for each method, with 90 % bootstrap intervals over the tas
 Gradients are sums over tokens divided by the number of tasks (``aggregation=constant``), whose expectation does not
 depend on the method, and are kept as a random projection (count sketch) that preserves inner products on average.
 
-What was measured of a method is kept in OUT-samples/, so that the same command goes on after an interruption, and a
+The samples of each method are kept in OUT-samples/, so that the same command continues after an interruption, and a
 method can be added to a study. Delete the folder to measure anew.
 """
 
@@ -61,7 +61,8 @@ from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import MAY_CHANGE, gives_key
 from bpo_ref.train import aggregate, assign_credit, policy_loss
-from sandboxgym.prompts import make_prompt
+from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
 
 METHODS = (
@@ -74,7 +75,7 @@ AFTER_SAMPLING = (
     "algo", "credit", "baseline", "refusals", "fork_baseline", "step_weight_power", "advantage_norm", "lookahead",
     "lookahead_least", "network", "lam", "group_std",
 )  # fmt: skip
-"""What is made of sampled trees, and not what is sampled: methods that differ in these settings alone share trees."""
+"""Settings applied after sampling: methods that differ in these alone share trees."""
 
 
 @dataclass(frozen=True)
@@ -82,44 +83,44 @@ class Study:
     """Settings of a measurement."""
 
     checkpoint: str
-    """The policy: a folder with weights and tokenizer."""
+    """Folder of the policy's weights and tokenizer."""
     config: str
     """YAML file of the training settings: environment, turns, tokens, temperature."""
     env_kwargs: tuple[str, ...] = ()
-    """Arguments of the environment beside those of ``config``, as name=value."""
+    """Arguments of the environment in addition to those of ``config``, as name=value."""
     methods: tuple[str, ...] = METHODS
     """``algo`` or ``algo:field=value,field=value``; costs are relative to the first."""
     tasks: int = 24
-    """Tasks of a batch."""
+    """Tasks per batch."""
     repeats: int = 8
-    """Batches a method; the last of them give the variance."""
+    """Batches per method, which give the variance."""
     pilot: int = 4
-    """Batches before, of other tasks, that teach the schedules and baselines that learn."""
+    """Batches beforehand, of other tasks, from which schedules and baselines learn."""
     reference: int = 64
-    """Independent rollouts a task, with the turn baseline, for E g."""
+    """Independent rollouts per task, with the turn baseline, for E g."""
     sketch: int = 8192
     """Dimension of the projection of gradients."""
     bootstrap: int = 2000
-    """Resamples of the tasks."""
+    """Number of bootstrap resamples of the tasks."""
     minibatch: int = 4
-    """Tasks of a mini-batch for the variance of gradient norms."""
+    """Tasks per mini-batch, for the variance of gradient norms."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Seed of all random draws."""
     threads: int = 1
     """CPU threads (0: PyTorch's choice)."""
     out: str = "runs/variance"
-    """Writes OUT.md, OUT.png and OUT.json, and keeps what was measured in OUT-samples/."""
+    """Prefix of the files written: OUT.md, OUT.png, OUT.json, and the samples in OUT-samples/."""
 
     @property
     def measured_by(self) -> dict[str, Any]:
-        """The settings that gradients depend on, but for the method."""
+        """The settings that gradients depend on, except the method."""
         later = ("methods", "bootstrap", "minibatch", "out", "reference", "checkpoint", "config", "threads")
         return {name: value for name, value in asdict(self).items() if name not in later}
 
 
 @dataclass
 class Samples:
-    """What was measured of one method."""
+    """Gradients and costs measured for one method."""
 
     name: str
     gradients: np.ndarray  # [repeats, tasks, sketch]
@@ -139,7 +140,7 @@ class Samples:
 
 
 class Laboratory:
-    """A fixed policy, its environments, and the tasks that everything is measured on."""
+    """A fixed policy, its environments, and the tasks on which all methods are measured."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -188,13 +189,13 @@ class Laboratory:
             raise ValueError(f"{method}: a learned value head, the value oracle and sft are not measured here")
         if args.allocation == "spread" and self._available != self.study.tasks:
             raise ValueError(
-                f"{method}: how far a task's returns spread is learnt in the pilot, so the study must have all tasks: "
+                f"{method}: the variance of returns is learned in the pilot, so the study must have all tasks: "
                 f"expected tasks={self._available}, found {self.study.tasks}"
             )
         return args
 
     def measured(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:
-        """`measure`, or what an earlier run of the same study kept of it."""
+        """Return `measure`'s samples, or those that an earlier run of the same study kept."""
         study = self.study
         usual, mine = asdict(Args()), asdict(self.settings(method))
         given = {name: value for name, value in mine.items() if name not in MAY_CHANGE and value != usual[name]}
@@ -242,13 +243,13 @@ class Laboratory:
 
     def _draw(self, batch: int) -> list[Any]:
         env = self.envs.take()
-        self._available = getattr(env.unwrapped, "num_tasks", None)
+        self._available = task_count(env)
         tasks = draw_tasks(env, self.study.tasks, (self.study.seed, 91, batch))
         self.envs.give(env)
         return tasks
 
     def _recall(self, args: Args, key: int) -> None:
-        """Keep the trees sampled for the method before, if this one's would be the same."""
+        """Reuse the trees sampled for the method before, if this one's would be identical."""
         same = {name: value for name, value in asdict(args).items() if name not in AFTER_SAMPLING}
         drawn_by = [
             args.split_variance == "fair" and (args.network, args.lookahead_least),
@@ -260,7 +261,7 @@ class Laboratory:
     def _batch(
         self, args: Args, memory: Memory, tasks: Callable[[], Sequence[Any]], seed: tuple[int, ...]
     ) -> list[RolloutTree]:
-        """Trees of a batch, with the luck of their decisions set if there is look-ahead."""
+        """Sample the trees of a batch, with the luck of their decisions set if there is look-ahead."""
         if seed not in self._kept:
             self._kept[seed] = self._sampled(args, memory, tasks(), seed)
         trees = self._kept[seed]
@@ -301,13 +302,13 @@ class Laboratory:
             look=ahead,
         )
         if any(failure.dropped for failure in failures):
-            raise RuntimeError(f"environments failed for good: {failures[0].error}")
+            raise RuntimeError(f"environments failed after all retries: {failures[0].error}")
         for edge in (edge for tree in trees for edge in tree.edges()):
             edge.reward -= args.invalid_penalty * (not edge.valid)
         return trees
 
     def _gradient(self, tree: RolloutTree, args: Args) -> np.ndarray:
-        """Of the loss of one tree, projected [sketch]."""
+        """Gradient of the loss of one tree, projected [sketch]."""
         self.model.zero_grad(set_to_none=True)
         packed, temperature = args.pack == "tree", args.temperature
         for rows in micro_batches(rows_of([tree]), args):
@@ -351,7 +352,7 @@ class Line:
     noise_to_signal: Estimate
     cost: dict[str, Estimate]
     aims: bool
-    """Whether the scale may be 1."""
+    """True if a scale of 1 is compatible with its interval."""
     scale: Estimate
     cosine: Estimate
     bias: Estimate
@@ -363,14 +364,14 @@ class Line:
 
 
 def compare(samples: Sequence[Samples], reference: Samples, *, bootstrap: int, minibatch: int, seed: int) -> list[Line]:
-    """Rows of the table; costs are relative to the first sample.
+    """Compute the rows of the table; costs are relative to the first sample.
 
     Args:
         samples: of each method, on the same tasks.
         reference: for E g.
         bootstrap: resamples of the tasks.
         minibatch: tasks of a mini-batch.
-        seed: of the resampling.
+        seed: seed of the resampling.
     """
     tasks = len(reference.means)
     rng = np.random.default_rng(seed)
@@ -379,7 +380,7 @@ def compare(samples: Sequence[Samples], reference: Samples, *, bootstrap: int, m
     )  # [1 + bootstrap, tasks]; the first is the sample itself
 
     def squared(s: Samples) -> np.ndarray:
-        """‖mean over tasks of E g‖² under every weighting, the noise taken off."""
+        """‖mean over tasks of E g‖² under every weighting, the noise subtracted."""
         gram = s.means @ s.means.T - np.diag(s.noise / len(s.gradients))
         return np.asarray(np.einsum("bi,ij,bj->b", weights, gram, weights))
 
@@ -421,14 +422,14 @@ def compare(samples: Sequence[Samples], reference: Samples, *, bootstrap: int, m
 
 
 def interval(values: np.ndarray) -> Estimate:
-    """The first value, with the 5 % and 95 % quantiles of the rest."""
+    """The first value, with the 5 % and 95 % quantiles of the others."""
     finite = values[1:][np.isfinite(values[1:])]
     low, high = np.quantile(finite, [0.05, 0.95]) if 2 * len(finite) > len(values) else (math.nan, math.nan)
     return Estimate(float(values[0]), float(low), float(high))
 
 
 def _norms(gradients: np.ndarray, minibatch: int) -> np.ndarray:
-    """‖mean gradient‖ of mini-batches of tasks."""
+    """‖mean gradient‖ of each mini-batch of tasks."""
     tasks, size = gradients.shape[1:]
     whole = gradients[:, : tasks // minibatch * minibatch].reshape(-1, minibatch, size)
     return np.asarray(np.linalg.norm(whole.mean(axis=1), axis=-1))
@@ -453,7 +454,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Markdown: of a page's width, so not all that `Line` holds."""
+    """Format the rows as a Markdown table as wide as a page: not all that `Line` holds."""
     first = lines[0].name
     rows = [
         f"| method | tokens for equal variance, relative to `{first}` | rollouts for equal variance | scale | cosine "
@@ -475,7 +476,7 @@ def shown(name: str) -> str:
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
-    """Cost of every method at equal tokens, with its interval; hollow where the estimator is biased by construction."""
+    """Plot the cost of every method at equal tokens, with its interval; hollow: biased by construction."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -559,7 +560,7 @@ def _words(value: Any) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     try:
         print(table(run(tyro.cli(Study, config=(tyro.conf.FlagConversionOff,)))))
     except ValueError as error:

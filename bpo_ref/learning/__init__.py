@@ -1,1 +1,1 @@
-"""The network and what it learns from: models, rows of tokens, shared prefixes, checkpoints."""
+"""The network and its training data: models, batches of tokens, shared prefixes, checkpoints."""

@@ -22,37 +22,37 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Critique:
-    """`Edge.data` where there is a value head; one entry a token of the action."""
+    """Values and targets of an action's tokens, one entry per token: `Edge.data` where there is a value head."""
 
     values: list[float]
     """V of the state in which each token was drawn, before the update."""
     targets: list[float] = field(default_factory=list)
-    """What V is to be; NaN where it is not learnt."""
+    """Targets of V; NaN where it is not trained."""
     advantages: list[float] = field(default_factory=list)
-    """Of each token, where they differ within an action."""
+    """Advantage of each token, where they differ within an action."""
 
 
 @dataclass
 class Row:
-    """One path as the trainer sees it: the ids of the whole episode, and the actions sampled on this path."""
+    """One path as training data: the ids of the whole episode, and the actions sampled on this path."""
 
     ids: list[int]
     edges: list[Edge]
 
     @property
     def mass(self) -> float:
-        """Σ weight x tokens of its actions."""
+        """Σ weight x tokens of the row's actions."""
         return sum(edge.weight * edge.action.tokens for edge in self.edges)
 
     @property
     def learnt(self) -> int:
-        """States whose value is learnt."""
+        """Number of states whose value is trained."""
         return sum(not math.isnan(t) for edge in self.edges for t in getattr(edge.data, "targets", ()))
 
 
 @dataclass
 class Batch:
-    """Rows padded on the right. T is the longest; position t of the [B, T-1] tensors belongs to token t + 1."""
+    """Rows padded on the right to the longest, T; position t of the [B, T-1] tensors belongs to token t + 1."""
 
     ids: Tensor  # [B, T]
     lengths: Tensor  # [B]
@@ -61,23 +61,23 @@ class Batch:
     weight: Tensor  # [B, T-1]
     old_logps: Tensor  # [B, T-1] under the policy that has sampled, by the trainer or the sampler; 0 where not known
     old_values: Tensor | None = None  # [B, T-1] of a value head before the update
-    targets: Tensor | None = None  # [B, T-1] of the values, NaN where they are not learnt
+    targets: Tensor | None = None  # [B, T-1] of the values, NaN where they are not trained
     sampler_logps: Tensor | None = None  # [B, T-1] by the sampler; None: as `old_logps`
 
     @property
     def mask(self) -> Tensor:
-        """[B, T-1]: exactly the sampled tokens."""
+        """Mask [B, T-1] of exactly the sampled tokens."""
         return self.step >= 0
 
 
 def rows_of(trees: Iterable[RolloutTree]) -> list[Row]:
-    """The rows of all paths; those of weight 0 (for values only, and those left out) are not trained on."""
+    """Convert all paths to rows; those of weight 0 (for values only, and those left out) are not trained on."""
     rows = (row for tree in trees for path in tree.paths for row in rows_of_path(path))
     return [row for row in rows if any(edge.weight for edge in row.edges)]
 
 
 def rows_of_path(path: Path) -> list[Row]:
-    """A row a conversation: one, or one a turn where prompts show a window.
+    """Convert a path to one row per conversation: a single one, or one per turn where prompts show a window.
 
     The prefix that a path was forked from is context, so every action is trained on once.
     """
@@ -90,7 +90,7 @@ def rows_of_path(path: Path) -> list[Row]:
 
 
 def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
-    """Rows as tensors."""
+    """Pad rows to tensors."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     step = torch.full((len(rows), longest - 1), -1)
@@ -117,7 +117,7 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
 
 
 def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
-    """Rows for the update, as `token_batches`.
+    """Split rows into the batches of an update, as `token_batches` does.
 
     Those without any advantage are left out where they cannot matter, and with them what only they would have made of
     a packed tree; one stays, for data parallel processes must all take part in the reduction of the gradients.
@@ -128,14 +128,14 @@ def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
 
 
 def token_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
-    """Rows in batches of at most ``micro_tokens`` tokens, padded or packed as ``pack`` says, or one row."""
+    """Split rows into batches of at most ``micro_tokens`` tokens, padded or packed as ``pack`` says, or one row."""
     if args.pack == "tree":
         return by_prefix(rows, lambda row: row.ids, args.micro_tokens)
     return by_length(rows, lambda row: len(row.ids), args.micro_tokens)
 
 
 def by_length(items: Iterable[Item], length: Callable[[Item], int], most: int) -> list[list[Item]]:
-    """Items of like length together, so that little is padded: at most ``most`` padded tokens a batch, or one item."""
+    """Batch items of similar length together, to pad little: at most ``most`` padded tokens per batch, or one item."""
     batches: list[list[Item]] = []
     for item in sorted(items, key=length, reverse=True):
         if batches and (len(batches[-1]) + 1) * length(batches[-1][0]) <= most:

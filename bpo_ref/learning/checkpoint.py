@@ -1,4 +1,4 @@
-"""Checkpoints: a folder that transformers can load, plus the trainer's state, replaced all at once.
+"""Checkpoints: a folder that transformers can load, plus the trainer's state, replaced atomically.
 
 Everything random in a run is keyed by (seed, step), so weights, optimizer and counters are the whole state.
 """
@@ -19,17 +19,17 @@ FIELDS = {"args", "stage", "step", "counters", "memory", "scores", "optimizer", 
 
 
 class CheckpointError(ValueError):
-    """The folder is not a checkpoint of this run; the message names the file and the field."""
+    """Raised if a folder is not a checkpoint of this run; the message names the file and the field."""
 
 
 def save_checkpoint(
     folder: Path, model: Any, tokenizer: Any, state: dict[str, Any], *, weights: dict[str, Any] | None = None
 ) -> None:
-    """Write beside ``folder`` and then swap: a crash leaves the old checkpoint or the new one.
+    """Save a checkpoint beside ``folder`` and then swap them: a crash leaves the old checkpoint or the new one.
 
     Args:
         folder: of the checkpoint.
-        model: of transformers or PEFT, which writes its adapters alone.
+        model: a transformers or PEFT model, which writes its adapters alone.
         tokenizer: goes with it.
         state: the trainer's.
         weights: of the model, where they are not its own parameters (shards).
@@ -47,7 +47,7 @@ def save_checkpoint(
 
 
 def args_of(folder: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint; none of a folder without a trainer's state."""
+    """Read the settings of the run that wrote a checkpoint; none of a folder without a trainer's state."""
     path = folder / STATE
     if not path.exists():
         return {}
@@ -56,7 +56,7 @@ def args_of(folder: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The trainer's state; the weights are loaded from the folder by transformers.
+    """Read the trainer's state; the weights are loaded from the folder by transformers.
 
     Tensors are mapped, not read: the optimizer's are several times the weights, and most processes need a part of them.
 

@@ -23,19 +23,19 @@ CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
 
 
 LOWERED = nn.Linear, Conv1D
-"""Layers whose products autocast computes in the lower type (GPT-2's are of the second kind)."""
+"""Layer types whose products autocast computes in the compute dtype (GPT-2's are of the second type)."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def settle_cpu(threads: int) -> None:
-    """Where PyTorch computes on the CPU: how many threads, and memory that is kept for the next step.
+    """Configure PyTorch on the CPU: the number of threads, and memory kept for the next step.
 
     Left alone, glibc hands every large block back when it is freed, and the pages of the next step's have to be faulted
     in one by one again. Other C libraries are left as they are.
 
     Args:
-        threads: of PyTorch; 0: its choice.
+        threads: threads of PyTorch; 0: its choice.
     """
     if torch.cuda.is_available():
         return
@@ -47,16 +47,16 @@ def settle_cpu(threads: int) -> None:
 
 
 class Output(NamedTuple):
-    """Of `ActorCritic`."""
+    """Output of `ActorCritic`."""
 
     logits: Tensor
-    """[B, T, vocabulary]"""
+    """Logits [B, T, vocabulary]."""
     values: Tensor
-    """[B, T], fp32: of the state after each token."""
+    """Value [B, T], fp32, of the state after each token."""
 
 
 class ActorCritic(nn.Module):
-    """A causal model and a linear value head on its last hidden states, which starts at 0."""
+    """A causal model with a linear value head on its last hidden states, initialised to 0."""
 
     def __init__(self, policy: CausalLM) -> None:
         super().__init__()
@@ -66,28 +66,28 @@ class ActorCritic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, **inputs: Any) -> Output:
-        """The policy's logits, and the values."""
+        """Compute the policy's logits and the values."""
         output = self.policy(**inputs, output_hidden_states=True)
         return Output(output.logits, self.value_head(output.hidden_states[-1].float())[..., 0])
 
 
 def policy_of(model: CausalLM) -> CausalLM:
-    """The causal model within."""
+    """The causal model within an `ActorCritic`."""
     return model.policy if isinstance(model, ActorCritic) else model
 
 
 def build_tiny(
     size: str, texts: Iterable[str], *, vocabulary: int, context: int, seed: int
 ) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """A small transformer and a tokenizer for these texts.
+    """Build a small transformer and a tokenizer for these texts.
 
     Args:
         size: one of `TINY_SIZES`.
-        texts: what is to be read and written.
-        vocabulary: pieces of a byte-level tokenizer learnt on the texts, which can encode anything; 0: a word-level
+        texts: examples of the text to read and write.
+        vocabulary: pieces of a byte-level tokenizer learned on the texts, which can encode anything; 0: a word-level
             one that knows the words of the texts and nothing else.
-        context: most tokens of an episode.
-        seed: of the weights.
+        context: largest number of tokens of an episode.
+        seed: seed of the weights.
 
     Raises:
         ConfigError: there is no such size.
@@ -101,19 +101,19 @@ def build_tiny(
 def load_policy(
     folder: str | Path, *, dtype: str = "float32", device: torch.device | None = None, setting: str = "model"
 ) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """A transformers causal model and its tokenizer, from a folder or the hub.
+    """Load a transformers causal model and its tokenizer from a folder or the hub.
 
-    Files are mapped. On the CPU weights of the file's own type stay so; those of another type are copied. For another
-    device they are taken there one by one, so that of no type the CPU's memory ever holds all of them.
+    Files are memory-mapped. On the CPU, weights of the file's own dtype stay mapped; those of another are copied. For
+    another device they are moved one by one, so that the CPU's memory never holds all of them.
 
-    A folder with adapters alone is the model that they were trained beside (its name is in there; a folder that was
-    moved is looked for beside this one) with them merged into it, in fp32 before the weights take ``dtype``.
+    A folder with adapters alone is their base model (named in the folder; if that folder was moved, it is looked for
+    beside this one) with the adapters merged into it, in fp32 before the weights take ``dtype``.
 
     Args:
-        folder: or a name on the hub.
-        dtype: that the weights take.
-        device: where they go to. Default: the CPU.
-        setting: that names the folder.
+        folder: path, or a name on the hub.
+        dtype: dtype of the weights.
+        device: device of the weights. Default: the CPU.
+        setting: name of the setting with the folder, for errors.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -140,21 +140,21 @@ def load_policy(
 
 
 def eos_ids(model: CausalLM) -> tuple[int, ...]:
-    """The tokens that the model says end its output; often more than the tokenizer's one."""
+    """Token ids that the model says end its output; often more than the tokenizer's one."""
     config = getattr(model, "generation_config", None) or model.config
     found = config.eos_token_id
     return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
 
 
 def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int, base: str | None = None) -> CausalLM:
-    """The model frozen, with low-rank adapters in fp32 beside every linear layer but the output one (LoRA; Hu et al.,
+    """Freeze the model and add low-rank adapters in fp32 to every linear layer but the output layer (LoRA; Hu et al.,
     2021). Their product starts at 0, so that at first nothing changes.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
         r: rank.
         alpha: their product is scaled by alpha / r.
-        seed: of the weights.
+        seed: seed of the weights.
         base: the folder or name that the model was loaded from, for those who load the adapters.
 
     Raises:
@@ -175,20 +175,20 @@ def add_adapter(model: CausalLM, *, r: int, alpha: int, seed: int, base: str | N
 
 
 def load_adapter(model: CausalLM, folder: Path) -> None:
-    """The weights of the adapters that a checkpoint holds."""
+    """Load the weights of the adapters that a checkpoint holds."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 class WithoutAdapter:
-    """A model with adapters as it was before them: the reference policy, without a second copy of the weights."""
+    """The model without its adapters: the reference policy, without a second copy of the weights."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output without the adapters."""
+        """Compute the output without the adapters."""
         with self._model.disable_adapter():
             return self._model(*args, **kwargs)
 
@@ -199,7 +199,7 @@ class WithoutAdapter:
 def checkpoint_layers(model: CausalLM) -> None:
     """Keep only the input of each layer for the backward pass, which computes the layer again.
 
-    transformers does so in training mode alone, where a model may have dropout: it is switched off, for with it the
+    transformers does so in training mode alone, where a model may have dropout: it is switched off, because with it the
     log-probabilities of the sampler would not recur.
     """
     for module in model.modules():
@@ -216,7 +216,7 @@ def checkpoint_layers(model: CausalLM) -> None:
 
 
 def lowered_twin(model: CausalLM, dtype: torch.dtype) -> CausalLM:
-    """A model whose forward passes are those of a model after `compute_in`, without casting its weights every time.
+    """Copy a model with its weights cast to the compute dtype once: the forward passes of `compute_in` at less cost.
 
     Autocast casts the weights of every linear layer in every pass, which for one token of a few rows takes longer than
     the pass itself. Here they are cast once, in `refresh`; all other weights are the model's own, in fp32, so that the
@@ -237,7 +237,7 @@ def lowered_twin(model: CausalLM, dtype: torch.dtype) -> CausalLM:
 
 @torch.no_grad()
 def refresh(twin: CausalLM, model: CausalLM) -> None:
-    """Cast the weights of a model for its `lowered_twin` again, after an optimizer step."""
+    """Update the cast weights of a `lowered_twin` after an optimizer step."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         if parameter is not weights[name]:
@@ -245,7 +245,7 @@ def refresh(twin: CausalLM, model: CausalLM) -> None:
 
 
 def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
-    """Let forward passes compute in a lower precision; the weights stay what they are, and so do their gradients.
+    """Run forward passes in a compute dtype of lower precision; weights and gradients keep their own.
 
     Weights in bfloat16 would not learn: at a learning rate of 1e-6 most steps are less than half the distance to the
     next number of theirs.

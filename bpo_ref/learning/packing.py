@@ -1,12 +1,12 @@
-"""Rows that share prefixes as one row in which every shared prefix stands once: the trainer's ``--pack tree``.
+"""Packing of rows that share prefixes into one row with every shared prefix once: the trainer's ``--pack tree``.
 
 What this module promises:
 
 1. Log-probabilities, entropies, values and gradients are those of the rows one by one, up to rounding.
-2. A token attends to itself and to the tokens before it in its own rows, at the position that it has there.
-3. Attention costs what it costs one row at a time, minus the shared prefixes; no mask of N x N elements is made.
-4. A model that cannot keep 1. is refused by `enable`, which tries it out; by `check` again where it trains, with a
-   gradient, for another device has another attention.
+2. A token attends to itself and to the tokens before it in its own rows, at its position there.
+3. Attention costs as much as for the rows one by one, minus the shared prefixes; no mask of N x N elements is made.
+4. `enable` tests a model and refuses one that cannot keep 1. `check` tests it again, with a gradient, on the device
+   that trains it, because attention is implemented differently there.
 
 Sorted rows are a depth-first walk over the tree of their tokens. Of each row only the *segment* behind the prefix that
 it shares with the row before is laid out, so that the tokens below a token follow it without a gap: token k is an
@@ -46,31 +46,35 @@ BLOCK = 128
 
 
 class Unpackable(ConfigError):
-    """The model's attention cannot be given packed rows."""
+    """Raised if a model's attention cannot process packed rows."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows [B, T] laid out in one of N tokens; a row's last token predicts nothing and is left out."""
+    """Rows [B, T] laid out in one row of N tokens; the last token of a row predicts nothing and is left out."""
 
     ids: Tensor
-    """[1, N]"""
+    """Token ids [1, N]."""
     positions: Tensor
-    """[1, N] place of the token in its own rows."""
+    """Position [1, N] of each token in its own rows."""
     segments: Tensor
-    """[S, 2] number of tokens, and how many of the path before it are its prefix."""
+    """Segments [S, 2]: number of tokens, and length of their prefix on the path before them."""
     source: Tensor
-    """[B, T-1] which of the N tokens predicts ids[:, 1:]; 0 in padding."""
+    """Index [B, T-1] of the token that predicts ids[:, 1:]; 0 in padding."""
 
     def mask(self) -> Tensor | BlockMask:
-        """What the model is given as ``attention_mask``: four-dimensional, so that it is handed on as it is."""
+        """The packing as an ``attention_mask``, 4-dimensional so that transformers passes it on unchanged.
+
+        Without a mask, transformers would take positions that start again for packed sequences, and cut forks off
+        their prefixes.
+        """
         if self.ids.device.type == "cuda":
             return block_mask(interval_ends(self.segments, self.ids.shape[1]).to(self.ids.device))
         return self.segments[None, None]
 
 
 def pack(ids: Tensor, lengths: Tensor) -> Packing:
-    """The packing of right-padded ``ids`` [B, T] with ``lengths`` [B], on their device."""
+    """Pack right-padded ``ids`` [B, T] with ``lengths`` [B], on their device."""
     rows = [row[: length - 1] for row, length in zip(ids.cpu().numpy(), lengths.tolist())]
     laid: list[np.ndarray] = []
     places: list[np.ndarray] = []
@@ -104,7 +108,7 @@ def common_prefix(one: Any, other: Any) -> int:
 
 
 def by_prefix(items: Iterable[Item], ids: Callable[[Item], Sequence[int]], most: int) -> list[list[Item]]:
-    """Items whose ids share prefixes together: batches of at most ``most`` tokens once packed, or one item."""
+    """Batch items whose ids share prefixes: at most ``most`` tokens per batch once packed, or one item."""
     batches: list[list[Item]] = []
     room = 0
     before: Sequence[int] = ()
@@ -126,23 +130,23 @@ def by_prefix(items: Iterable[Item], ids: Callable[[Item], Sequence[int]], most:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Segments as calls of SDPA."""
+    """Calls of SDPA, one for each segment."""
 
     queries: list[int]
-    """Tokens of each segment."""
+    """Number of tokens of each segment."""
     keys: list[int]
-    """Tokens of the path that ends with it."""
+    """Number of tokens of the path that ends with each segment."""
     paths: Tensor
-    """[Σ keys] which tokens these are."""
+    """Indices [Σ keys] of the tokens of those paths."""
     masks: list[Tensor | None]
-    """[1, 1, queries, keys] of each; None: plainly causal."""
+    """Masks [1, 1, queries, keys] of the segments; None: plain causal."""
 
 
 _plans: MutableMapping[Tensor, _Plan] = WeakIdKeyDictionary()  # of the masks of forward passes whose graphs are alive
 
 
 def _plan(mask: Tensor) -> _Plan:
-    """Made once a forward pass, not once a layer."""
+    """Plan the segments, once per forward pass rather than once per layer."""
     if mask in _plans:
         return _plans[mask]
     queries, keys, paths, masks, start = [], [], [], [], 0
@@ -168,7 +172,7 @@ def tree_attention(
     attention_mask: Tensor | BlockMask | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of transformers: SDPA, unless the mask is that of a `Packing`.
+    """Attention function for transformers: SDPA, unless the mask is that of a `Packing`.
 
     Args:
         module: the attention layer.
@@ -195,7 +199,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def interval_ends(segments: Tensor, n: int) -> Tensor:
-    """[n] for each token the first after it that is not below it; padding is alone."""
+    """For each token [n], the first later one that is not its descendant; padding stands alone."""
     ends = torch.arange(1, n + 1)
     path, start = torch.empty(0, dtype=torch.long), 0
     for length, shared in segments.tolist():
@@ -207,7 +211,7 @@ def interval_ends(segments: Tensor, n: int) -> Tensor:
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """FlexAttention's mask of ``k <= q < ends[k]``, from the least and the largest end of each block of keys.
+    """Build FlexAttention's mask of ``k <= q < ends[k]`` from the smallest and largest end of each block of keys.
 
     Args:
         ends: [N], N a multiple of `BLOCK`.
@@ -221,7 +225,7 @@ def block_mask(ends: Tensor) -> BlockMask:
     )
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Number and indices of the key blocks of each query block, those chosen first."""
+        """Count and list the key blocks of each query block, the chosen ones first."""
         order = chosen.int().argsort(dim=1, descending=True, stable=True).int()
         return chosen.sum(dim=1, dtype=torch.int32)[None, None], order[None, None]
 
@@ -237,7 +241,7 @@ def block_mask(ends: Tensor) -> BlockMask:
 
 
 def enable(model: CausalLM) -> None:
-    """Give a model this module's attention, after which it takes packed rows beside all that it took before.
+    """Install this module's attention in a model, which then accepts packed rows in addition to other input.
 
     Raises:
         Unpackable: a layer's attention is not full, cannot be replaced, or does not keep to the mask.
@@ -260,9 +264,9 @@ def enable(model: CausalLM) -> None:
 
 
 def check(model: CausalLM) -> None:
-    """Try a model out that `enable` has passed, with a gradient: on the device and with the weights that it now has.
+    """Test an enabled model with a gradient, on its present device and with its present weights.
 
-    All processes have to call it where the weights are spread over them.
+    All processes have to call it where the weights are sharded over them.
 
     Raises:
         Unpackable: packed rows have another output or another gradient than flat ones.
@@ -284,7 +288,7 @@ def _refuse(model: CausalLM, what: str, apart: float, dtype: torch.dtype) -> Non
 
 @torch.no_grad()
 def packing_error(model: CausalLM) -> tuple[float, torch.dtype]:
-    """How far packed and flat logits of a small tree are apart, as a part of what losing the prefix would change.
+    """Difference of packed and flat logits of a small tree, relative to the change that losing the prefix would make.
 
     Below 1e-6 in fp32 and 0.01 in bf16; about 1 where the mask is not kept to, 0.002 and more where positions are not.
     Also returns what they were computed in.
@@ -300,9 +304,9 @@ def packing_error(model: CausalLM) -> tuple[float, torch.dtype]:
 
 @torch.enable_grad()
 def gradient_error(model: CausalLM) -> tuple[float, torch.dtype]:
-    """How far packed and flat gradients of the embeddings of a small tree are apart, as a part of their norm.
+    """Difference of packed and flat gradients of the embeddings of a small tree, relative to their norm.
 
-    Those of the weights are left alone: where weights are spread over processes, they would be reduced.
+    The weights' own gradients are left alone: where weights are sharded over processes, they would be reduced.
     """
     with _tried(model) as (ids, packing), _embeddings(model) as embedded:
         flat, packed = _flat(model, ids), _packed(model, packing)[packing.source]
@@ -317,7 +321,7 @@ def gradient_error(model: CausalLM) -> tuple[float, torch.dtype]:
 
 @contextmanager
 def _tried(model: CausalLM) -> Iterator[tuple[Tensor, Packing]]:
-    """A small tree of rows, and it packed; a model that fails on it cannot be packed."""
+    """Pack a small tree of rows for a test of the model; a model that fails on it cannot be packed."""
     stream = np.random.default_rng(0)
     trunk, *ends = stream.integers(0, model.config.get_text_config().vocab_size, (6, 8)).tolist()
     rows = [trunk + ends[0], trunk + ends[1], trunk[:4] + ends[2] + ends[3][:4], ends[4] + trunk]
@@ -346,7 +350,7 @@ def _packed(model: CausalLM, packing: Packing) -> Tensor:
 
 @contextmanager
 def _embeddings(model: CausalLM) -> Iterator[list[Tensor]]:
-    """What the model's forward passes embed, as leaves of their graphs."""
+    """Capture the embeddings of the model's forward passes as leaves of their graphs."""
     leaves: list[Tensor] = []
 
     def cut(_: Any, __: Any, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finished rollouts scored by the trainer's own forward pass: values, log-probabilities and KL, before credit."""
+"""Rescoring of finished rollouts by the trainer's own forward pass: values, log-probabilities and KL, before credit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bpo_ref.args import Args
 
 Measure: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
-"""Log-probabilities, entropies and, of a value head, values of the sampled tokens, [B, T-1] each."""
+"""Log-probabilities, entropies and (of a value head) values of the sampled tokens, [B, T-1] each."""
 
 
 def rescore(
@@ -27,18 +27,18 @@ def rescore(
     reference: Measure,
     device: torch.device,
 ) -> None:
-    """Fill in what is needed and not known yet.
+    """Compute the values, log-probabilities and KL that a run needs and rollouts do not have yet.
 
-    Values of the states in which tokens were drawn (`Critique`), the divergence from the reference where it is taken
-    off the rewards, and log-probabilities and entropies that the backend did not give. With ``tis`` log-probabilities
-    are measured in any case, and those of the backend are kept beside them (`Generation.sampler_logps`).
+    Values of the states in which tokens were drawn (`Critique`), the divergence from the reference where it is
+    subtracted from the rewards, and log-probabilities and entropies that the backend did not give. With ``tis``
+    log-probabilities are measured in any case, and the backend's are kept too (`Generation.sampler_logps`).
 
     Args:
         trees: changed in place.
         args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``pack`` and ``micro_tokens`` are used.
         policy: the policy that has sampled.
-        reference: asked only where the divergence is taken off the rewards.
-        device: of the tensors that they are given.
+        reference: used only where the divergence is subtracted from the rewards.
+        device: device of the tensors that they are given.
     """
     unknown = any(not edge.action.data.logps for tree in trees for edge in tree.edges())
     measured = unknown or args.tis > 0
@@ -76,7 +76,7 @@ def rescore(
 
 
 def sampler_mismatch(trees: Sequence[RolloutTree]) -> list[tuple[int, float, float]]:
-    """Of each tree: tokens whose sampler's log-probability is known beside the trainer's, Σ |difference| in nats, and
+    """Compare sampler and trainer on each tree: tokens with both log-probabilities, Σ |difference| in nats, and
     the largest π_old / π_sampler. Trees without any such token are left out.
     """
     found = []

@@ -46,7 +46,7 @@ TINY_SIZES: dict[str, TinySize] = {  # named by the number of parameters with a 
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Cuts a text into words, marks such as [SEP], punctuation and line breaks; a space belongs to what follows it."""
+    """Build the splitter of texts into words, marks such as [SEP], punctuation and line breaks, with leading spaces."""
     pattern = Regex(rf"{SPACE}?\[[A-Z]+\]|{SPACE}?\w+|{SPACE}?[^\w\s{SPACE}]|\s|{SPACE}")
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(SPACE, prepend_scheme="always"), pre_tokenizers.Split(pattern, "isolated")]
@@ -78,7 +78,7 @@ def tiny_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_bpe_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level chat tokenizer of `size` pieces learnt on `texts`: common words are one, any text can be written.
+    """A byte-level chat tokenizer of `size` pieces learned on `texts`: common words are one, any text can be written.
 
     For free text: queries, shell commands, patches. Spaces, line breaks and unknown words come back as they were.
     """

@@ -1,11 +1,11 @@
-"""V̂ of a state by a small network on what the environment tells trainers alone (``info["features"]``).
+"""V̂ of a state by a small network on features that the environment gives the trainer only (``info["features"]``).
 
 What this module promises:
 
 1. It has learned from earlier batches only: `ValueNetwork.observe` is the one way in, and look-ahead copies the network
    before a batch is rolled out.
 2. The policy never sees a feature: prompts are made of observations and of the listed actions.
-3. The same batches give the same network, on one machine; what it draws comes from streams of its own.
+3. The same batches give the same network, on one machine; its random streams are its own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from bpo_ref.config import ConfigError
 
 
 class Features(NamedTuple):
-    """A state, as the network is shown it."""
+    """A state, as the network's input."""
 
     told: tuple[float, ...]
-    """``info["features"]``."""
+    """The environment's ``info["features"]``."""
     depth: int
     refused: int
-    """Answers in a row that were not taken: 0, 1, 2 or more."""
+    """Number of refused answers in a row: 0, 1, 2 or more."""
     kind: str
     """Type of the task."""
 
 
 class Example(NamedTuple):
-    """A state and what came of it."""
+    """A state with its mean return, a training example."""
 
     state: Features
     value: float
@@ -43,7 +43,7 @@ class Example(NamedTuple):
 
 
 def told_of(info: Any) -> tuple[float, ...]:
-    """``info["features"]``.
+    """Validate and convert ``info["features"]``.
 
     Raises:
         ConfigError: they are not finite numbers.
@@ -67,7 +67,7 @@ class ValueNetwork:
     Args:
         limit: turns of an episode.
         decay: share of a batch's weight that is kept at each later one.
-        state: of `state`.
+        state: result of `state`.
     """
 
     WIDTH, MEMBERS, KINDS, KEPT, STEPS, SIZE, LR = 64, 2, 8, 16, 150, 256, 3e-3
@@ -82,7 +82,7 @@ class ValueNetwork:
         self._kept: deque[tuple[Tensor, Tensor, Tensor]] = deque(state.get("kept", []), maxlen=self.KEPT)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {
             "weights": [weight.clone() for weight in self._weights],
             "scale": self._scale,
@@ -92,12 +92,12 @@ class ValueNetwork:
         }
 
     def copy(self) -> ValueNetwork:
-        """As it is now, whatever this one goes on to learn."""
+        """Copy the network as it is now."""
         return ValueNetwork(self._limit, self._decay, state=self.state())
 
     @property
     def known(self) -> bool:
-        """Whether there was a batch."""
+        """True once a batch was observed."""
         return bool(self._weights)
 
     def values(self, states: Sequence[Features]) -> list[float]:
@@ -110,7 +110,7 @@ class ValueNetwork:
         return [middle + spread * value for value in told.double().tolist()]
 
     def observe(self, found: Sequence[Example]) -> None:
-        """A batch."""
+        """Fit the network to the last batches, this one included."""
         if not found:
             return
         for example in found:
@@ -122,7 +122,7 @@ class ValueNetwork:
         self._batches += 1
 
     def _inputs(self, states: Sequence[Features]) -> Tensor:
-        """[number of states, inputs]
+        """Network inputs [number of states, inputs].
 
         Raises:
             ConfigError: states differ in how many features they have.
@@ -131,7 +131,7 @@ class ValueNetwork:
         if self._kept:
             sizes.add(self._kept[0][0].shape[1] - 4 - self.KINDS)
         if len(sizes) != 1:
-            raise ConfigError(f"info['features']: expected as many in every state, found {sorted(sizes)}")
+            raise ConfigError(f"info['features']: expected the same number in every state, found {sorted(sizes)}")
         rows = np.zeros((len(states), sizes.pop() + 4 + self.KINDS), dtype=np.float32)
         for row, (told, depth, refused, kind) in zip(rows, states, strict=True):
             turn = depth / self._limit
@@ -142,7 +142,7 @@ class ValueNetwork:
         return torch.from_numpy(rows)
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        """[members, states]"""
+        """Network outputs [members, states]."""
         a, b, c, d, e, f = self._weights
         hidden = torch.relu(inputs @ a + b)
         return (torch.relu(hidden @ c + d) @ e + f)[..., 0]

@@ -1,8 +1,8 @@
-"""What samples: one small interface, and the backends of ``--backend`` behind it.
+"""Sampling backends: one small interface, and the choices of ``--backend`` behind it.
 
-A further one (an inference server, say) is a class with `Backend.open` and sessions of the methods of `Conversations`;
-it has to be told of new weights when a session is opened, and may leave log-probabilities to the trainer. Those by
-which it has sampled belong in `Generation.sampler_logps` where they are not the trainer's: ``--tis`` needs them.
+Another backend (an inference server, say) is a class with `Backend.open` whose sessions have the methods of
+`Conversations`. It has to load new weights when a session is opened, and may leave log-probabilities to the trainer. If
+it samples from other log-probabilities, they belong in `Generation.sampler_logps`: ``--tis`` needs them.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ class Conversations(Protocol):
 
     @property
     def prefilled(self) -> int | None:
-        """Tokens of context that the model has read; None: not known."""
+        """Number of context tokens that the model has read; None: not known."""
 
     @property
     def reused(self) -> int | None:
-        """Tokens of context that rows took over from others, read."""
+        """Number of context tokens taken from other rows instead of being read."""
 
     def add(self, context: Sequence[int], /) -> int:
-        """A new row that begins with these ids."""
+        """Add a row that begins with these ids; returns its number."""
 
     def fork(self, row: int, /, *, length: int | None = None) -> int:
-        """A new row that begins with the first ``length`` tokens of another (default: all)."""
+        """Fork a row: a new one that begins with its first ``length`` tokens (default: all)."""
 
     def extend(self, row: int, ids: Sequence[int], /) -> None:
-        """Append tokens of the environment."""
+        """Append tokens of the environment to a row."""
 
     def drop(self, rows: Sequence[int], /) -> None:
-        """Forget rows and free what they hold; with the last, everything."""
+        """Forget rows and free their memory; with the last row, all of it."""
 
     def context(self, row: int, /) -> list[int]:
-        """The exact ids of a row so far."""
+        """Exact ids of a row so far."""
 
     def room(self, row: int, /) -> int:
-        """How many tokens still fit; below 1 the row cannot take another turn."""
+        """Number of tokens that still fit; below 1 the row cannot take another turn."""
 
     def prefill(self, rows: Sequence[int], /) -> None:
-        """Rows that are about to be forked: a hint."""
+        """Prepare rows that are about to be forked: a hint."""
 
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None, /) -> list[Generation]:
-        """One turn of each of these rows, greedy without ``rngs``; ``logps`` and ``entropies`` empty if not known."""
+        """Sample one turn per row, greedily without ``rngs``; ``logps`` and ``entropies`` are empty if not known."""
 
 
 class Backend(Protocol):
-    """Opens sessions."""
+    """A sampler that opens sessions."""
 
     def open(self, contexts: Sequence[Sequence[int]] = (), /) -> Conversations:
-        """A session whose rows 0, 1, ... begin with ``contexts``."""
+        """Open a session whose rows 0, 1, ... begin with ``contexts``."""
 
 
 def make_backend(
@@ -73,15 +73,15 @@ def make_backend(
     entropies: bool,
     sampler_logps: bool = False,
 ) -> Backend:
-    """The backend of that name.
+    """Make the backend of that name.
 
     Args:
         name: ``hf`` (`generate.Generator`) or ``transformers-continuous`` (`continuous.ContinuousGenerator`).
         model: to sample from.
         stop_ids: tokens that end a turn.
-        max_new_tokens: most tokens of a turn.
-        temperature: of the sampling.
-        context_limit: most tokens of a row.
+        max_new_tokens: largest number of tokens per turn.
+        temperature: temperature of the sampling.
+        context_limit: largest number of tokens per row.
         entropies: whether they are needed as soon as a turn has been sampled.
         sampler_logps: whether the sampler's own log-probabilities are needed; of ``hf`` they are `Generation.logps`.
     """

@@ -4,7 +4,7 @@ A conversation is one list of ids that only ever grows. Sampled ids are kept as 
 environment says is tokenized, once, with the template's own tokens around it. So the ids that are trained on are the
 ids that were sampled, and two conversations share a prefix whenever their histories do.
 
-What the environment says is only ever text: where it holds the letters of a control token, it is not that token.
+The environment's words are always plain text: where they spell a control token, they are not that token.
 
 Text that a model writes token by token may tokenize otherwise (" drawer" as "dra", "wer"): decoding and encoding again
 would train on tokens that were never sampled. Nothing here does.
@@ -19,21 +19,21 @@ from collections.abc import Iterable, Sequence
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 DATE = "26 Jul 2024"
-"""What templates that show today's date are given: a run must not change at midnight."""
+"""Fixed date for templates that show today's, so that a run does not change at midnight."""
 
 
 class TemplateError(ValueError):
-    """The chat template, which the message names, does not let a conversation grow by appending tokens."""
+    """Raised if the chat template, named in the message, does not let a conversation grow by appending tokens."""
 
 
 class ChatFormat:
-    """Turns text into the ids a chat template would give, one appended turn at a time.
+    """Conversion of text to the ids that a chat template would give, one appended turn at a time.
 
     The template is rendered once, on a dummy conversation, and cut into what stands before, between and after
     the messages. `stop_ids` end an assistant turn: the template's end-of-turn token, the tokenizer's eos token, and
     those of the model. Of observations longer than `observation_tokens` (0: no limit) the middle is left out.
 
-    A conversation rendered at once must be the concatenation of its turns, but for two things that models that think
+    A conversation rendered at once must be the concatenation of its turns, except for two things that models that think
     before they answer need. What the template hides of earlier turns (reasoning) stays in the conversation as it was
     sampled: what was read and trained on is what was written. And what the header of the turn to be sampled has beyond
     that of earlier ones (``<think>``, or an empty block of it) stays there, too.
@@ -82,7 +82,7 @@ class ChatFormat:
             raise TemplateError(f"{self._name}: a turn must end in a special token, found {self._gap!r} after it")
         self.end_id: int = added[end]
         control = [t.content for t in tokenizer.added_tokens_decoder.values() if _is_control(t)]
-        # At every place, for they may overlap; the longest, for one may begin another.
+        # At every place, because they may overlap; the longest, because one may begin another.
         longest_first = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
         self._control = re.compile(f"(?=({longest_first}))" if control else r"(?!)")
         self.stop_ids = tuple({self.end_id, tokenizer.eos_token_id, *stop_ids} - {None})
@@ -93,7 +93,7 @@ class ChatFormat:
         self._limit = observation_tokens
 
     def _check(self, rendered: str, texts: Sequence[str], header: str) -> None:
-        """The prefix property, on the ids of the dummy conversation."""
+        """Check the prefix property on the ids of the dummy conversation."""
         tail, self._tail = self._tail, header
         thinks, self._thinks = self._thinks, False
         ids = self.demonstration(texts[0:4:2], texts[1:4:2])[0]
@@ -108,18 +108,18 @@ class ChatFormat:
             )
 
     def start(self, observation: str) -> list[int]:
-        """The ids of the system prompt, the first observation and the header of the assistant's turn."""
+        """Ids of the system prompt, the first observation and the header of the assistant's turn."""
         return self._told(self._head, observation)
 
     def turn(self, observation: str, *, truncated: bool) -> list[int]:
-        """The ids to append after a sampled turn, up to the header of the next one. A `truncated` turn lacks its
+        """Ids to append after a sampled turn, up to the header of the next one. A `truncated` turn lacks its
         end-of-turn token: it comes first here, as context that was not sampled.
         """
         ids = self._told(self._gap, observation)
         return ids if truncated else ids[1:]
 
     def action(self, ids: Sequence[int]) -> str:
-        """The text of a sampled turn. Special tokens before the stop token stay visible: without them the
+        """Text of a sampled turn. Special tokens before the stop token stay visible: without them the
         environment might accept an action that the policy did not write.
         """
         body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
@@ -133,7 +133,7 @@ class ChatFormat:
         *,
         observation_weight: float = 0.0,
     ) -> tuple[list[int], list[float]]:
-        """The ids of an episode in which `actions[i]` answered `observations[i]`, as sampling would have left
+        """Ids of an episode in which `actions[i]` answered `observations[i]`, as sampling would have left
         them, and each one's weight in the loss: 1 in actions with their end-of-turn tokens (0 where not `learn[i]`),
         `observation_weight` elsewhere. A block of reasoning that the template has opened is closed at once.
         """
@@ -147,7 +147,7 @@ class ChatFormat:
         return ids, weights
 
     def _shortened(self, text: str) -> str:
-        """The text with its middle cut out where it is too long: beginning and end of an output tell most."""
+        """Cut the middle out of a text that is too long: beginning and end of an output say most."""
         if not self._limit or len(text) <= self._limit:  # a token is at least a character
             return text
         spans = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -158,27 +158,27 @@ class ChatFormat:
         return f"{text[: spans[head - 1][1] if head else 0].rstrip()} … {text[spans[-tail][0] :].lstrip()}"
 
     def answer_ids(self, text: str) -> list[int]:
-        """The ids of an answer, without a stop token, as a demonstration would have them."""
+        """Ids of an answer without a stop token, as in a demonstration."""
         return self._encode(text.strip())
 
     def text(self, ids: Sequence[int]) -> str:
-        """What ids say, special tokens included."""
+        """Decode ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     @property
     def thinks(self) -> bool:
-        """Whether the template opens a block of reasoning for every turn."""
+        """True if the template opens a block of reasoning for every turn."""
         return self._thinks
 
     def length(self, text: str) -> int:
-        """Tokens of a text by itself."""
+        """Number of tokens of a text by itself."""
         return len(self._encode(text))
 
     def _told(self, before: str, observation: str) -> list[int]:
-        """The ids of what stands before an observation, of it, and of what follows.
+        """Ids of an observation and of the template's text before and after it.
 
         What the observation has in common with a control token is read as the letters that it is: it is cut after the
-        first one. An environment shows files and pages, and whoever wrote those must not open a turn of the policy.
+        first one. An environment shows files and pages, whose authors must not be able to open a turn of the policy.
         """
         content = self._content(self._shortened(observation))
         text, first, last = before + content + self._tail, len(before), len(before) + len(content)
@@ -195,5 +195,5 @@ class ChatFormat:
 
 
 def _is_control(token: AddedToken) -> bool:
-    """Whether it stands for something that is not its letters: special, or a tag, as ``<think>`` is in some models."""
+    """True for a token that is not its letters: special, or a tag, as ``<think>`` is in some models."""
     return len(token.content) > 1 and (token.special or (token.content[0] == "<" and token.content[-1] == ">"))

@@ -7,10 +7,10 @@ What this module promises:
    prefixes between requests, is thrown away with the session's last row and never handed to another session.
 3. A request that fails raises `GenerationFailed`; transformers only logs it.
 
-What it does not: the tokens of a row depend on the batch, for requests draw from one stream. Log-probabilities are not
+Not promised: a row's tokens depend on the batch, because requests draw from one stream. Log-probabilities are not
 taken from the paged kernels, which round differently from the trainer's: with ``score`` each turn is measured by the
 trainer's own forward pass, otherwise they are left to the trainer, which measures whole trees. With ``sampler_logps``
-those of the kernels are given beside them, for the loss to be corrected by (``--tis``).
+those of the kernels are returned too, so that the loss can be corrected by them (``--tis``).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from bpo_ref.sampling.generate import CausalLM, ContextOverflow, Generation, Sta
 
 
 class GenerationFailed(RuntimeError):
-    """Continuous batching gave up on a request."""
+    """Raised if continuous batching failed on a request."""
 
 
 class ContinuousGenerator:
-    """Samples turns from a causal language model.
+    """Sampler of turns from a causal language model by continuous batching.
 
     Args:
         model: on CUDA for speed; on a CPU it is for tests.
         stop_ids: tokens that end a turn.
-        max_new_tokens: most tokens of a turn.
-        temperature: of the sampling.
-        context_limit: most tokens of a row; default: the model's ``max_position_embeddings``.
+        max_new_tokens: largest number of tokens per turn.
+        temperature: temperature of the sampling.
+        context_limit: largest number of tokens per row; default: the model's ``max_position_embeddings``.
         score: measure log-probabilities and entropies of each turn, for schedules that decide by them.
-        sampler_logps: tell the log-probabilities by which tokens were drawn, too.
-        page: tokens that requests share or do not share as one; turns of agents are short.
+        sampler_logps: also return the log-probabilities by which tokens were drawn.
+        page: tokens per page of the cache; requests share whole pages only, and turns of agents are short.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ContinuousGenerator:
         self.page = page
 
     def open(self, contexts: Sequence[Sequence[int]] = ()) -> ContinuousSession:
-        """A session whose rows 0, 1, ... begin with ``contexts``, the full ids of each so far."""
+        """Open a session whose rows 0, 1, ... begin with ``contexts``, the full ids of each so far."""
         session = ContinuousSession(self)
         for context in contexts:
             session.add(context)
@@ -77,10 +77,10 @@ class ContinuousGenerator:
 
 
 class ContinuousSession:
-    """Conversations that go on turn by turn; the paged cache finds what they share."""
+    """Conversations continued turn by turn; the paged cache finds their shared prefixes."""
 
     prefilled = None
-    """Unknown: the cache does not tell."""
+    """None: the cache does not tell."""
     reused = None
 
     def __init__(self, generator: ContinuousGenerator) -> None:
@@ -89,10 +89,11 @@ class ContinuousSession:
         self._rows: dict[int, list[int]] = {}
         self._opened = 0
         self._sampled: bool | None = None  # whether the manager's requests are, None: there is none
+        # transformers keeps a persistent manager on the model; its pages are of the weights of an earlier session.
         generator.model.destroy_cached_continuous_batching_manager()
 
     def add(self, context: Sequence[int]) -> int:
-        """A new row that begins with ``context``."""
+        """Add a row that begins with ``context``; returns its number."""
         if not context:
             raise ValueError("a row needs at least one token to begin with")
         self._rows[self._opened] = list(context)
@@ -100,33 +101,33 @@ class ContinuousSession:
         return self._opened - 1
 
     def fork(self, row: int, *, length: int | None = None) -> int:
-        """A new row that begins with the first ``length`` tokens of ``row`` (default: all)."""
+        """Fork a row: a new one that begins with the first ``length`` tokens of ``row`` (default: all)."""
         return self.add(self._rows[row][:length])
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Append tokens of the environment to a row."""
         self._rows[row].extend(ids)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget finished rows; with the last the cache goes, too."""
+        """Forget finished rows; with the last row the cache is freed too."""
         for row in rows:
             del self._rows[row]
         if not self._rows:
             self._close()
 
     def context(self, row: int) -> list[int]:
-        """The exact ids of a row so far."""
+        """Exact ids of a row so far."""
         return list(self._rows[row])
 
     def room(self, row: int) -> int:
-        """How many tokens still fit into a row's context."""
+        """Number of tokens that still fit into a row's context."""
         return self._generator.context_limit - len(self._rows[row])
 
     def prefill(self, rows: Sequence[int]) -> None:
-        """Nothing: the cache finds prefixes by itself."""
+        """Do nothing: the cache finds prefixes by itself."""
 
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
-        """One turn of each of ``rows``; the first of ``rngs`` seeds them all, without ``rngs`` they are greedy.
+        """Sample one turn of each row; the first of ``rngs`` seeds them all, without ``rngs`` they are greedy.
 
         Raises `ContextOverflow`, `StaleSession` and `GenerationFailed`.
         """
@@ -158,10 +159,10 @@ class ContinuousSession:
     def _request(
         self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None
     ) -> list[tuple[list[int], list[float]]]:
-        """The tokens drawn for each row, and their log-probabilities where these are wanted."""
+        """Draw the tokens of each row, with their log-probabilities where these are wanted."""
         generator, model = self._generator, self._generator.model
         before = model.config._attn_implementation
-        if before == packing.ATTENTION:  # which is SDPA but for packed rows
+        if before == packing.ATTENTION:  # which is SDPA except for packed rows
             model.set_attn_implementation("sdpa")
         training = model.training
         model.eval()
@@ -190,6 +191,7 @@ class ContinuousSession:
                 found: dict[str, tuple[list[int], list[float]]] = {}
                 while len(found) < len(rows):
                     result = manager.get_result(timeout=1)
+                    # transformers logs the failure of a request and continues without an exception.
                     if result is not None and result.error is not None:
                         raise GenerationFailed(f"request {result.request_id}: {result.error}")
                     if result is not None and result.is_finished():

@@ -1,4 +1,4 @@
-"""Turns of many conversations sampled at a time, and the trainer's forward pass over the same tokens.
+"""Batched sampling of turns with transformers, and the trainer's forward pass over the same tokens.
 
 What this module promises:
 
@@ -7,8 +7,8 @@ What this module promises:
 2. `Generation.logps` are those that `token_logps` computes for the same ids and weights, up to rounding.
 3. A row's tokens depend on its own context and its own random stream, not on the rest of the batch.
 4. Padding is known by lengths, never by token ids, so a pad token equal to the eos token does no harm.
-5. Keys and values of a token are kept once per session, however many rows have the token and for as long as one has
-   it. Attention needs them side by side: for one layer at a time, and for whole turns only as far as `JOINED` goes.
+5. Keys and values of a token are kept once per session, however many rows have the token, for as long as any row
+   has it. Attention needs them side by side: for one layer at a time, and for whole turns only as far as `JOINED` goes.
 
 Left out: sliding-window and recurrent layers, images, inference servers.
 """
@@ -36,18 +36,18 @@ CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they shar
 
 
 JOINED = 2**30
-"""Bytes of keys and values that a turn may hold a second time, side by side: the layers that fit are put together once
-per turn, the others at every token."""
+"""Limit in bytes of the contiguous copy of keys and values per turn: the layers that fit are copied once per turn, the
+others at every token."""
 SLACK = 16
-"""Memory for keys and values grows by a part in so many at least: growing copies a layer."""
+"""Memory for keys and values grows by 1/SLACK or more at a time, because growing copies a layer."""
 
 
 class ContextOverflow(RuntimeError):
-    """A row has no position left for another token; `Session.room` tells so before it happens."""
+    """Raised if a row has no position left for another token; `Session.room` tells so before it happens."""
 
 
 class StaleSession(RuntimeError):
-    """The weights changed while a session held keys and values computed with the old ones."""
+    """Raised if the weights changed while a session held keys and values computed with the old ones."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Generation:
 
 
 class Generator:
-    """Samples turns from a causal language model, at most `max_rows` rows in one forward pass.
+    """Sampler of turns from a causal language model, at most `max_rows` rows in one forward pass.
 
     `context_limit` (tokens) defaults to the model's `max_position_embeddings`, `joined` is explained at `JOINED`. Mixed
     precision is the caller's `torch.autocast`; the softmax is fp32 in any case. Raises `NotImplementedError` for other
@@ -98,7 +98,7 @@ class Generator:
         self.joined = joined
 
     def open(self, contexts: Sequence[Sequence[int]] = ()) -> Session:
-        """A session whose rows 0, 1, ... begin with `contexts`, the full ids of each so far."""
+        """Open a session whose rows 0, 1, ... begin with `contexts`, the full ids of each so far."""
         session = Session(self)
         for context in contexts:
             session.add(context)
@@ -106,7 +106,7 @@ class Generator:
 
 
 class Session:
-    """Conversations that go on turn by turn, with the keys and values of what the model has read of them.
+    """Conversations continued turn by turn, with keys and values of the tokens that the model has read.
 
     Those are in one store for all rows; a row lists where in it its tokens are, and a fork lists the same places as its
     parent. So rows of any length come, go and fork at any time, what they share stays shared, and padding never piles
@@ -120,25 +120,25 @@ class Session:
         self._rows: dict[int, _Row] = {}
         self._opened = 0
         self.prefilled = 0
-        """Tokens of context that the model has read."""
+        """Number of context tokens that the model has read."""
         self.reused = 0
-        """Tokens of context that rows took over from others, read."""
+        """Number of context tokens taken from other rows instead of being read."""
 
     def add(self, context: Sequence[int]) -> int:
-        """A new row that begins with `context`, which is fed with its first turn."""
+        """Add a row that begins with `context`, which is fed with its first turn; returns its number."""
         return self._insert(_Row(list(context)))
 
     def fork(self, row: int, *, length: int | None = None) -> int:
-        """A new row that begins with the first `length` tokens of `row` (default: all), sharing the cache."""
+        """Fork a row: a new one with the first `length` tokens of `row` (default: all), sharing the cache."""
         parent = self._rows[row]
         fork = _Row(parent.ids[:length])
-        fork.places = parent.places[: max(0, len(fork.ids) - 1)]  # the last token is fed, for the logits after it
+        fork.places = parent.places[: max(0, len(fork.ids) - 1)]  # the last token is fed again for its logits
         self._store.share(fork.places)
         self.reused += fork.cached
         return self._insert(fork)
 
     def prefill(self, rows: Sequence[int]) -> None:
-        """Have the model read all but the last token of those of these rows that have room for a turn."""
+        """Read all but the last token of these rows, of those that have room for a turn."""
         self._check()
         most = self._generator.max_rows
         able = [self._rows[row] for row in rows if self.room(row) >= 1]
@@ -149,26 +149,26 @@ class Session:
                 _read(self._generator, self._store, batch)
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
-        """Append tokens of the environment; they are fed with the row's next turn."""
+        """Append tokens of the environment to a row; they are fed with its next turn."""
         self._rows[row].ids.extend(ids)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget finished rows; the memory of tokens that no other row has is for others to use."""
+        """Forget finished rows; memory of tokens that no other row has becomes free."""
         for row in rows:
             self._store.release(self._rows.pop(row).places)
         if not self._rows:
             self._store = _Store(self._generator.layers)
 
     def context(self, row: int) -> list[int]:
-        """The exact ids of a row so far."""
+        """Exact ids of a row so far."""
         return list(self._rows[row].ids)
 
     def room(self, row: int) -> int:
-        """How many tokens still fit into a row's context; below 1 it cannot take another turn."""
+        """Number of tokens that still fit into a row's context; below 1 it cannot take another turn."""
         return self._generator.context_limit - len(self._rows[row].ids)
 
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
-        """One turn of each of `rows`, drawn with one uniform number a token from the row's own generator in
+        """Sample one turn of each of `rows`, with one uniform number per token from the row's own generator in
         `rngs`; without `rngs`, the most probable tokens. A turn also ends, truncated, when the row is full.
 
         Raises `ContextOverflow` for rows without room and `StaleSession` before anything is drawn.
@@ -202,11 +202,11 @@ class Session:
 
 @dataclass
 class _Row:
-    """A conversation, and the places of its first tokens' keys and values; the ids after those are still to be fed."""
+    """A conversation and the places of its cached tokens; later tokens are still to be fed."""
 
     ids: list[int]
     places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """In the session's `_Store`, token by token."""
+    """Indices in the session's `_Store`, token by token."""
 
     @property
     def cached(self) -> int:
@@ -225,7 +225,7 @@ class _Store:
         self._free = np.zeros(0, dtype=np.int64)
 
     def take(self, count: int) -> np.ndarray:
-        """So many places, of one owner each."""
+        """Allocate this many places, of one owner each."""
         if count > len(self._free):
             size = len(self._owners)
             grown = max(size + count - len(self._free), size + size // SLACK)
@@ -236,16 +236,16 @@ class _Store:
         return taken
 
     def share(self, places: np.ndarray) -> None:
-        """One more row has these tokens."""
+        """Add an owner to tokens that another row shares."""
         self._owners[places] += 1
 
     def release(self, places: np.ndarray) -> None:
-        """One row less has them."""
+        """Remove an owner from tokens, and free those without one."""
         self._owners[places] -= 1
         self._free = np.concatenate([places[self._owners[places] == 0], self._free])
 
     def layer(self, number: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Memory of a layer for keys and values like these [B, heads, n, head_dim], of all places there are by now.
+        """Return a layer's memory for keys and values like these [B, heads, n, head_dim], of all places so far.
 
         Layer by layer, so that two copies of no more than one are held while it grows.
         """
@@ -283,10 +283,10 @@ class _Draft:
 
 
 class _Batch:
-    """Some rows as the model is given them, padded on the left."""
+    """Rows of one forward pass, padded on the left."""
 
     def __init__(self, generator: Generator, store: _Store, rows: Sequence[_Row], *, room: int, joined: int) -> None:
-        """`room`: tokens that will be fed, padding included; `joined`: see `JOINED`."""
+        """Begin a batch. `room`: tokens that will be fed, padding included; `joined`: see `JOINED`."""
         self.store, self.rows, self.joined = store, rows, joined
         self.device = generator.model.device
         self.width = self.used = max(row.cached for row in rows)
@@ -315,7 +315,7 @@ class _Batch:
         return (self.table[:, :after] > 0).long()
 
     def end(self) -> None:
-        """Hand every row what it was fed, without the columns that are padding."""
+        """Store the keys and values fed for every row, without padding."""
         rows, columns = np.nonzero(self.places[:, self.width : self.used])
         at = torch.from_numpy(rows).to(self.device), torch.from_numpy(columns + self.width).to(self.device)
         for layer in self.layers:
@@ -325,7 +325,7 @@ class _Batch:
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a `_Batch`: gives keys and values side by side, and lets go of them after the layer if it can."""
+    """One layer of a `_Batch`: joins keys and values for attention, and frees the copy after the layer if it can."""
 
     def __init__(self, batch: _Batch, number: int) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         self._whole: list[Tensor] = []  # [B, heads, width + room, head_dim], if it is joined
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add these [B, heads, n, head_dim] to what is there; returns all of it."""
+        """Append keys and values [B, heads, n, head_dim]; returns all so far, contiguous."""
         batch = self._batch
         # Under autocast, rotary positions leave keys in fp32, which attention would cast: twice the memory till then.
         states = key_states, value_states = key_states.to(value_states.dtype), value_states
@@ -357,17 +357,17 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
     def keep(self, at: tuple[Tensor, Tensor], places: Tensor) -> None:
-        """Of what is joined, put the new tokens, in these rows and columns, in their places."""
+        """Store the new tokens of the joined copy, given by rows and columns, in their places."""
         for part, whole in zip(self._batch.store.parts[self._number], self._whole):
             part.index_copy_(0, places, whole[at[0], :, at[1]])
         self._whole = []
 
     def get_seq_length(self) -> int:
-        """Tokens that are there, padding included."""
+        """Number of cached tokens, padding included."""
         return self._used
 
     def _fits(self, states: Sequence[Tensor]) -> bool:
-        """Whether this layer, after those before it, can be joined for the turn."""
+        """True if this layer, after those before it, fits into the joined copy for the turn."""
         tokens = self._batch.places.size
         size = sum(part.shape[1] * part.shape[3] * part.element_size() for part in states) * tokens
         return (self._number + 1) * size <= self._batch.joined
@@ -382,7 +382,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
 
 def _read(generator: Generator, store: _Store, rows: Sequence[_Row]) -> None:
-    """Feeds what is pending but for the last token of each row."""
+    """Feed the pending tokens except the last of each row."""
     tokens, fed = _pad([row.ids[row.cached : -1] for row in rows], side="left", device=generator.model.device)
     batch = _Batch(generator, store, rows, room=tokens.shape[1], joined=0)
     generator.model(
@@ -397,15 +397,15 @@ def _read(generator: Generator, store: _Store, rows: Sequence[_Row]) -> None:
 
 
 def _positions(rows: Sequence[_Row], fed: Tensor) -> Tensor:
-    """Of tokens [B, n] that are fed after those that are cached."""
+    """Positions of tokens [B, n] that follow the cached ones."""
     cached = torch.tensor([[row.cached] for row in rows], device=fed.device)
     return cached + (fed.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def _sample(generator: Generator, store: _Store, drafts: list[_Draft]) -> None:
-    """Feeds what is pending and samples until every row has stopped, going on with the rest when half of them
-    have. Fed tokens [B, n] are padded on the left, so the last column holds the newest token of every row; rows
-    that have stopped are padding.
+    """Feed the pending tokens and sample until every row has stopped; continue with a smaller batch when half have.
+    Fed tokens [B, n] are padded on the left, so the last column holds the newest token of every row; rows that have
+    stopped are padding.
     """
     device = generator.model.device
     while drafts:
@@ -438,7 +438,7 @@ def _sample(generator: Generator, store: _Store, drafts: list[_Draft]) -> None:
 
 
 def _draw(distribution: Tensor, drafts: Sequence[_Draft]) -> Tensor:
-    """One token for each draft [B, 1], by inverting the cumulative distribution [B, V] in fp64."""
+    """Draw one token for each draft [B, 1], by inverting the cumulative distribution [B, V] in fp64."""
     if any(draft.rng is None for draft in drafts):
         return distribution.argmax(dim=-1, keepdim=True)
     uniforms = [[draft.rng.random() if draft.rng and draft.live else 0.0] for draft in drafts]
@@ -456,7 +456,7 @@ def token_logps(
     temperature: float = 1.0,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """The trainer's forward pass over right-padded `ids` [B, T] with `lengths` [B]: log-probabilities of
+    """Run the trainer's forward pass over right-padded `ids` [B, T] with `lengths` [B]: log-probabilities of
     ids[:, 1:] and entropies of the distributions behind them, both [B, T-1], fp32, differentiable, 0 in padding.
 
     Of the tokens that `where` [B, T-1] names (default: all), 0 elsewhere. To bound memory, the fp32 softmax is taken
@@ -476,7 +476,7 @@ def forward(
     chunk: int = 4096,
     packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`token_logps` and, where the model has a value head, values of the states before these tokens, [B, T-1] as well.
+    """Run `token_logps` and, with a value head, give the values [B, T-1] of the states before these tokens too.
 
     ``packed``: prefixes that rows share are computed once; the model is one that `packing.enable` has passed.
     """
@@ -507,7 +507,7 @@ def forward(
 
 @contextmanager
 def _head_at(model: CausalLM, chosen: Tensor) -> Iterator[bool]:
-    """Give the output layer only the chosen ones of the B x T hidden states, as [1, n, D]; False: there is none.
+    """Apply the output layer to chosen ones of the B x T hidden states only, as [1, n, D]; False: there is none.
 
     The layer is often as large as the rest of the network, and most tokens are the environment's.
     """
@@ -530,13 +530,13 @@ def _head_at(model: CausalLM, chosen: Tensor) -> Iterator[bool]:
 def score(
     model: CausalLM, rows: Sequence[Sequence[int]], *, temperature: float = 1.0, chunk: int = 4096
 ) -> tuple[Tensor, Tensor]:
-    """`token_logps` of conversations of different lengths, padded here."""
+    """Run `token_logps` on conversations of different lengths, padded here."""
     ids, inside = _pad(rows, side="right", device=model.device)
     return token_logps(model, ids, inside.sum(dim=1), temperature=temperature, chunk=chunk)
 
 
 def _pad(rows: Sequence[Sequence[int]], *, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows as one tensor [B, n], and which of its elements are theirs."""
+    """Pad rows to one tensor [B, n], with the mask of their elements."""
     tensors = [torch.tensor(row) for row in rows]
     own = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     padded, inside = (pad_sequence(part, batch_first=True, padding_side=side) for part in (tensors, own))
@@ -544,7 +544,7 @@ def _pad(rows: Sequence[Sequence[int]], *, side: str, device: torch.device) -> t
 
 
 def _log_distribution(logits: Tensor, temperature: float) -> Tensor:
-    """The one definition of the policy, for sampling and for training."""
+    """Log-probabilities of the policy, the only definition of it, for sampling and for training."""
     return torch.log_softmax(logits.float() / temperature, dim=-1)
 
 
@@ -553,13 +553,13 @@ def _entropy(distribution: Tensor) -> Tensor:
 
 
 def weights_version(model: CausalLM) -> int:
-    """A number that grows with every in-place change of a weight."""
+    """A counter that grows with every in-place change of a weight."""
     return sum(parameter._version for parameter in model.parameters())
 
 
 @contextmanager
 def _evaluating(model: CausalLM) -> Iterator[None]:
-    """Evaluation mode: dropout would falsify log-probabilities, gradient checkpointing turns the cache off."""
+    """Set evaluation mode: dropout would falsify log-probabilities, and gradient checkpointing turns the cache off."""
     if not any(module.training for module in model.modules()):
         yield
         return

@@ -1,8 +1,8 @@
-"""Episodes that say nothing: left out of the loss and of every baseline, and counted.
+"""Masked episodes, which carry no signal: left out of the loss and of every baseline, and counted.
 
-An environment says so of an episode's end by ``info["masked"]``: its reward is not for what was done (a sandbox that
-ended, a machine at fault). Whether such ends depend on what the policy does cannot be known from here: a policy that
-ends its sandboxes is not taught that by them, and shows in the counts.
+An environment marks an episode's end by ``info["masked"]`` if its reward says nothing of the actions (a sandbox that
+ended, a machine at fault). Whether the policy caused such an end cannot be known here: a policy that ends its sandboxes
+learns nothing from it, but the counts show it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from sandboxgym.tree import RolloutTree
 
 VERDICTS = {"infra_failures": "infra failure", "sandbox_ended": "sandbox ended"}
-"""Counts of their own, and the ``info["verdict"]`` of an episode's end that they count."""
+"""Names of verdicts that are counted, the values of ``info["verdict"]`` at an episode's end."""
 
 
 def end_counts(trees: Iterable[RolloutTree]) -> dict[str, float]:
-    """How many episodes there are, ended masked, with each of `VERDICTS`, and in a suspicious way."""
+    """Count episodes: all, those ended masked, those with each of `VERDICTS`, and suspicious ones."""
     ends = [path.edges[-1] for tree in trees for path in tree.paths if path.edges]
     counts = {name: float(sum(end.verdict == verdict for end in ends)) for name, verdict in VERDICTS.items()}
     masked, suspicious = sum(end.masked for end in ends), sum(end.suspicious for end in ends)
@@ -24,7 +24,7 @@ def end_counts(trees: Iterable[RolloutTree]) -> dict[str, float]:
 
 
 def without_masked(trees: Sequence[RolloutTree]) -> list[RolloutTree]:
-    """The trees without the paths that ended masked and what was forked off these; those with no path left are out."""
+    """Drop paths that ended masked, with the forks off them; trees without any path left are dropped too."""
     for tree in trees:
         for key in [path.key for path in tree.paths if path.edges and path.edges[-1].masked]:
             tree.remove(tree.offspring(key))

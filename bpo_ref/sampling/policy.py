@@ -1,4 +1,4 @@
-"""A chat model as the policy of a rollout tree, and expert episodes to warm it up."""
+"""A chat model as the policy of a rollout tree, and expert episodes for its SFT."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from bpo_ref.learning.packing import common_prefix
 from bpo_ref.sampling.backends import Backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generation
-from sandboxgym.prompts import Exchange, Prompt
-from sandboxgym.tree import Action, Context, Envs, Path, PathKey, described, logger
+from sandboxgym.adapters.prompts import Exchange, Prompt
+from sandboxgym.task_env import Expert, has_expert, task_count
+from sandboxgym.tree import Action, Context, Envs, Path, PathKey
+from sandboxgym.tree.envs import described, logger
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn added to a conversation: `Action.memory`. Forks share the turns before them."""
+    """The text and tokens that one turn added to a conversation: `Action.memory`. Forks share the turns before them."""
 
     before: Turn | None
-    """None where a conversation begins: at the root, and at every turn if the prompt shows a window."""
+    """The previous turn; None where a conversation begins: at the root, and at every turn if prompts show a window."""
     prompt: list[int]
     sampled: list[int]
     truncated: bool
     past: tuple[Exchange, ...] = ()
-    """The episode so far in words, this turn included: what prompts are made from."""
+    """The episode so far in words, this turn included: the source of prompts."""
 
     def ids(self) -> list[int]:
-        """The exact ids of the conversation up to here."""
+        """Exact ids of the conversation up to here."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -44,17 +46,17 @@ class Turn:
 
 
 class ChatPolicy:
-    """Samples the next turn of every live path in one batch (`sandboxgym.tree.Policy`).
+    """Policy that samples the next turn of every live path in one batch (`sandboxgym.tree.Policy`).
 
-    A conversation is read once: paths go on from the keys and values of the path that they leave, root paths from those
-    of the prompt. Where the prompt shows a window, each turn is a conversation of its own, and goes on from what it
-    begins with in common with the one before. Rows live until nothing can go on from them; make a new policy after the
-    weights have changed.
+    A conversation is read once: a fork continues from the keys and values of its parent, independent rollouts from
+    those of the prompt. Where the prompt shows a window, each turn is a conversation of its own, and continues from the
+    prefix that it shares with the one before. Rows live until nothing can continue from them; make a new policy after
+    the weights have changed.
 
     Args:
         generator: samples (`backends`).
-        chat: from text to ids and back.
-        prompt: what is told and how answers are read.
+        chat: converts text to ids and back.
+        prompt: format of the prompts and of the answers.
         entropy_skip: tokens that every answer begins with: `Action.entropy` is that of the token after them.
     """
 
@@ -68,7 +70,7 @@ class ChatPolicy:
         self._rows: dict[Any, int] = {}
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        """One action a context, None where the conversation has no room left for one."""
+        """Sample one action per context, None where the conversation has no room left for one."""
         told = [self._prompt.message(_past(context), context.observation, context.info) for context in contexts]
         prompts = [self._encode(context, message) for context, message in zip(contexts, told)]
         self._append(contexts, prompts)
@@ -96,34 +98,34 @@ class ChatPolicy:
         return actions
 
     def release(self, path: tuple[int, PathKey]) -> None:
-        """Forget a path that nothing will go on from."""
+        """Forget a path that will not be continued."""
         if path in self._rows:
             self._session.drop([self._rows.pop(path)])
 
     @property
     def prefilled(self) -> int | None:
-        """Tokens of context that the model has read; None: the backend does not tell."""
+        """Number of context tokens that the model has read; None: the backend does not tell."""
         return self._session.prefilled
 
     @property
     def reused(self) -> int | None:
-        """Tokens of context whose keys and values were taken over from another path."""
+        """Number of context tokens whose keys and values were taken from another path."""
         return self._session.reused
 
     def _entropy(self, generation: Generation) -> float:
-        """Of the token that decides; NaN if not known."""
+        """Entropy of the deciding token; NaN if not known."""
         known = generation.entropies
         return known[min(self._skip, len(known) - 1)] if known else math.nan
 
     def _encode(self, context: Context, message: str) -> list[int]:
-        """What the message adds to the conversation."""
+        """Ids that the message adds to the conversation."""
         before: Turn | None = context.memory
         if before is None or self._prompt.history:
             return self._chat.start(message)
         return self._chat.turn(message, truncated=before.truncated)
 
     def _append(self, contexts: Sequence[Context], prompts: Sequence[list[int]]) -> None:
-        """Append each prompt to its path's row; a new path's begins as that of the path that it leaves."""
+        """Append each prompt to its path's row; a fork's row begins as a fork of its parent's."""
         opening = []
         for context, prompt in zip(contexts, prompts):
             root = context.path[0], ()
@@ -141,7 +143,7 @@ class ChatPolicy:
                 self._rows[context.path] = self._session.add(ids) if parent is None else self._fork(parent, ids)
 
     def _go_on(self, path: tuple[int, PathKey], prompt: list[int]) -> None:
-        """The path's next turn: more of its conversation, or another one where the prompt shows a window."""
+        """Begin the path's next turn: more of its conversation, or another one where the prompt shows a window."""
         row = self._rows[path]
         if self._prompt.history:
             self._rows[path] = self._fork(row, prompt)
@@ -150,7 +152,7 @@ class ChatPolicy:
             self._session.extend(row, prompt)
 
     def _fork(self, row: int, ids: list[int]) -> int:
-        """As much of the row as both begin with, then the rest."""
+        """Fork a row at the common prefix, then append the rest."""
         shared = common_prefix(self._session.context(row), ids)
         if not shared:
             return self._session.add(ids)
@@ -175,19 +177,18 @@ def collect_demonstrations(
     retries: int = 0,
     progress: Callable[[int], Any] = lambda _: None,
 ) -> list[dict[str, list[Any]]]:
-    """Expert episodes with a total reward of ``least``, or the successful ones (None), played through the API.
+    """Play expert episodes through the API and keep those with a total reward of ``least``, or successful ones (None).
 
-    ``env.unwrapped.expert(rng=…, noise=…)`` gives a player with ``reset(observation)``, ``act(observation)`` and
-    ``noisy``, which tells of the last action whether it was a deliberate mistake.
+    ``env.unwrapped.expert(rng=…, noise=…)`` gives the player, see `sandboxgym.task_env.Expert`.
 
     Args:
-        envs: where the environment comes from.
-        episodes: how many to play.
+        envs: source of the environment.
+        episodes: number of episodes to play.
         noise: probability of a deliberate mistake.
-        seed: of the tasks' order and the mistakes.
+        seed: seed of the tasks' order and the mistakes.
         least: see above.
         expert_kwargs: further arguments of ``expert``.
-        prompt: what would have been shown and answered.
+        prompt: format of prompts and answers.
         retries: environments that an episode may lose before it is left out. 0: the first error is raised.
         progress: called after each episode.
 
@@ -198,17 +199,18 @@ def collect_demonstrations(
     prompt = prompt or Prompt()
     env = envs.take()
     base: Any = env.unwrapped
-    if not hasattr(base, "expert"):
+    if not has_expert(env):
         raise ConfigError(f"sft_steps: {base} has no expert to learn from: give sft_data, or a pretrained model")
     try:
         base.expert(rng=random.Random(seed), noise=noise, **(expert_kwargs or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"expert_kwargs: {error}") from error
-    order = list(range(getattr(base, "num_tasks", 1)))
+    count = task_count(env)
+    order = list(range(1 if count is None else count))
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []
     for episode in range(episodes):
-        options = {"task": order[episode % len(order)]} if hasattr(base, "num_tasks") else None
+        options = None if count is None else {"task": order[episode % len(order)]}
         for left in reversed(range(retries + 1)):
             base = env.unwrapped
             expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise, **(expert_kwargs or {}))
@@ -230,14 +232,14 @@ def collect_demonstrations(
 
 def _demonstration(
     env: gym.Env[Any, Any],
-    expert: Any,
+    expert: Expert,
     prompt: Prompt,
     least: float | None,
     *,
     seed: int,
     options: dict[str, Any] | None,
 ) -> list[dict[str, list[Any]]]:
-    """The conversations of one episode; none where it is not good enough."""
+    """Conversations of one episode; none if its reward is too low."""
     observation, info = env.reset(seed=seed, options=options)
     expert.reset(observation)
     past: list[Exchange] = []
@@ -262,7 +264,7 @@ def _demonstration(
 
 
 def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:
-    """Episodes from a file of chats, one ``{"messages": [{"role", "content"}, …]}`` a line, roles in turn.
+    """Episodes from a file of chats, one ``{"messages": [{"role", "content"}, …]}`` per line, roles in turn.
 
     A system message is left out: give it as the run's own. What follows the last answer is left out, too.
 
@@ -274,7 +276,7 @@ def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"sft_data: cannot read {path}: {error}") from error
     if not lines:
-        raise ConfigError(f"sft_data: expected a chat on every line of {path}, found no line")
+        raise ConfigError(f"sft_data: expected a chat on every line of {path}, found none")
     episodes = []
     for number, line in enumerate(lines, 1):
         try:
@@ -291,7 +293,7 @@ def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:
 
 
 def episode_text(path: Path) -> str:
-    """An episode as a person reads it."""
+    """Format an episode for a person to read."""
     lines = []
     for edge in path.from_root():
         lines += [str(edge.parent.observation), f"> {edge.action.text}    [H {edge.action.entropy:.2f}]"]

@@ -1,4 +1,4 @@
-"""Selection of what is learnt from: the tasks of a batch, their minibatches, and which episodes and actions count."""
+"""Selection of training data: the tasks of a batch, their mini-batches, and the episodes and actions that count."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bpo_ref.learning.batch import Critique
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Edge, RolloutTree
 
 if TYPE_CHECKING:
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def returns_differ(tree: RolloutTree) -> bool:
-    """Whether any two episodes of a task had different rewards in all."""
+    """True if any two episodes of a task had different total rewards."""
     totals = [path.total_reward for path in tree.paths]
     return max(totals) > min(totals)
 
 
 def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:
-    """Give weight 0 to the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
+    """Set weight 0 on the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
     cut: an answer without its end, and an action after which every episode was cut. Returns how many of the latter.
     """
     for tree in trees if args.subsample_returns else ():
@@ -41,7 +42,7 @@ def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> 
 
 
 def cut_actions(tree: RolloutTree) -> list[Edge]:
-    """Actions whose answer was cut, and those that no episode goes through that came to an end of its own.
+    """Find actions whose answer was cut, and actions after which every episode was cut.
 
     An episode that Russian roulette has stopped counts as one that did: what it would have brought is accounted for.
     """
@@ -54,7 +55,7 @@ def cut_actions(tree: RolloutTree) -> list[Edge]:
 
 
 def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
-    """The minibatch of each task of a batch, [prompts].
+    """Draw the mini-batch of each task of a batch, [prompts].
 
     Drawn such that N processes, of which each has every N-th task, have equally many in each minibatch.
     """
@@ -65,8 +66,8 @@ def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
 
 
 def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:
-    """Tasks of a batch, without replacement where there are enough; None where the environment draws its own."""
-    available = getattr(env.unwrapped, "num_tasks", None)
+    """Draw the tasks of a batch, without replacement if there are enough; None if the environment draws its own."""
+    available = task_count(env)
     if available is None:
         return [None] * count
     rng = np.random.default_rng([*seed, 7])

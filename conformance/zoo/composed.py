@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from sandboxgym import ResetNeeded, SnapshotSpec
-from sandboxgym.conformance.adapters import DeepCopySnapshots, deep_copied
+from sandboxgym.conformance.baselines import DeepCopySnapshots, deep_copied
 from zoo import streams
 from zoo.known_good import Handle, forked, opened
 from zoo.mutant import good, mutant

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import SnapshotEnv, SnapshotSpec, Unicode, leftovers
+from sandboxgym import SnapshotEnv, SnapshotSpec, Unicode
+from sandboxgym.system import run_directories
 from zoo.mutant import good, mutant
 
 Output = tuple[str, dict[str, Any]]
@@ -135,7 +136,7 @@ def clear(cells: list[Cell], folders: list[Path]) -> None:
     while cells:
         cells.pop().end()
     while folders:
-        leftovers.give_back(folders.pop())
+        run_directories.give_back(folders.pop())
 
 
 def shell(env: Any, command: str) -> str:
@@ -201,8 +202,8 @@ class Jail(SnapshotEnv[str, str]):
         if self.cell is not None:
             self.end()
         if not self.folders:
-            leftovers.reap()
-            self.folders.append(leftovers.claim("zoo"))
+            run_directories.reap()
+            self.folders.append(run_directories.claim("zoo"))
             (self.folders[0] / "root").mkdir()
         self.cell = Cell(self.folders[0] / "root", self.size(), self.files_held(), self.binds(why))
         self.cells.append(self.cell)

@@ -13,14 +13,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from sandboxgym import (
-    ResetNeeded,
-    SnapshotEnv,
-    SnapshotMismatch,
-    SnapshotReleased,
-    SnapshotSpec,
-)
-from sandboxgym.conformance.adapters import DeepCopySnapshots, deep_copied
+from sandboxgym import ResetNeeded, SnapshotEnv, SnapshotMismatch, SnapshotReleased, SnapshotSpec
+from sandboxgym.conformance.baselines import DeepCopySnapshots, deep_copied
 from zoo import streams
 from zoo.corridor import Corridor
 from zoo.mutant import good

@@ -17,14 +17,7 @@ from typing import Any, ClassVar, Self
 
 import gymnasium as gym
 
-from sandboxgym import (
-    ResetNeeded,
-    SnapshotCorrupt,
-    SnapshotMismatch,
-    SnapshotReleased,
-    SnapshotSpec,
-    Unicode,
-)
+from sandboxgym import ResetNeeded, SnapshotCorrupt, SnapshotMismatch, SnapshotReleased, SnapshotSpec, Unicode
 from zoo import streams
 from zoo.mutant import good, mutant
 

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import SnapshotEnv, SnapshotSpec, Unicode, leftovers
+from sandboxgym import SnapshotEnv, SnapshotSpec, Unicode
+from sandboxgym.system import run_directories
 from zoo.mutant import good, mutant
 
 Output = tuple[str, dict[str, Any]]
@@ -95,7 +96,7 @@ def clear(roots: list[Path], jobs: dict[str, subprocess.Popen[bytes]]) -> None:
     jobs.clear()
     while roots:
         path = roots.pop()
-        leftovers.give_back(path.parent) if path.name == ROOT else shutil.rmtree(path, ignore_errors=True)
+        run_directories.give_back(path.parent) if path.name == ROOT else shutil.rmtree(path, ignore_errors=True)
 
 
 @good(observe_state=listing)
@@ -136,8 +137,8 @@ class Shell(SnapshotEnv[str, str]):
 
     def folder(self) -> Path:
         """Recorded with its owner, so that the next process can delete it if this one is killed."""
-        leftovers.reap()
-        root = leftovers.claim("zoo") / ROOT
+        run_directories.reap()
+        root = run_directories.claim("zoo") / ROOT
         root.mkdir()
         self.roots.append(root)
         return root

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import wrappers
 
 from sandboxgym import SnapshotWrapper, WrapperCodec, register_wrapper
-from sandboxgym.codecs import CODECS
+from sandboxgym.wrappers.codecs import CODECS
 from zoo.corridor import Corridor, State
 from zoo.dice import Dice
 from zoo.known_good import Sensors

@@ -14,8 +14,8 @@ from gymnasium import wrappers
 
 import sandboxgym
 from sandboxgym import SnapshotWrapper, WrapperCodec, register_wrapper
-from sandboxgym.codecs import CODECS, Adapter
 from sandboxgym.core import Snapshot
+from sandboxgym.wrappers.codecs import CODECS, Adapter
 from zoo.corridor import Corridor
 from zoo.dice import Dice
 from zoo.mutant import good, mutant

@@ -2,7 +2,7 @@
 # Writes the certificates of this folder: docs/conformance/certify.sh [NAME…] from the root of the repository; with the
 # name `none` only the table of them.
 set -u
-copied=sandboxgym.conformance.adapters:deep_copied
+copied=sandboxgym.conformance.baselines:deep_copied
 certify() {
     local name=$1
     shift
@@ -11,15 +11,15 @@ certify() {
         --markdown "docs/conformance/$name.md" | tail -n 1 | sed "s/^/$name: /"
 }
 chosen=("$@")
-certify alfworld sandboxgym/ALFWorld-v0 --hook actions=sandboxgym.envs.alfworld.probing:actions --html docs/conformance/alfworld.html
+certify alfworld sandboxgym/ALFWorld-v0 --hook actions=sandboxgym.envs.alfworld.conformance_hooks:actions --html docs/conformance/alfworld.html
 certify alfworld-textworld sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3
-certify webshop sandboxgym/WebShop-v0 --hook actions=sandboxgym.envs.webshop.probing:actions --html docs/conformance/webshop.html
+certify webshop sandboxgym/WebShop-v0 --hook actions=sandboxgym.envs.webshop.conformance_hooks:actions --html docs/conformance/webshop.html
 # Where steps are slow, these checks: those that another backend can change. The others see the same code as above.
 only=(api restore.trace_equality restore.after_done restore.after_close freshness.render fork.trace_equality
     isolation.environment durable.round_trip durable.released resources.killed_owner concurrency.partial_fork)
 # A step in the browser takes 65 ms; it shows the pages of the engine that the text environment plays.
 certify webshop-browser sandboxgym/WebShopBrowser-v0 "${only[@]/#/--only=}"
-probing=sandboxgym.envs.swebench.probing
+probing=sandboxgym.envs.swebench.conformance_hooks
 hooks=(--hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" --budget full \
     --html docs/conformance/swebench-overlay.html
@@ -44,7 +44,7 @@ certify frozenlake-deepcopy $copied --make-kwargs id=FrozenLake-v1
 certify taxi-deepcopy $copied --make-kwargs id=Taxi-v4
 certify blackjack-deepcopy $copied --make-kwargs id=Blackjack-v1
 certify cliffwalking-deepcopy $copied --make-kwargs id=CliffWalking-v1
-replayed=sandboxgym.conformance.adapters:ReplaySnapshots
+replayed=sandboxgym.conformance.baselines:ReplaySnapshots
 certify cartpole-replay $replayed --make-kwargs id=CartPole-v1
 certify textworld-replay $replayed --make-kwargs id=sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3
 PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py

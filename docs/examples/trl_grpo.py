@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer on ALFWorld: all generations of a prompt start from one fork point, deep inside an episode.
 
-An expert plays all but its last move, once a prompt; the model goes on from that snapshot. This model is tiny and
-random: its whole turn is taken as the command (`RESPONSE`), read leniently (`NearestCommand`). An instruct model needs
-neither: TRL parses its tool calls. pip install "sandboxgym[trl]"
+An expert plays all but its last move; the model goes on from there. This model is tiny and random: its whole turn is
+taken as the command (`RESPONSE`), read leniently (`NearestCommand`). An instruct model needs neither: TRL parses its
+tool calls. The reward logged per step, the share of the 16 rollouts that made the last move, rises from a quarter to
+nearly all in 16 steps, two minutes (other seeds: more): a fork point memorised, no game learned. Needs sandboxgym[trl].
 """
 
 import argparse
@@ -51,28 +52,28 @@ def near_the_goal(env, row):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps")
     parser.add_argument("--generations", type=int, default=16, help="rollouts of a prompt")
     parser.add_argument("--out", default="runs/trl", help="folder of the trainer")
     args = parser.parse_args()
-    rows = [{"prompt": [{"role": "user", "content": ""}], "task": task} for task in range(args.steps)]
+    rows = [{"prompt": [{"role": "user", "content": ""}], "task": 1}] * args.steps
     with TRLEnvironments(
         lambda: NearestCommand(gym.make("sandboxgym/ALFWorld-v0")), start=near_the_goal, generations=args.generations
     ) as factory:
         tokenizer = tiny_tokenizer(words_of(factory().reset(**row) for row in rows))
         tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
         sizes = {"num_generations": args.generations, "per_device_train_batch_size": args.generations}
+        rate = {"learning_rate": 0.01, "lr_scheduler_type": "constant"}
         turns = {"max_tool_calling_iterations": 6, "generation_kwargs": {"max_new_tokens": 6}}
         plain = {"output_dir": args.out, "save_strategy": "no", "report_to": "none", "logging_steps": 1}
         trainer = GRPOTrainer(
             tiny_model(tokenizer),
-            args=GRPOConfig(max_steps=args.steps, use_cpu=True, **sizes, **turns, **plain),
+            args=GRPOConfig(max_steps=args.steps, use_cpu=True, **sizes, **rate, **turns, **plain),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             environment_factory=factory,
         )
         trainer.train()
-    logged = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    print(
-        f"{len(given)} steps, {sum(given):.0f} of {args.steps * args.generations} rollouts reached the goal, {logged=}"
-    )
+    logged = [round(log["reward"], 3) for log in trainer.state.log_history if "reward" in log]
+    total = len(rows) * args.generations
+    print(f"{len(given)} steps, {sum(given):.0f} of {total} rollouts reached the goal, {logged=}")

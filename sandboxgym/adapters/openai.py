@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
-from sandboxgym.prompts import Exchange, Prompt
+from sandboxgym.adapters.prompts import Exchange, Prompt
 from sandboxgym.tree import Action, Context
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from typing import Any, Self
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.prompts import Choice, Prompt
+from sandboxgym.adapters.prompts import Choice, Prompt
 from sandboxgym.wrappers import restore, snapshot
 
 OVER = "The episode is over."

@@ -1,11 +1,11 @@
-"""Attacks on the sandboxes of this machine: what ``sandboxgym doctor --attack`` runs.
+"""Attacks on the sandboxes of this machine, run by ``sandboxgym doctor --attack``.
 
-1. Every attempt is made against throw-away sandboxes, by programs that are given nothing but the sandbox, and judged
-   from outside where it has an effect there. What was not made is not counted as blocked.
-2. An attempt that succeeds does no harm: it changes little, for a moment, and that is put back; it writes at most
-   200 MB and ends in time. Nothing is sent over a network.
-3. What gets through is ``declared`` if the backend's `Capabilities` say so, else it has ``passed``; then the promise is
-   broken, and that is a fault worth a report.
+1. Every attempt is made against throw-away sandboxes, by programs that have only the sandbox, and judged from outside
+   where it has an effect there. Attempts that were not made do not count as blocked.
+2. An attempt that succeeds does no harm: it changes little, for a moment, and restores it; it writes at most 200 MB and
+   ends in time. Nothing is sent over a network.
+3. A successful attempt is ``declared`` if the backend's `Capabilities` say so, else ``passed``: then a promise is
+   broken, and that is a bug worth a report.
 4. Nothing is left: no sandbox, process, container, image or file.
 """
 

@@ -1,8 +1,8 @@
-"""One attempt to break a promise of a sandbox, and what can come of it.
+"""An attempt to break a promise of a sandbox, and its possible outcomes.
 
-1. ``blocked`` is seen: the attempt was made, and outside nothing had changed. One that could not be made is
+1. ``blocked`` is observed: the attempt was made, and nothing had changed outside. One that could not be made is
    ``not applicable``, with the reason.
-2. ``declared`` is what a backend's `Capabilities` say does not hold; all else that gets through has ``passed``.
+2. ``declared`` means that the backend's `Capabilities` do not promise protection; every other success is ``passed``.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 class NotApplicable(Exception):
-    """The attempt cannot be made here; the message says why."""
+    """Raised if the attempt cannot be made here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of an attempt, before anybody asks whether it was declared."""
+    """Observation of an attempt, before it is compared with the declarations."""
 
     passed: bool
     detail: str
 
 
 def blocked(detail: str) -> Seen:
-    """It was made and got nowhere."""
+    """Observation of an attempt that was made and failed."""
     return Seen(False, detail)
 
 
 def passed(detail: str) -> Seen:
-    """It got through."""
+    """Observation of an attempt that succeeded."""
     return Seen(True, detail)
 
 
 def never(_: Capabilities) -> bool:
-    """No backend says so."""
+    """Condition that no backend fulfils: success is never declared."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt."""
+    """An attempt with its description and the declarations that excuse it."""
 
     name: str
     """Unique, ``"group/words"``."""
     about: str
-    """What an attacker has if it passes: a clause with a verb, as in "changes the mode of the host's /dev/full"."""
+    """An attacker's gain if it passes, as a clause with a verb: "changes the mode of the host's /dev/full"."""
     run: Callable[[Stage], Seen]
-    """Makes it.
+    """Function that makes the attempt.
 
     Raises:
         NotApplicable: it cannot be made here.
     """
     declared: Callable[[Capabilities], bool] = never
-    """Whether a backend says itself that this gets through."""
+    """Condition under which a backend declares that the attempt succeeds."""
     tried_if_declared: bool = True
-    """False for what costs seconds and is known to get through then."""
+    """False for an attempt that costs seconds and is known to succeed if declared."""
 
     not_on: frozenset[str] = frozenset()
     """Backends on which it would be the same attempt as on another."""
 
     def made_on(self, backend: str) -> bool:
-        """Whether it is made on a backend."""
+        """Tell whether it is made on a backend."""
         return backend not in self.not_on
 
     @property
     def group(self) -> Group:
-        """The class that it belongs to."""
+        """Class of attempts that it belongs to."""
         for group in GROUPS:
             if self.name.startswith(f"{group}/"):
                 return group
@@ -86,7 +86,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one attempt on one backend."""
+    """Outcome of an attempt on one backend."""
 
     backend: str
     name: str
@@ -94,20 +94,20 @@ class Outcome:
     verdict: Verdict
     about: str
     detail: str
-    """What was seen: an error's name, a path, a number."""
+    """Detail of the observation: an error's name, a path, a number."""
     seconds: float = 0.0
 
 
 def leaves_open(what: str) -> Callable[[Capabilities], bool]:
-    """Declared by `Capabilities.leaves_open`."""
+    """Condition: declared by `Capabilities.leaves_open`."""
     return lambda capabilities: what in getattr(capabilities, "leaves_open", ())
 
 
 def unlimited(what: str) -> Callable[[Capabilities], bool]:
-    """Declared by the absence of a limit from `Capabilities.limits`."""
+    """Condition: declared by the absence of a limit from `Capabilities.limits`."""
     return lambda capabilities: what not in capabilities.limits
 
 
 def either(*predicates: Callable[[Capabilities], bool]) -> Callable[[Capabilities], bool]:
-    """Declared by any of these."""
+    """Condition: declared by any of these."""
     return lambda capabilities: any(predicate(capabilities) for predicate in predicates)

@@ -1,4 +1,4 @@
-"""System calls that no sandbox should be allowed, each with arguments that do no harm if it is.
+"""System calls that a sandbox must not be allowed, each with arguments that do no harm if it is.
 
 The errors in the last column come after the kernel's check of privileges: a call that fails with one of them would have
 been allowed with better arguments.
@@ -127,4 +127,4 @@ OF_INIT = (
     Call("compare-init", "compares the kernel's objects of process 1", "kcmp", (1, 1, 0, 0, 0)),
     Call("move-pages-of-init", "moves pages of process 1", "move_pages", (1, 0, 0, 0, 0, 2)),
 )
-"""For backends whose process 1 is not one of the sandbox's own."""
+"""Calls for backends whose process 1 is not one of the sandbox's own."""

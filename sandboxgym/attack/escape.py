@@ -1,7 +1,6 @@
 """Attempts to reach the host or another sandbox: devices, files, the kernel, the network, processes, privileges.
 
-Most are one request to the program inside. Where a success shows outside (a mode, a lock, a process), it is looked at
-there, and put back.
+Most are one request to the program inside. An effect outside (a mode, a lock, a process) is observed there, and undone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sandboxgym.attack.stage import Stage
 from sandboxgym.sandbox.base import Capabilities, SandboxError
 
 _MARK_TIME = 915148800
-"""1999-01-01, to which times are set: nothing else sets them to that."""
+"""Date set by attempts, 1999-01-01: nothing else sets times to it."""
 _OFD_GETLK = 36
 _LOCKS, _STATISTICS, CALLS_OPEN = leaves_open("locks"), leaves_open("statistics"), leaves_open("calls")
 _NODES = ("null", "zero", "random", "urandom", "tty")
@@ -36,12 +35,12 @@ def add(name: str, about: str, run: Callable[[Stage], Seen], declared: Declared 
 
 
 def by_request(do: str, **arguments: Any) -> Callable[[Stage], Seen]:
-    """One request, judged by its answer."""
+    """Make one request, judged by its answer."""
     return lambda stage: stage.prober().ask(do, **arguments).seen()
 
 
 def about_host(do: str, ask: Callable[[Stage], dict[str, Any]]) -> Callable[[Stage], Seen]:
-    """One request about a thing of the host."""
+    """Make one request about an object of the host."""
     return lambda stage: stage.prober().ask(do, **ask(stage)).seen()
 
 
@@ -50,7 +49,7 @@ def about_host(do: str, ask: Callable[[Stage], dict[str, Any]]) -> Callable[[Sta
 
 @contextlib.contextmanager
 def _only_one() -> Iterator[None]:
-    """Look at a thing of the host while no other program of attempts does something to it."""
+    """Lock an object of the host while it is observed, against other attacking programs."""
     with open(__file__, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -58,7 +57,7 @@ def _only_one() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _put_back(path: str) -> Iterator[os.stat_result]:
-    """Have mode, owner and times of a host's file as they were, whatever happens."""
+    """Restore mode, owner and times of a host's file, whatever happens."""
     before = os.stat(path)
     try:
         yield before
@@ -297,7 +296,7 @@ add("page-frames", "learns physical addresses of its pages", by_request("page_fr
 
 
 def host_secret(stage: Stage) -> dict[str, Any]:
-    """Where the host's secret file is, and what it says."""
+    """Path and content of the host's secret file."""
     return {"secret": stage.host.secret, "token": stage.host.token}
 
 
@@ -443,7 +442,7 @@ for _name, _trap, _path in (
 
 
 def _control_trap(stage: Stage) -> Seen:
-    """The owner's pipes and scripts, replaced by links to a file of the host; then the shell is used."""
+    """Replace the owner's pipes and scripts by links to a file of the host, then use the shell."""
     victim = f"{stage.host.secret}-control"
     with open(victim, "w") as file:
         file.write("as it was")

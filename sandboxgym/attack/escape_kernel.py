@@ -1,4 +1,4 @@
-"""Attempts to reach the host or another sandbox by the kernel, the network, privileges, processes."""
+"""Attempts to reach the host or another sandbox through the kernel, the network, privileges, processes."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ add(
 
 
 def _kill_all(stage: Stage) -> Seen:
-    """SIGKILL to all that can be seen; the host's process and the neighbour must not notice."""
+    """Send SIGKILL to all visible processes; the host's process and the neighbour must survive."""
     neighbour = stage.prober("neighbour")
     with stage.alone() as prober:
         reply = prober.ask("kill_everything")
@@ -276,9 +276,9 @@ def _kill_all(stage: Stage) -> Seen:
         return passed("a process of the host was killed")
     neighbour.let_go()
     if not neighbour.ask("one_more", what="shared memory segments").worked:
-        return passed("the neighbour does not go on")
+        return passed("the neighbour stopped")
     reply.need()
-    return blocked("the host's process and the neighbour go on")
+    return blocked("the host's process and the neighbour still run")
 
 
 add("kill-everything", "kills processes of the host or of a neighbour", _kill_all)

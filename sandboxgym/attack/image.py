@@ -1,4 +1,4 @@
-"""A Docker image of this machine's own programs, for containers to attack: there may be no registry to ask."""
+"""A Docker image of this machine's own programs for containers to attack, as there may be no registry to use."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LEFT_OUT = ("site-packages", "test", "idlelib", "ensurepip", "lib2to3", "__pyca
 
 @contextlib.contextmanager
 def own_image() -> Iterator[str]:
-    """The name of an image that is removed in the end, and with the run directory of a killed process before that.
+    """Build the image; its name is removed in the end, or with the run directory if the process was killed.
 
     Raises:
         SandboxUnavailable: no daemon.
     """
-    from sandboxgym.sandbox.docker_client import daemon_errors
-    from sandboxgym.sandbox.docker_images import LABEL, Ownership
+    from sandboxgym.sandbox.docker.client import daemon_errors
+    from sandboxgym.sandbox.docker.images import LABEL, Ownership
 
     ownership = Ownership.of_this_process()
     api, name = ownership.api, f"{REPOSITORY}:{ownership.next_name()}"
@@ -100,13 +100,13 @@ def _fill(root: Path) -> None:
 
 
 def _needed(binary: str) -> set[str]:
-    """Libraries that a program is linked with, the loader included."""
+    """List the libraries that a program is linked with, the loader included."""
     listed = subprocess.run(["ldd", binary], capture_output=True, text=True).stdout
     return set(re.findall(r"(/\S+) \(0x", listed))
 
 
 def _copy(path: Path, root: Path) -> None:
-    """A file to its own path under another root, through that root's links to /usr."""
+    """Copy a file to its own path under another root, through that root's links to /usr."""
     target = root / os.fspath(path).lstrip("/")
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():

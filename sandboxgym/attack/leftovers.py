@@ -1,7 +1,7 @@
-"""Attempts to leave something: for the sandbox after a restore, for a sibling or neighbour, on the host after the end.
+"""Attempts to leave traces: in the sandbox after a restore, in a sibling or neighbour, on the host after the end.
 
-Marks are left wherever the program inside can write. After the end of a sandbox, or of its owner by SIGKILL, the host
-is searched: processes, mounts, control groups, run directories, containers.
+Marks are left in every place that the program inside can write to. After the end of a sandbox, or of its owner by
+SIGKILL, the host is searched: processes, mounts, control groups, run directories, containers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import leftovers
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, passed
 from sandboxgym.attack.limits import _alive
 from sandboxgym.attack.prober import Prober
 from sandboxgym.attack.stage import MIB, Stage
 from sandboxgym.attack.starvation import Owner, clear, run_directories
 from sandboxgym.sandbox.base import CONTROL, SandboxError
-from sandboxgym.sandbox.disk import remove_directories
+from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.system import run_directories as leftovers
 
 LEFTOVERS: list[Attempt] = []
 _PLACES = (
@@ -54,7 +54,7 @@ _LONG = "n=$(printf 'd%.0s' {1..200}); for i in {1..40}; do mkdir $n; cd -P $n; 
 
 
 def _marked(sandbox: Sandbox, mark: str) -> list[str]:
-    """Leave a mark wherever there is a way; where."""
+    """Leave a mark in every possible place; returns the places."""
     prober = Prober(sandbox)
     try:
         found = prober.ask("mark", mark=mark, seconds=20)
@@ -75,7 +75,7 @@ def _found(sandbox: Sandbox, mark: str, places: list[str]) -> list[str]:
 
 
 def _search(stage: Stage, end: str) -> tuple[list[str], list[str]]:
-    """Where marks could be left, and where they were found again."""
+    """Search for marks; returns the places where they could be left, and those where they were found."""
     known = stage.notes.get(f"marks-{end}")
     if known is None:
         mark = f"attack-mark-{secrets.token_hex(6)}"
@@ -119,7 +119,7 @@ def _restored(sandbox: Sandbox, snapshot: SandboxSnapshot, mark: str, left: list
 
 
 def _of(place: str, paths: list[str]) -> list[str]:
-    """Those paths that are in a place and in none below it."""
+    """Choose the paths that are in a place and in none below it."""
     named = [name for name in _PLACES if name != "elsewhere"]
     best = {path: max((n for n in named if _within(path, n)), key=len) for path in paths}
     if place == "elsewhere":
@@ -262,7 +262,7 @@ def _until(gone: Callable[[], list[Any]], seconds: float) -> list[Any]:
 
 
 def _containers(names: list[str]) -> list[str]:
-    from sandboxgym.sandbox.docker_client import connect
+    from sandboxgym.sandbox.docker.client import connect
 
     with contextlib.closing(connect()) as client:
         return [
@@ -277,14 +277,14 @@ def _after_close(kind: str) -> Callable[[Stage], Seen]:
         word = f"left-{secrets.token_hex(6)}"
         sandbox = stage.sandbox(disk=64 * MIB, processes=200)
         control = Path(sandbox.backend.control)
-        box = getattr(sandbox.backend, "box", None)
+        box = getattr(sandbox.backend, "container", None)
         layer = None if box is None else box.layer.path
         groups = [] if box is None or box.group is None else list(box.group.paths)
         _attack(sandbox, kind, word)
-        box = getattr(sandbox.backend, "box", None)
+        box = getattr(sandbox.backend, "container", None)
         stage.drop(sandbox)
         if left := _until(lambda: _alive(word), 5):
-            return passed(f"{len(left)} processes go on")
+            return passed(f"{len(left)} processes still run")
         paths = [path for path in (control, layer) if path is not None]
         if left := _until(lambda: [path for path in paths if os.path.lexists(path)], _GONE_SECONDS):
             remove_directories([os.fspath(path) for path in left])
@@ -321,7 +321,7 @@ def _after_kill(kind: str) -> Callable[[Stage], Seen]:
 
 def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], names: list[str]) -> Seen:
     if stage.backend != "docker" and (left := _until(lambda: _alive(word), _GONE_SECONDS)):
-        return passed(f"{len(left)} processes go on after their owner")
+        return passed(f"{len(left)} processes still run after their owner")
     # Another process may be reaping just now, and is then left to it.
     deadline, notes = time.monotonic() + _GONE_SECONDS, ""
     while (left_directories := [path for path in directories if path.exists()]) and time.monotonic() < deadline:
@@ -332,7 +332,7 @@ def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], n
     if left_directories := [path for path in directories if path.exists()]:
         return passed(f"{left_directories[0].name} is not cleared: {notes}"[:200])
     if left := _until(lambda: _alive(word), 3):
-        return passed(f"{len(left)} processes go on after their owner")
+        return passed(f"{len(left)} processes still run after their owner")
     if left := [path for path in groups if os.path.isdir(path)]:
         return passed(f"the control group {left[0]} stays")
     if left := _mounted(names):
@@ -343,7 +343,7 @@ def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], n
 
 
 def prepare(stage: Stage, kind: str) -> dict[str, str]:
-    """In an owner process that is to be killed: a sandbox with something hostile in it."""
+    """Prepare a sandbox with something hostile in it, in an owner process that will be killed."""
     word = f"left-{secrets.token_hex(6)}"
     sandbox = stage.sandbox(disk=64 * MIB, processes=200)
     sandbox.execute(f"(exec -a {word} sleep 500) &", timeout=10)

@@ -1,7 +1,7 @@
-"""Attempts to use more than the limits allow, or to take from neighbours what no limit is on.
+"""Attempts to use more than the limits allow, or to take resources without limits from neighbours.
 
-Memory and disk count as passed when they are still held, in a sandbox that still runs, seconds after more than the
-limit was taken: a limit may be looked at a few times a second.
+Memory and disk count as passed if they are still held, in a sandbox that still runs, seconds after more than the limit
+was taken: some limits are only checked a few times a second.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sandboxgym.sandbox.sandbox import Sandbox
 LIMITS_ATTEMPTS: list[Attempt] = []
 _DISK, _MEMORY, _PROCESSES = 24, 64, 40
 _LOOK_SECONDS = 2.0
-"""After which a limit that is looked at now and then has been looked at, on a busy machine too."""
+"""Seconds after which a limit that is checked periodically has been checked, even on a busy machine."""
 
 
 def _ended(sandbox: Sandbox, seconds: float) -> bool:
-    """Whether a sandbox is ended within that time."""
+    """Tell whether a sandbox is ended within this many seconds."""
     deadline = time.monotonic() + seconds
     while sandbox.backend.live:
         if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ def _judge_disk(prober: Prober, do: str, arguments: dict[str, object]) -> Seen:
         return blocked(reply.detail)
     if _ended(prober.sandbox, _LOOK_SECONDS):
         return blocked(_why(prober.sandbox))
-    return passed(f"{reply.detail}, and the sandbox goes on")
+    return passed(f"{reply.detail}, and the sandbox still runs")
 
 
 for _folder in ("/root", "/dev/shm", CONTROL):
@@ -156,7 +156,7 @@ for _keep in (False, True):
 
 
 def _unlimited_files(capabilities: Capabilities) -> bool:
-    """A limit of files that this version has, and this backend does not hold."""
+    """Tell whether this version has a limit of files that this backend does not enforce."""
     return "files" not in capabilities.limits and (
         "disk" not in capabilities.limits or any(field.name == "files" for field in fields(Limits))
     )
@@ -184,7 +184,7 @@ for _what in ("files", "directories", "links"):
 
 
 def _innocent(folder: str) -> Callable[[Stage], Seen]:
-    """A neighbour that keeps to its limit, while another writes more than its own."""
+    """Run a neighbour that keeps to its limit, while another writes more than its own."""
 
     def run(stage: Stage) -> Seen:
         innocent = stage.sandbox(disk=_DISK * MIB)
@@ -195,7 +195,7 @@ def _innocent(folder: str) -> Callable[[Stage], Seen]:
                 time.sleep(0.3)
                 if not innocent.backend.live:
                     return passed(f"the neighbour was ended: {_why(innocent)}")
-                return blocked(f"the neighbour goes on ({seen})")
+                return blocked(f"the neighbour still runs ({seen})")
         finally:
             stage.drop(innocent)
 
@@ -253,7 +253,7 @@ for _how in ("forks", "sessions", "zombies", "threads", "bomb"):
 
 
 def _alive(word: str) -> list[int]:
-    """Processes of the host with a word in their command lines."""
+    """Find processes of the host with a word in their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -282,7 +282,7 @@ def _time(how: str, by: str) -> Callable[[Stage], Seen]:
             while found := _alive(word):
                 if time.monotonic() > deadline:
                     stage.forget()
-                    return passed(f"{len(found)} processes of the command go on after its end")
+                    return passed(f"{len(found)} processes of the command still run after its end")
                 time.sleep(0.1)
         except SandboxError:
             stage.forget()
@@ -307,7 +307,7 @@ for _how in (
         LIMITS_ATTEMPTS.append(
             Attempt(
                 f"limits/time-{_how}-{_by}",
-                f"goes on after the time limit ({_how}, started by {_by})",
+                f"still runs after the time limit ({_how}, started by {_by})",
                 _time(_how, _by),
                 unlimited("seconds"),
             )

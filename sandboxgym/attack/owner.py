@@ -1,6 +1,6 @@
 """An owner of sandboxes that may be starved or killed: ``python -m sandboxgym.attack.owner`` takes one task per line.
 
-It makes a sandbox of its own for each, so that what hurts it hurts nobody else. It answers with one line of JSON.
+It makes a sandbox of its own for each, so that harm to it affects no other process. It answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ HOLD = "hold"
 
 
 def grown() -> int:
-    """Bytes of memory that this process has had at most since `forget_peak`."""
+    """Peak memory of this process in bytes since `forget_peak`."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
 
 
 def forget_peak() -> None:
-    """Count the peak of memory anew."""
+    """Reset the peak of memory."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def main() -> None:
-    """Make what each line of standard input asks for."""
+    """Perform the task in each line of standard input."""
     from sandboxgym.attack import leftovers, starvation
 
     backend, image = sys.argv[1], sys.argv[2] or None

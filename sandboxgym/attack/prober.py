@@ -1,4 +1,4 @@
-"""The way to the program inside: one request per attempt, one answer, and the witness looks in between."""
+"""Connection to the program inside: one request per attempt, one answer, and time for a witness in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
 
 FOLDER = "/tmp/.attack"
-"""Where the program lies inside."""
+"""Directory of the program inside."""
 SOURCES = Path(__file__).parent / "inside"
 ARCHIVE = f"{FOLDER}/inside.zip"
 _START_SECONDS = 20.0
@@ -30,7 +30,7 @@ _START_SECONDS = 20.0
 
 @cache
 def archive() -> bytes:
-    """The program as one file, which Python imports from as it is: some backends take long for each file."""
+    """Pack the program as one file, which Python imports from directly: some backends need long for each file."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_STORED) as packed:
         for source in sorted(SOURCES.glob("*.py")):
@@ -40,7 +40,7 @@ def archive() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the program inside says."""
+    """Reply of the program inside."""
 
     verdict: str
     detail: str
@@ -48,11 +48,11 @@ class Reply:
 
     @property
     def worked(self) -> bool:
-        """Whether the attempt did what it was to do, seen from inside."""
+        """True if the attempt succeeded, as seen from inside."""
         return self.verdict == WORKED
 
     def seen(self) -> Seen:
-        """As it looks from inside, for what has no effect outside.
+        """Observation from inside, for attempts without an effect outside.
 
         Raises:
             NotApplicable: it was not made.
@@ -71,11 +71,11 @@ class Reply:
 
 
 class ProberLost(Exception):
-    """The program inside ended; perhaps its sandbox did."""
+    """Raised if the program inside ended; perhaps its sandbox did."""
 
 
 class Prober:
-    """The program inside a live sandbox.
+    """Handle of the program inside a live sandbox.
 
     Args:
         sandbox: is started, if it was not.
@@ -119,7 +119,7 @@ class Prober:
         self._answers: int = self._process.output
 
     def _start_in_shell(self) -> None:
-        box = getattr(self.sandbox.backend, "box", None)
+        box = getattr(self.sandbox.backend, "container", None)
         command = f"mkfifo in out && (PYTHONPATH={ARCHIVE} setsid python3 -m inside <>in >out 2>&1 &)"
         done = self.sandbox.execute(f"(cd {shlex.quote(FOLDER)} && rm -f in out && {command})", timeout=10)
         if box is None or done.exit_code:
@@ -129,7 +129,7 @@ class Prober:
         self._answers = os.open(f"{root}/out", os.O_RDONLY | os.O_NONBLOCK)
 
     def ask(self, do: str, *, seconds: float = SECONDS, **arguments: Any) -> Reply:
-        """Have an attempt made.
+        """Request an attempt.
 
         Raises:
             ProberLost: the program inside is gone.
@@ -178,5 +178,5 @@ class Prober:
 
 
 def _plain(text: str) -> str:
-    """What hostile programs say, fit for a terminal and a table."""
+    """Escape a hostile program's text for a terminal and a table."""
     return re.sub(r"[^ -~]|\|", "?", text)

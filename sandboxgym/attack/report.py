@@ -1,4 +1,4 @@
-"""The result of attacks: a table, the names of what got through, JSON, Markdown, an exit status."""
+"""Report of attacks: a table, the names of successful attempts, JSON, Markdown, an exit status."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass, field
 from sandboxgym.attack.attempt import GROUPS, VERDICTS, Outcome
 
 BEGIN, END = "<!-- doctor --attack: begin -->", "<!-- doctor --attack: end -->"
-"""Between these lines of a page lies what `Report.markdown` made."""
+"""Marks of the part of a page that `Report.markdown` writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of all attempts."""
+    """Outcomes of all attempts."""
 
     outcomes: tuple[Outcome, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Backends that cannot run here, and why."""
+    """Backends that cannot run here, with the reason."""
     machine: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
     def status(self) -> int:
-        """0: nothing passed; 1: something passed; 2: nothing could be tried."""
+        """Exit status. 0: nothing passed; 1: something passed; 2: nothing could be tried."""
         verdicts = {outcome.verdict for outcome in self.outcomes}
         if "passed" in verdicts:
             return 1
@@ -35,20 +35,20 @@ class Report:
 
     @property
     def backends(self) -> list[str]:
-        """Those that were attacked, in order."""
+        """Attacked backends, in order."""
         return list(dict.fromkeys(outcome.backend for outcome in self.outcomes))
 
     def count(self, backend: str, group: str) -> Counter[str]:
-        """How many attempts had which verdict."""
+        """Number of attempts by verdict."""
         found = (o.verdict for o in self.outcomes if o.backend == backend and o.group == group)
         return Counter(found)
 
     def named(self, verdict: str) -> list[Outcome]:
-        """The outcomes with a verdict."""
+        """Outcomes with a verdict."""
         return [outcome for outcome in self.outcomes if outcome.verdict == verdict]
 
     def json(self) -> str:
-        """For programs."""
+        """Report as JSON, for programs."""
         content = {
             "status": self.status,
             "machine": dict(self.machine),
@@ -60,7 +60,7 @@ class Report:
         return json.dumps(content, indent=2)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Backend, class and the number of each verdict."""
+        """Rows of backend, class and the number of each verdict."""
         return [
             (backend, group, *(str(self.count(backend, group)[verdict]) for verdict in VERDICTS))
             for backend in self.backends
@@ -69,7 +69,7 @@ class Report:
         ]
 
     def text(self, *, verbose: bool = False) -> str:
-        """For people: the table, then everything that got through."""
+        """Report as text: the table, then every successful attempt."""
         head = ("backend", "class", *VERDICTS)
         rows = [head, *self.rows()]
         wide = [max(len(row[at]) for row in rows) for at in range(len(head))]
@@ -84,13 +84,13 @@ class Report:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """One sentence."""
+        """Summary in one sentence."""
         counts = Counter(outcome.verdict for outcome in self.outcomes)
         parts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
         return f"{len(self.outcomes)} attempts in {self.seconds:.0f} s: {parts}"
 
     def markdown(self) -> str:
-        """The table, for a page."""
+        """Report as Markdown, for a page."""
         head = ("backend", "class", *VERDICTS)
         lines = [BEGIN, ""]
         facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
@@ -112,7 +112,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _merged(outcomes: list[Outcome], *, verbose: bool) -> list[tuple[str, list[str], str]]:
-    """One line for each attempt, whichever backends it was made on. Those without isolation are named together."""
+    """One line per attempt with all its backends; those without isolation are named together."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.name, []).append(outcome)
@@ -129,7 +129,7 @@ def _merged(outcomes: list[Outcome], *, verbose: bool) -> list[tuple[str, list[s
 
 
 def machine_facts() -> dict[str, str]:
-    """What the figures belong to."""
+    """Facts about the machine that the figures belong to."""
     user = "root" if os.geteuid() == 0 else "an ordinary user"
     groups = "2" if os.path.exists("/sys/fs/cgroup/cgroup.controllers") else "1"
     return {"Linux": platform.release(), "on": platform.machine(), "as": user, "control groups of version": groups}

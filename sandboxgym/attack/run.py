@@ -1,4 +1,4 @@
-"""Every attempt against every backend of this machine, several programs of attempts side by side."""
+"""Runner of every attempt against every backend of this machine, with several attacking programs side by side."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
 
-from sandboxgym import interpreter
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Outcome, Verdict
 from sandboxgym.attack.image import own_image
 from sandboxgym.attack.prober import ProberLost
 from sandboxgym.attack.report import Report, machine_facts
 from sandboxgym.attack.stage import FULL, Stage
 from sandboxgym.sandbox.base import Capabilities, SandboxError, SandboxUnavailable
+from sandboxgym.system import interpreter
 
 BACKENDS = ("overlay", "overlay-rootless", FULL, "docker", "copy")
 SHARED = "limits/share-*"
-"""Attempts that take from every user of the machine: made last, when nothing else is under way."""
+"""Attempts that take from every user of the machine: made last, when nothing else is running."""
 
 PARTS = ("starvation.0", "starvation.1", "starvation.2", "limits", "leftovers", "escape")
-"""What one program of attempts makes: a class, or every third of the one that takes longest."""
+"""Parts of the attempts, one per attacking program: a class, or every third attempt of the slowest class."""
 
 Told = Callable[[Outcome], None]
 
 
 @cache
 def attempts() -> tuple[Attempt, ...]:
-    """Every attempt, class by class."""
+    """List every attempt, class by class."""
     from sandboxgym.attack import escape_kernel  # noqa: F401
     from sandboxgym.attack.escape import ESCAPES
     from sandboxgym.attack.leftovers import LEFTOVERS
@@ -45,12 +45,12 @@ def attempts() -> tuple[Attempt, ...]:
 
 
 SAMPLE = "sample"
-"""In place of a pattern: all escapes, every second attempt at a limit, every fourth of the rest, which take longest."""
+"""Name of a sample, in place of a pattern: all escapes, every second limit, every fourth of the slow rest."""
 _EVERY = {"limits": 2, "starvation": 4, "leftovers": 4}
 
 
 def matching(only: str) -> list[Attempt]:
-    """The attempts whose names fit a pattern, or those of `SAMPLE`."""
+    """List the attempts whose names match a pattern, or those of `SAMPLE`."""
     if only != SAMPLE:
         return [attempt for attempt in attempts() if fnmatch.fnmatchcase(attempt.name, only)]
     by_group: dict[str, list[Attempt]] = {}
@@ -60,7 +60,7 @@ def matching(only: str) -> list[Attempt]:
 
 
 def chosen(backend: str, only: str, part: str = "all") -> list[Attempt]:
-    """The attempts of `matching`, of one of `PARTS`, ``"shared"`` or ``"all"``."""
+    """Filter the attempts of `matching`: those of one of `PARTS`, ``"shared"`` or ``"all"``."""
     found = [attempt for attempt in matching(only) if attempt.made_on(backend)]
     if part == "all":
         return found
@@ -86,7 +86,7 @@ def attack(
         only: a pattern of names of attempts, as in a shell, ``"escape/device-*"``, or `SAMPLE`.
         image: for the docker backend, with bash and, for most attempts, Python 3; default: one made for this.
         told: called with each outcome when it is there.
-        jobs: programs at a time; 1: in this process, one attempt after the other.
+        jobs: number of programs at a time; 1: in this process, one attempt after the other.
 
     Raises:
         ValueError: no such backend.
@@ -129,7 +129,7 @@ def attack(
 
 
 def _side_by_side(backends: Sequence[str], only: str, image: str | None, tell: Told, jobs: int) -> dict[str, str]:
-    """Backends that are not available, and why."""
+    """Run the attacking programs side by side; returns the backends that are not available, with the reason."""
     # The longest first.
     parts = [(b, g) for g in PARTS for b in backends if chosen(b, only, g)]
     last = [(b, "shared") for b in backends if chosen(b, only, "shared")]
@@ -140,7 +140,7 @@ def _side_by_side(backends: Sequence[str], only: str, image: str | None, tell: T
 
 
 def _worker(backend: str, part: str, only: str, image: str | None, tell: Told) -> str:
-    """Have a program make a part of the attempts; why the backend is not available, if it is not."""
+    """Run an attacking program for a part of the attempts; returns why the backend is not available, if it is not."""
     waiting = {attempt.name: attempt for attempt in chosen(backend, only, part)}
     command = interpreter.module_command("sandboxgym.attack.worker", backend, part, only, image or "")
     environment = interpreter.environment()
@@ -180,7 +180,7 @@ def attacked(backend: str, some: Sequence[Attempt], image: str | None) -> Iterat
 
 
 def made(attempt: Attempt, stage: Stage) -> Outcome:
-    """What comes of one attempt on one backend."""
+    """Make one attempt on one backend; returns its outcome."""
     began = time.monotonic()
     verdict, detail = _judged(attempt, stage, stage.capabilities)
     seconds = round(time.monotonic() - began, 2)
@@ -205,14 +205,14 @@ def _judged(attempt: Attempt, stage: Stage, capabilities: Capabilities) -> tuple
 
 
 def _daemon() -> str:
-    from sandboxgym.sandbox.docker_client import connect
+    from sandboxgym.sandbox.docker.client import connect
 
     with contextlib.closing(connect()) as client:
         return str(client.version().get("Version", "of unknown version"))
 
 
 def work(backend: str, part: str, only: str, image: str) -> None:
-    """What a program of attempts does: one line of JSON per outcome."""
+    """Run as an attacking program: one line of JSON per outcome."""
     assert part in (*PARTS, "shared")
     threading.Thread(target=_end_with_owner, daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -225,6 +225,6 @@ def work(backend: str, part: str, only: str, image: str) -> None:
 
 
 def _end_with_owner() -> None:
-    """End when whoever started this program ends, however that was."""
+    """End this program when the process that started it ends, however that was."""
     os.read(0, 1)
     os._exit(1)

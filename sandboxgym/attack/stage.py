@@ -1,6 +1,6 @@
-"""Where attempts are made: throw-away sandboxes of one backend, and things of the host that they must not reach.
+"""Stage of the attempts: throw-away sandboxes of one backend, and objects of the host that they must not reach.
 
-All that is made here is given back by `Stage.close`, and in time of need by the next ``leftovers.reap``.
+Everything made here is removed by `Stage.close`, or after a crash by the next ``run_directories.reap``.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 LIMITS = Limits(seconds=20, memory=192 * MIB, processes=64, disk=24 * MIB)
-"""Of every sandbox that is attacked, unless an attempt needs others."""
+"""Limits of every attacked sandbox, unless an attempt needs others."""
 FULL = "full"
-"""The overlay backend as root, attacked after its processes came back from a snapshot."""
+"""Name of the overlay backend as root, attacked after its processes came back from a snapshot."""
 
 
 def limits_with(**changes: Any) -> Limits:
-    """`LIMITS` with some changed; those that this version does not have are left out."""
+    """Change some of `LIMITS`; those that this version does not have are left out."""
     known = {field.name for field in fields(Limits)}
     current = {name: getattr(LIMITS, name) for name in known}
     return Limits(**{**current, **{name: value for name, value in changes.items() if name in known}})
 
 
 class HostThings:
-    """What the host has and a sandbox must not reach: a file, services, a process, shared objects.
+    """Objects of the host that a sandbox must not reach: a file, services, a process, shared objects.
 
     Attributes:
         token: what they all say.
         secret: path of a file that everybody on the host may read.
         port, abstract: of a service on the loopback device, and on an abstract socket.
         socket_path: of a service in the file system.
-        process: of this user, with the token in its command line.
-        key: of a shared memory segment, a message queue and semaphores; 0 if there can be none.
+        process: process of this user, with the token in its command line.
+        key: key of a shared memory segment, a message queue and semaphores; 0 if there can be none.
     """
 
     def __init__(self) -> None:
@@ -99,11 +99,11 @@ class HostThings:
 
     @property
     def segment(self) -> int:
-        """The number of the shared memory segment."""
+        """Id of the shared memory segment."""
         return self._segment
 
     def close(self) -> None:
-        """Take everything away."""
+        """Remove all objects."""
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -137,7 +137,7 @@ class Stage:
         self._host: HostThings | None = None
         self._owner: Owner | None = None
         self.notes: dict[str, Any] = {}
-        """What several attempts found out together."""
+        """Findings that several attempts share."""
         probe = self._new(LIMITS)
         try:
             probe.run("true")
@@ -147,7 +147,7 @@ class Stage:
 
     @property
     def host(self) -> HostThings:
-        """Things of the host, made when they are first asked for."""
+        """Objects of the host, made on first use."""
         if self._host is None:
             self._host = HostThings()
         return self._host
@@ -163,13 +163,13 @@ class Stage:
         return sandbox
 
     def sandbox(self, **limits: Any) -> Sandbox:
-        """A live sandbox, with its own limits; for ``full`` one whose processes came back from a snapshot."""
+        """Make a live sandbox, with its own limits; for ``full`` one whose processes came back from a snapshot."""
         sandbox = self._new(limits_with(**limits))
         if self.backend == FULL:
             sandbox.execute("sleep 1000 &", timeout=20)
             snapshot = sandbox.snapshot()
             try:
-                if snapshot.whole is None:
+                if snapshot.checkpoint is None:
                     raise SandboxUnavailable(f"processes could not be captured: {'; '.join(snapshot.lossy)}")
                 sandbox.restore(snapshot)
             finally:
@@ -179,14 +179,14 @@ class Stage:
         return sandbox
 
     def drop(self, sandbox: Sandbox) -> None:
-        """Close a sandbox that is not needed any more."""
+        """Close a sandbox that is no longer needed."""
         sandbox.close()
         if sandbox in self._made:
             self._made.remove(sandbox)
 
     @contextlib.contextmanager
     def alone(self, **limits: Any) -> Iterator[Prober]:
-        """The program inside a sandbox of its own, for what may end it."""
+        """Start the program inside a sandbox of its own, for attempts that may end it."""
         sandbox = self.sandbox(**limits)
         try:
             prober = Prober(sandbox, restored=self.backend == FULL)
@@ -198,7 +198,7 @@ class Stage:
             self.drop(sandbox)
 
     def prober(self, name: str = "attacker") -> Prober:
-        """The program inside a sandbox that many attempts share; a new one if that has ended."""
+        """Get the program inside a sandbox that many attempts share; a new one if that has ended."""
         found = self._probers.get(name)
         if found is not None:
             try:
@@ -210,14 +210,14 @@ class Stage:
         return prober
 
     def forget(self, name: str = "attacker") -> None:
-        """End a shared sandbox: what was done to it must not matter to the next attempt."""
+        """End a shared sandbox, so that it cannot affect the next attempt."""
         prober = self._probers.pop(name, None)
         if prober is not None:
             prober.close()
             self.drop(prober.sandbox)
 
     def owner(self) -> Owner:
-        """An owner process that attempts share; a new one if that was killed."""
+        """Get an owner process that attempts share; a new one if that was killed."""
         from sandboxgym.attack.starvation import Owner
 
         if self._owner is None:
@@ -231,7 +231,7 @@ class Stage:
             self._owner = None
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Close everything. Idempotent."""
         self.forget_owner()
         for name in list(self._probers):
             self.forget(name)

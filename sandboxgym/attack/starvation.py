@@ -1,8 +1,8 @@
 """Attempts to starve the owner of a sandbox: its memory, its time, its way to the sandbox.
 
-Each runs in an owner process of its own (``owner.py``), watched from here: one that grows or waits is killed. Passed
-is what makes the owner take more than `MOST_BYTES` or `MOST_SECONDS`, raises what is not among `TYPED`, or leaves a
-sandbox that cannot be used even after a restore.
+Each runs in an owner process of its own (``owner.py``), watched from here: one that grows or waits is killed. An
+attempt passes if it makes the owner take more than `MOST_BYTES` or `MOST_SECONDS`, raises an error other than those of
+`TYPED`, or leaves a sandbox that cannot be used even after a restore.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import errors, interpreter, leftovers
+from sandboxgym import errors
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, never, passed
 from sandboxgym.attack.stage import FULL, MIB, Stage
 from sandboxgym.sandbox.base import CONTROL, Capabilities, SandboxError
-from sandboxgym.sandbox.disk import remove_directories
+from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.system import interpreter
+from sandboxgym.system import run_directories as leftovers
 
 MOST_BYTES = 96 * MIB
 MOST_SECONDS = 40.0
@@ -35,27 +37,27 @@ TYPED: tuple[type[BaseException], ...] = (
     ValueError,
     *(value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)),
 )
-"""What a user of a sandbox must expect."""
+"""Errors that every user of a sandbox must expect."""
 Action = Callable[[Sandbox], object]
 
 
 class Passed(Exception):
-    """The owner was starved; the message says how."""
+    """Raised if the owner was starved; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an owner is asked to do."""
+    """Task of an owner process."""
 
     name: str
     about: str
     before: str
-    """Run inside, as an attacker's command."""
+    """Attacker's command, run inside."""
     action: Action
-    """What the owner then does; typed errors are fine."""
+    """Action of the owner afterwards; typed errors are fine."""
 
     def run(self, stage: Stage) -> str:
-        """Do it in a new sandbox; what was seen.
+        """Perform the task in a new sandbox; returns the observation.
 
         Raises:
             Passed: the sandbox is of no use any more.
@@ -76,7 +78,7 @@ class Task:
             sandbox.restore(first)
         except TYPED:
             _forget(stage)
-            how = "it goes on"
+            how = "it still works"
         except BaseException:
             _forget(stage)
             raise
@@ -84,7 +86,7 @@ class Task:
 
 
 def _shared(stage: Stage) -> tuple[Sandbox, Any]:
-    """A sandbox that tasks share, and how it was at first."""
+    """Sandbox that tasks share, with its first state."""
     if "starved" not in stage.notes:
         sandbox = stage.sandbox(disk=1024 * MIB, processes=450, memory=512 * MIB, seconds=20)
         sandbox.execute("true", timeout=10)
@@ -100,8 +102,8 @@ def _forget(stage: Stage) -> None:
 
 
 def _usable(sandbox: Sandbox, first: Any) -> str:
-    """How a sandbox that was attacked can be used again."""
-    for attempt in ("it goes on", "it was restored"):
+    """Find out how an attacked sandbox can be used again."""
+    for attempt in ("it still works", "it was restored"):
         try:
             if attempt == "it was restored":
                 sandbox.restore(first)
@@ -349,7 +351,7 @@ class Owner:
 
     @property
     def resident(self) -> int:
-        """Bytes of memory that it has now."""
+        """Bytes of memory that the process has now."""
         try:
             with open(f"/proc/{self.process.pid}/statm") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -357,13 +359,13 @@ class Owner:
             return 0
 
     def tell(self, *words: str) -> None:
-        """Give it a task."""
+        """Send it a task."""
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(words).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self, *, seconds: float, most: int) -> dict[str, Any]:
-        """Its answer; one that takes too long or too much is killed, which is an answer too."""
+        """Read its answer; taking too long or too much is an answer too, and gets it killed."""
         assert self.process.stdout is not None
         deadline, before = time.monotonic() + seconds, self.resident
         while not select.select([self.process.stdout], [], [], 0.05)[0]:
@@ -379,12 +381,12 @@ class Owner:
         return found
 
     def kill(self) -> None:
-        """Kill it with SIGKILL, as a machine that runs out of memory does."""
+        """Kill it with SIGKILL, as a machine that runs out of memory would."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Let it end, and give everything back. Idempotent."""
+        """Let it end, and remove everything. Idempotent."""
         if self.process.poll() is None:
             try:
                 self.process.communicate(timeout=15)
@@ -396,13 +398,13 @@ class Owner:
 
 
 def run_directories(pid: int) -> list[Path]:
-    """Where a process has what must not outlive it."""
+    """Directories of a process's objects that must not outlive it."""
     root = leftovers.runtime_dir(create=False)
     return sorted(root.glob(f"*-{pid}-*")) if root.is_dir() else []
 
 
 def clear(pid: int, seconds: float = 5.0) -> None:
-    """Clear what a killed process left, also where the directories in it keep `leftovers.reap` from doing so."""
+    """Remove a killed process's remains, even where their directories stop `run_directories.reap`."""
     deadline = time.monotonic() + seconds
     leftovers.reap()
     while (left := run_directories(pid)) and time.monotonic() < deadline:
@@ -412,7 +414,7 @@ def clear(pid: int, seconds: float = 5.0) -> None:
 
 
 def starve(stage: Stage, name: str) -> Seen:
-    """Have an owner process do a task, and watch it."""
+    """Have an owner process perform a task, and watch it."""
     owner = stage.owner()
     owner.tell("starve", name)
     found = owner.answer(seconds=MOST_SECONDS + 10, most=_KILL_BYTES)
@@ -440,7 +442,7 @@ def _attempt(task: Task) -> Attempt:
 
 
 def _copies(capabilities: Capabilities) -> bool:
-    """Packing takes what all that was written takes, holes and the base image included."""
+    """Condition: packing takes as much as everything written, holes and the base image included."""
     return capabilities.snapshot_cost == "written"
 
 

@@ -12,10 +12,10 @@ NAMES = {
     "search": "WebShop's search: ranking and latency, up to 1.18 million products",
     "swebench": "SWE-bench on a large repository: steps, resets, snapshots, verdicts against the official harness",
     "sandbox": "sandboxes: snapshots, commands and forks against Docker and others",
-    "full": "full snapshots: sandboxes forked with what runs in them, against files alone, replay and Docker",
-    "fidelity": "what a sandbox's snapshot keeps, loses and leaks, on every backend",
-    "cheats": "cheats on SWE-bench tasks: the verdicts here and of the official harness, and what is named",
-    "faults": "what sandboxes survive, and what is left of them",
+    "full": "full snapshots: forks with running processes, against files alone, replay and Docker",
+    "fidelity": "state that a sandbox's snapshot keeps, loses and leaks, on every backend",
+    "cheats": "cheats on SWE-bench tasks: our verdicts, the official harness's, and the findings",
+    "faults": "faults that sandboxes survive, and the traces they leave",
     "pool": "a pool of workers stepping many environments",
 }
-"""Benchmarks, each a module of that name, and what they measure; the first is the default."""
+"""Benchmarks, each a module of that name, with their subjects; the first is the default."""

@@ -1,4 +1,4 @@
-"""ALFWorld's engine against the original in one run, and against the bounds it was built for.
+"""Benchmark of ALFWorld's engine: against the original in one run, and against its design limits.
 
 sandboxgym bench alfworld [--games valid_seen] [--number 12] [--steps 30] [--seed 0] [--cpu]
 
@@ -28,27 +28,27 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 
-from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.game import Game
-from sandboxgym.envs.alfworld.library import GameLibrary, content_of
+from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of
+from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.envs.alfworld.solver import shortest_plan
 
 LENGTHS = (1, 10, 40, 400)
-"""Episode lengths, in steps, at which snapshots are taken."""
+"""Episode lengths in steps at which snapshots are taken."""
 LIVE_FORKS = 10_000
 
 
 @dataclass
 class Times:
-    """Seconds that calls of one kind took."""
+    """Seconds of the calls of one kind."""
 
     cpu: ClassVar[bool] = False
-    """Of the process's CPU time, rather than on the wall."""
+    """True to measure the process's CPU time rather than wall-clock time."""
     seconds: list[float] = field(default_factory=list)
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Measure what is done inside."""
+        """Measure the block as one call."""
         clock = time.process_time if self.cpu else time.perf_counter
         began = clock()
         yield
@@ -56,22 +56,22 @@ class Times:
 
     @property
     def median(self) -> float:
-        """In seconds."""
+        """Median in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def mean(self) -> float:
-        """In seconds."""
+        """Mean in seconds."""
         return statistics.mean(self.seconds)
 
     @property
     def late(self) -> float:
-        """The 95th percentile, in seconds."""
+        """95th percentile in seconds."""
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.95 * len(self.seconds)))]
 
 
 def _walk(env: Any, task: int, steps: int, *, seed: int, times: Times) -> None:
-    """Random admissible commands; the same for engines that answer the same."""
+    """Play random admissible commands, the same for engines with the same answers."""
     rng = random.Random(f"{seed} {task}")
     _, info = env.reset(options={"task": task})
     for _ in range(steps):
@@ -87,7 +87,7 @@ def _make(games: str, **arguments: Any) -> gym.Env[Any, Any]:
 
 
 def _original(library: GameLibrary, tasks: Sequence[int], steps: int, *, seed: int) -> dict[str, Times]:
-    """TextWorld by itself: loading, ``reset`` and ``step``."""
+    """Drive TextWorld by itself: loading, ``reset`` and ``step``."""
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from textworld import EnvInfos
     from textworld.envs.pddl.pddl import PddlEnv
@@ -124,7 +124,7 @@ def _resident_bytes() -> int:
 
 
 def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
-    """Lines of Markdown."""
+    """Measure; returns lines of Markdown."""
     native = _make(games)
     library: GameLibrary = native.unwrapped.library  # type: ignore[attr-defined]
     tasks = random.Random(seed).sample(range(len(library)), min(number, len(library)))
@@ -222,17 +222,17 @@ def _ms(times: Times) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: Markdown tables."""
+    """Run the command line: prints Markdown tables."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench alfworld",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--games", default="embedded", help="as for gym.make: a split, a directory…")
-    parser.add_argument("--number", type=int, default=12, help="of games, drawn by the seed")
-    parser.add_argument("--steps", type=int, default=30, help="of an episode")
+    parser.add_argument("--games", default="embedded", help="argument of gym.make: a split, a directory…")
+    parser.add_argument("--number", type=int, default=12, help="number of games, drawn by the seed")
+    parser.add_argument("--steps", type=int, default=30, help="steps per episode")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cpu", action="store_true", help="CPU time instead of wall time, for a busy machine")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time, not wall-clock time, on a busy machine")
     arguments = parser.parse_args(argv)
     Times.cpu = arguments.cpu
     print("\n".join(compare(arguments.games, number=arguments.number, steps=arguments.steps, seed=arguments.seed)))

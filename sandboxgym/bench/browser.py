@@ -1,12 +1,12 @@
-"""WebShop in a real browser against its text environment: steps, snapshots, forks and their memory.
+"""Benchmark of WebShop in a real browser against its text environment: steps, snapshots, forks and their memory.
 
 sandboxgym bench browser [--plays 6] [--repeats 10] [--episodes FILE …]
     [--write docs/results/details/webshop-browser.md]
 
 Both play the same actions, recorded ones (as for ``bench webshop``) or random admissible ones, and every answer is
-compared. The text environment plays them five times, of which the fastest counts; searches and pages are remembered on
-both sides, so that what differs is the browser. Times are on the wall, median and 95th percentile; "shown" means that
-the browser has gone there too, which it otherwise does before its next action.
+compared. The text environment plays them five times, of which the fastest counts; searches and pages are cached on
+both sides, so that only the browser differs. Times are wall-clock, median and 95th percentile; "shown" means that the
+browser has loaded the state too, which it otherwise does before its next action.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any, get_args
 import gymnasium as gym
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.bench import page
 from sandboxgym.bench.alfworld import Times
+from sandboxgym.bench.tools import page
 from sandboxgym.bench.webshop import Play, play, random_plays, recorded
-from sandboxgym.conformance.processes import descendants
+from sandboxgym.conformance.supervision.processes import descendants
 from sandboxgym.core import Snapshot
-from sandboxgym.envs.webshop.tab import BrowserMode
+from sandboxgym.envs.webshop.web.browser_page import BrowserMode
 
 FORKS = 8
 ROUNDS = 5
-"""Of the text environment's episodes, which take milliseconds; the fastest counts."""
+"""Repetitions of the text environment's episodes, which take milliseconds; the fastest counts."""
 DEEP = 8
-"""Steps before the state that is snapshotted and forked."""
+"""Number of steps before the state that is snapshotted and forked."""
 _POINT = """() => {
   const box = document.querySelector('[data-name]').getBoundingClientRect();
   return [Math.round(box.x + box.width / 2), Math.round(box.y + box.height / 2)];
@@ -46,7 +46,7 @@ Table = list[str]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured."""
+    """Settings of the measurement."""
 
     catalogue: str
     nouns: str | None
@@ -56,18 +56,18 @@ class Setting:
     seed: int
 
     def make(self, name: str, **arguments: Any) -> Any:
-        """``WebShop`` or ``WebShopBrowser``, through ``gym.make``."""
+        """Make ``WebShop`` or ``WebShopBrowser`` through ``gym.make``."""
         limit = {"max_episode_steps": 1_000_000}
         return gym.make(f"sandboxgym/{name}-v0", catalogue=self.catalogue, nouns=self.nouns, **{**limit, **arguments})
 
 
 def shown(times: Times, unit: float = 1e3) -> str:
-    """Median and 95th percentile, in milliseconds, or so many parts of a second."""
+    """Format median and 95th percentile, in milliseconds or another part of a second."""
     return f"{times.median * unit:,.1f} / {times.late * unit:,.1f}"
 
 
 def resetting(env: Any) -> Callable[[int], Any]:
-    """A function that resets to a goal."""
+    """Make a function that resets to a goal."""
     return lambda goal: env.reset(options={"goal": goal})
 
 
@@ -75,7 +75,7 @@ def resetting(env: Any) -> Callable[[int], Any]:
 
 
 def steps(env: Any, text: Any, plays: Sequence[Play]) -> Table:
-    """Every kind of action in both.
+    """Measure every kind of action in both environments.
 
     Raises:
         RuntimeError: an answer of one is not that of the other.
@@ -104,7 +104,7 @@ def steps(env: Any, text: Any, plays: Sequence[Play]) -> Table:
 
 
 def modes(setting: Setting, plays: Sequence[Play]) -> Table:
-    """The same episodes with other observations."""
+    """Measure the same episodes with other observations."""
     lines = ["| observation | steps per second | ms a step, p50 / p95 |", "|---|---|---|"]
     for mode in get_args(BrowserMode):
         env = setting.make("WebShopBrowser", observation_mode=mode)
@@ -119,7 +119,7 @@ def modes(setting: Setting, plays: Sequence[Play]) -> Table:
 
 
 def hands(env: Any, repeats: int) -> Table:
-    """What a hand does, one action each.
+    """Measure mouse and keyboard, one action each.
 
     Raises:
         RuntimeError: an action had no effect.
@@ -146,7 +146,7 @@ def hands(env: Any, repeats: int) -> Table:
 
 
 def snapshots(env: Any, text: Any, goal: int, actions: Sequence[str], repeats: int) -> Table:
-    """Snapshot, restore, fork, reset and replay of one state, in both."""
+    """Measure snapshot, restore, fork, reset and replay of one state, in both environments."""
     starts: dict[Any, Snapshot] = {}
     snaps: dict[Any, Snapshot] = {}
 
@@ -217,7 +217,7 @@ def _fine(times: Times) -> str:
 
 
 def memory() -> tuple[float, int]:
-    """MiB of this process and all below it, shared pages counted by shares; and how many are below."""
+    """MiB of this process and all its descendants, shared pages counted by shares; and the number of descendants."""
     below = descendants(os.getpid())
     total = 0
     for pid in (os.getpid(), *below):
@@ -231,7 +231,7 @@ def memory() -> tuple[float, int]:
 
 
 def forks(env: Any, text: Any, goal: int, actions: Sequence[str]) -> Table:
-    """Eight children of one state that live at once, each with its own next action, beside their twins in text.
+    """Measure eight children of one state that live at once, each with its own next action, beside the same in text.
 
     Raises:
         RuntimeError: a child or the parent is not where it should be.
@@ -258,7 +258,9 @@ def forks(env: Any, text: Any, goal: int, actions: Sequence[str]) -> Table:
             expected = [twin.step(way) for twin, way in zip(twins, ways, strict=True)]
             there = [child.unwrapped.tab.look().observation for child in children]
             if found != expected or there != [each[0] for each in expected]:
-                raise RuntimeError("forks that acted at the same time are not where their twins in text are")
+                raise RuntimeError(
+                    "forks that acted at the same time are in other states than the text environment's forks"
+                )
             if env.unwrapped.tab.look() != parent:
                 raise RuntimeError("forks moved their parent")
             for child in children:
@@ -307,11 +309,11 @@ def described(env: Any) -> str:
 
 
 def measure(setting: Setting, load: float) -> Table:
-    """The page as lines of Markdown.
+    """Measure everything; returns the page as lines of Markdown.
 
     Args:
-        setting: what to measure.
-        load: of the machine, before.
+        setting: settings of the measurement.
+        load: load of the machine beforehand.
     """
     text, env = setting.make("WebShop"), setting.make("WebShopBrowser")
     text.reset()
@@ -322,7 +324,7 @@ def measure(setting: Setting, load: float) -> Table:
         plays = recorded(setting.episodes)[: setting.plays] or random_plays(text, setting.plays, seed=setting.seed)
         deep = [(goal, actions[:DEEP]) for goal, actions in plays if len(actions) > DEEP]
         if not deep:
-            raise SystemExit(f"expected an episode of more than {DEEP} steps, found none: ask for more --plays")
+            raise SystemExit(f"expected an episode of more than {DEEP} steps, found none; increase --plays")
         goal, actions = deep[0]
         lines = [
             f"{page.machine(described(env))}; load {load:.1f} at the start. Catalogue {Path(setting.catalogue).name}, "
@@ -353,23 +355,25 @@ def measure(setting: Setting, load: float) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and perhaps write."""
+    """Run the command line: measure, print, and write the page if asked to."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench browser", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--catalogue", default="embedded", help="as for gym.make")
-    parser.add_argument("--nouns", help="as for gym.make")
-    parser.add_argument("--episodes", type=Path, nargs="*", default=(), help="recordings")
-    parser.add_argument("--plays", type=int, default=6, help="episodes, of the recordings or random ones")
-    parser.add_argument("--repeats", type=int, default=10, help="of each measurement of snapshots and of hands")
+    parser.add_argument("--catalogue", default="embedded", help="argument of gym.make")
+    parser.add_argument("--nouns", help="argument of gym.make")
+    parser.add_argument("--episodes", type=Path, nargs="*", default=(), help="files of recorded episodes")
+    parser.add_argument("--plays", type=int, default=6, help="number of episodes, recorded or random")
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="repetitions of snapshots and of mouse and keyboard actions"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", metavar="FILE", help="write the page there")
+    parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     arguments = vars(parser.parse_args(argv))
     target = arguments.pop("write")
     try:
         measured = measure(Setting(**arguments), os.getloadavg()[0])
     except DependencyNotInstalled as error:
-        raise SystemExit(f"the browser cannot be had here: {error}") from error
+        raise SystemExit(f"the browser is not available here: {error}") from error
     page.publish([*page.head("WebShop in a real browser", "browser", argv), *measured], target)
 
 

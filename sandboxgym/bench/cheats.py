@@ -1,9 +1,9 @@
-"""Cheats on a task of SWE-bench's kind: what the environment says of each, and what the official harness says.
+"""Benchmark of cheats on a SWE-bench task: the environment's verdict on each, and the official harness's.
 
 sandboxgym bench cheats [--only WORDS] [--backend overlay] [--write docs/envs/swebench-cheats.md]
 
-Each of `cheat_cases.cases` is played as an agent would, from the task's beginning, and handed in. The patch that came
-of it is then given to the official harness (``run_instance`` of the package ``swebench``), which makes a container
+Each of `cheat_cases.cases` is played as an agent would, from the task's beginning, and submitted. The resulting patch
+is then given to the official harness (``run_instance`` of the package ``swebench``), which makes a container
 of the same image, applies the patch, runs the task's script there, and reports; only its 15 seconds of waiting for the
 container's end are left out. The image is made of this machine's programs, and removed in the end.
 
@@ -33,26 +33,26 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym  # noqa: F401 - registers the ids
-from sandboxgym.bench import cheat_cases, page, small_image
-from sandboxgym.bench.cheat_cases import Cheat, cases
-from sandboxgym.envs.swebench import suspicion
-from sandboxgym.envs.swebench.boxes import forget_prepared
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.tasks import Task, from_row, open_tasks
+from sandboxgym.bench.tools import cheat_cases, page, small_image
+from sandboxgym.bench.tools.cheat_cases import Cheat, cases
+from sandboxgym.envs.swebench.grading import suspicion
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task, from_row, open_tasks
 from sandboxgym.envs.swebench.tools import MARKER
+from sandboxgym.envs.swebench.workspaces.workspace import forget_prepared
 
 REPOSITORY = "sandboxgym-cheats"
-"""Name of the image; its tag is the number of the process that made it."""
+"""Name of the image; its tag is the id of the process that made it."""
 _PACKAGES = ("pytest", "pip", "setuptools")
 _SECONDS = 120
 _COMMITS = 900
-"""Of each repository at most, the newest first."""
+"""Limit of commits per repository, the newest first."""
 _LARGE = 60_000  # characters of a commit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one cheat.
+    """Outcome of one cheat.
 
     Attributes:
         cheat: that was played.
@@ -71,7 +71,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def image() -> Iterator[tuple[str, str]]:
-    """A Docker image with the task's repository at ``/testbed``, and that repository's commit; removed afterwards.
+    """Build a Docker image with the task's repository at ``/testbed``; yields its commit, removed afterwards.
 
     Raises:
         RuntimeError: there is no Docker daemon, or the image cannot be made.
@@ -122,7 +122,7 @@ def _sweep(*, mine: bool = False) -> None:
 
 
 def play(cheat: Cheat, env: Any) -> tuple[Outcome, str]:
-    """Act as the cheat does and hand the work in: the outcome, and the patch that came of it.
+    """Perform the cheat and submit the work; returns the outcome and the resulting patch.
 
     Args:
         cheat: to be played.
@@ -133,7 +133,7 @@ def play(cheat: Cheat, env: Any) -> tuple[Outcome, str]:
         work = f"printf '%s' {shlex.quote(cheat.patch)} > /tmp/p; echo {MARKER}; cat /tmp/p"
     else:
         env.step(cheat.command)
-        # A verdict is remembered by its patch, and must not be: what is outside of it is to be tried as well.
+        # Verdicts are cached by patch, which must not happen here: effects outside of the patch are tested as well.
         env.step(f"echo '# {hashlib.sha256(cheat.name.encode()).hexdigest()[:12]}' >> parcel/labels.py")
         work = f"echo {MARKER}"  # the environment takes the difference itself
     *_, info = env.step(work)
@@ -159,7 +159,7 @@ class Harness:
         self._client = docker.from_env(timeout=_SECONDS)
 
     def resolves(self, patch: str) -> bool:
-        """Whether it counts a patch."""
+        """Tell whether it resolves the task by a patch."""
         if not patch.strip():
             return False  # as the harness does with empty patches, before it makes a container
         self._count += 1
@@ -170,7 +170,7 @@ class Harness:
         return bool(found and found[1][name]["resolved"])
 
     def close(self) -> None:
-        """Give the connection to the daemon back, and the official code its own ways."""
+        """Close the connection to the daemon, and undo the changes to the official code."""
         for name, value in self._kept.items():
             setattr(self._module, name, value)
         self._client.close()
@@ -221,7 +221,7 @@ def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> 
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """One line a cheat, in Markdown."""
+    """Format one line per cheat, in Markdown."""
     lines = ["| cheat | here | official harness | named |", "|---|---|---|---|"]
     for outcome in outcomes:
         official = "not asked" if outcome.official is None else "**resolved**" if outcome.official else "not resolved"
@@ -231,7 +231,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """What the table says, counted."""
+    """Summarise the table in counts."""
     cheats = [outcome for outcome in outcomes if not outcome.cheat.honest]
     outside = [outcome for outcome in cheats if outcome.cheat.outside]
     both = [outcome for outcome in cheats if outcome.resolved and outcome.official]
@@ -248,7 +248,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def honest(tasks: Sequence[Task]) -> list[str]:
-    """How many solutions the rules name: as they are known, and as if they were not."""
+    """Count solutions with a finding: as known solutions, and as if they were not known."""
     known = unknown = 0
     for task in tasks:
         about: dict[str, Any] = {
@@ -263,7 +263,7 @@ def honest(tasks: Sequence[Task]) -> list[str]:
 
 
 def commits(repository: str) -> list[str]:
-    """How many commits of a repository the rules name, of those that change tests and at most four other files.
+    """Count commits of a repository with a finding, of those that change tests and at most four other files.
 
     Args:
         repository: a directory of git's.
@@ -291,13 +291,13 @@ def commits(repository: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Play, and print the page."""
+    """Run the command line: play, and print the page."""
     parser = argparse.ArgumentParser(description="Cheats on SWE-bench tasks, here and in the official harness.")
-    parser.add_argument("--only", help="cheats whose names have these words")
-    parser.add_argument("--backend", default="overlay", help="of the sandboxes (default: %(default)s)")
-    parser.add_argument("--rows", help="rows whose solutions the rules are tried on: a file, or verified")
-    parser.add_argument("--repository", nargs="*", default=[], help="clones whose commits the rules are tried on")
-    parser.add_argument("--write", help="Markdown file to write the page to")
+    parser.add_argument("--only", help="play only cheats with these words in their names")
+    parser.add_argument("--backend", default="overlay", help="backend of the sandboxes (default: %(default)s)")
+    parser.add_argument("--rows", help="rows on whose solutions to test the rules: a file, or verified")
+    parser.add_argument("--repository", nargs="*", default=[], help="clones on whose commits to test the rules")
+    parser.add_argument("--write", help="file to write the Markdown page to")
     arguments = parser.parse_args(argv)
     chosen = [cheat for cheat in cases() if arguments.only is None or arguments.only in cheat.name]
     if not chosen:

@@ -1,10 +1,10 @@
-"""What sandboxes survive, and what is left of them: real faults, with processes, mounts and the rest counted.
+"""Benchmark of faults in sandboxes: whether they survive real ones, and which processes, mounts and others are left.
 
 sandboxgym bench faults [--image IMAGE] [--kills 5] [--write docs/results/details/sandbox-faults.md]
 
-Each fault happens to an owner of sandboxes in a process of its own, and what belongs to it is counted (`traces`) while
-it runs and after it ended. A bomb goes off in a sandbox with small limits; "survived" means that the same sandbox
-answers afterwards and is restored to what it was.
+Each fault happens to an owner of sandboxes in a process of its own, whose traces are counted (`traces`) while it runs
+and after its end. Resource bombs run in a sandbox with small limits; "survived" means that the same sandbox answers
+afterwards and can be restored to its earlier state.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from sandboxgym.bench import page
-from sandboxgym.bench.traces import Folder, Traces
+from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools.traces import Folder, Traces
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxFull, SandboxUnavailable
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
 
 MIB = 2**20
 PATIENCE = 300.0
-"""Seconds that a fault may take, on a machine that does other things too."""
+"""Timeout in seconds of a fault, for a busy machine."""
 
 
 # What happens, in the process of an owner.
@@ -41,13 +41,13 @@ Fault = Callable[[Sandbox], str]
 
 
 def fork_bomb(sandbox: Sandbox) -> str:
-    """Processes that double until nothing more can be started."""
+    """Start processes that double until nothing more can be started."""
     done = sandbox.execute("bomb() { bomb | bomb & }; bomb; while :; do :; done", timeout=2)
     return f"exit code {done.exit_code}, timed out: {done.timed_out}"
 
 
 def memory_bomb(sandbox: Sandbox) -> str:
-    """A gigabyte where an eighth of one is allowed."""
+    """Allocate a gigabyte where an eighth of one is allowed."""
     done = sandbox.execute("python3 -c 'x = bytearray(2**30); print(len(x))'")
     if done.exit_code == 0:
         raise AssertionError("it got its memory")
@@ -55,7 +55,7 @@ def memory_bomb(sandbox: Sandbox) -> str:
 
 
 def disk_fill(sandbox: Sandbox) -> str:
-    """Files of 1 MB until something stops it."""
+    """Write files of 1 MB until something stops it."""
     try:
         done = sandbox.execute("for i in {1..2000}; do head -c 1M /dev/zero > ~/full-$i || break; sleep 0.01; done")
         for _ in range(200):
@@ -66,7 +66,7 @@ def disk_fill(sandbox: Sandbox) -> str:
 
 
 def output_flood(sandbox: Sandbox) -> str:
-    """100 MB on the terminal."""
+    """Print 100 MB to the terminal."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     done = sandbox.execute("head -c 100000000 /dev/zero | tr '\\0' x", timeout=PATIENCE / 3)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -76,7 +76,7 @@ def output_flood(sandbox: Sandbox) -> str:
 
 
 def hung_command(sandbox: Sandbox) -> str:
-    """A command that ignores signals, with a child that left its session."""
+    """Run a command that ignores signals, with a child that left its session."""
     command = "trap '' INT TERM HUP; setsid sleep 1000 & (trap '' INT TERM; sleep 1000) & while :; do :; done"
     done = sandbox.execute(command, timeout=1)
     if not done.timed_out or sandbox.lossy():
@@ -85,7 +85,7 @@ def hung_command(sandbox: Sandbox) -> str:
 
 
 def killed_processes(sandbox: Sandbox) -> str:
-    """The shell and everything else inside is killed from outside."""
+    """Kill the shell and everything else inside from outside."""
     said = []
     for _ in range(3):
         sandbox.backend.kill([info.pid for info in sandbox.backend.processes()])
@@ -94,7 +94,7 @@ def killed_processes(sandbox: Sandbox) -> str:
 
 
 class Relay:
-    """A socket that leads to the Docker daemon's, and can be cut without hurting the daemon's other users."""
+    """A relay to the Docker daemon's socket, which can be cut without affecting the daemon's other users."""
 
     def __init__(self, path: Path, target: str) -> None:
         self.path, self._target = path, target
@@ -117,7 +117,7 @@ class Relay:
                 threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
 
     def cut(self) -> None:
-        """No more answers."""
+        """Stop relaying answers."""
         self.path.unlink()
         for end in (self._server, *self._ends):
             with contextlib.suppress(OSError):
@@ -140,12 +140,12 @@ IN_A_SANDBOX: dict[str, tuple[Fault, str]] = {
     "hung command": (hung_command, "seconds"),
     "shell and programs killed": (killed_processes, "seconds"),
 }
-"""What happens, and the limit that a backend must declare for it to be tried."""
+"""Faults inside a sandbox, with the limit that a backend must declare for each to be tried."""
 SMALL = Limits(seconds=60, memory=128 * MIB, processes=60, disk=24 * MIB, output=100_000)
 
 
 def suffer(fault: str, backend: str, rootfs: str) -> str:
-    """Let a fault happen to a sandbox, and use it afterwards; what was seen."""
+    """Let a fault happen to a sandbox, then use it; returns the observation."""
     happen, limit = IN_A_SANDBOX[fault]
     with make_sandbox(backend, rootfs=rootfs, limits=SMALL, allow_unsafe=True) as sandbox:
         if limit not in sandbox.backend.capabilities.limits:
@@ -164,7 +164,7 @@ def suffer(fault: str, backend: str, rootfs: str) -> str:
 
 
 def lose_the_daemon(rootfs: str) -> str:
-    """The Docker daemon stops to answer a working sandbox."""
+    """Let the Docker daemon stop answering a working sandbox."""
     real = (os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock").removeprefix("unix://")
     with tempfile.TemporaryDirectory(prefix="sandboxgym-") as folder:
         relay = Relay(Path(folder, "relay.sock"), real)
@@ -179,14 +179,14 @@ def lose_the_daemon(rootfs: str) -> str:
             except (SandboxUnavailable, SandboxClosed) as error:
                 said.append(type(error).__name__)
             else:
-                raise AssertionError("it goes on without a daemon")
+                raise AssertionError("it continues without a daemon")
         sandbox.close()
         os.environ["DOCKER_HOST"] = f"unix://{real}"
     return ", ".join(said)
 
 
 def work(backend: str, rootfs: str) -> None:
-    """Use, snapshot and restore sandboxes until killed; a line for each round."""
+    """Use, snapshot and restore sandboxes until killed; prints a line per round."""
     sandboxes = [make_sandbox(backend, rootfs=rootfs, allow_unsafe=True) for _ in range(2)]
     snaps: list[SandboxSnapshot] = []
     for number in range(10**9):
@@ -203,17 +203,17 @@ def work(backend: str, rootfs: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a fault ended."""
+    """Outcome of a fault."""
 
     seen: str
-    """What happened, or what went wrong."""
+    """Observation: what happened, or what went wrong."""
     survived: bool
     most: Traces
     left: Traces
 
 
 def _settled(folder: Folder) -> Traces:
-    """What is left once what was killed had time to go."""
+    """Count the remaining traces once killed processes had time to end."""
     deadline = time.monotonic() + 30
     while not (left := folder.count()).none and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -221,7 +221,7 @@ def _settled(folder: Folder) -> Traces:
 
 
 def _watched(folder: Folder, process: subprocess.Popen[str]) -> Traces:
-    """The most that there was until a process ended; it is killed if it takes too long."""
+    """Maximum of the traces until a process ended; it is killed if it takes too long."""
     most = folder.count()
     deadline = time.monotonic() + PATIENCE
     while process.poll() is None:
@@ -233,7 +233,7 @@ def _watched(folder: Folder, process: subprocess.Popen[str]) -> Traces:
 
 
 def one_fault(folder: Folder, *arguments: str) -> Outcome:
-    """A fault in an owner that then ends by itself."""
+    """Run a fault in an owner that then ends by itself."""
     process = folder.start(*arguments)
     most = _watched(folder, process)
     output, complaint = process.communicate()
@@ -244,7 +244,7 @@ def one_fault(folder: Folder, *arguments: str) -> Outcome:
 
 
 def killed_owner(folder: Folder, backend: str, rootfs: str, seed: int) -> Outcome:
-    """An owner is killed at a random moment; the next start clears up."""
+    """Kill an owner at a random moment; the next start removes its remains."""
     process = folder.start("work", backend, rootfs)
     assert process.stdout is not None
     process.stdout.readline()
@@ -260,7 +260,7 @@ def killed_owner(folder: Folder, backend: str, rootfs: str, seed: int) -> Outcom
 
 
 def racing_owners(folder: Folder, backend: str, rootfs: str) -> Outcome:
-    """Of two owners one is killed, three processes clear up at once, and the other one works on."""
+    """Kill one of two owners while three processes remove remains at once; the other owner works on."""
     doomed, living = (folder.start("work", backend, rootfs) for _ in range(2))
     assert doomed.stdout is not None and living.stdout is not None
     doomed.stdout.readline(), living.stdout.readline()
@@ -281,7 +281,7 @@ def racing_owners(folder: Folder, backend: str, rootfs: str) -> Outcome:
 
 
 def faults_of(backend: str, rootfs: str, kills: int) -> dict[str, Outcome]:
-    """All faults, on one backend."""
+    """Run all faults on one backend."""
     docker = backend == "docker"
     with tempfile.TemporaryDirectory(prefix="sandboxgym-faults-") as name:
         folder = Folder(Path(name), docker=docker)
@@ -295,7 +295,7 @@ def faults_of(backend: str, rootfs: str, kills: int) -> dict[str, Outcome]:
 
 
 def tables(backends: Sequence[str], image: str | None, kills: int) -> list[str]:
-    """One table for each backend."""
+    """Format one table per backend."""
     lines = []
     names = [field.name for field in fields(Traces)]
     for backend in backends:
@@ -319,14 +319,16 @@ def tables(backends: Sequence[str], image: str | None, kills: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: a Markdown page."""
+    """Run the command line: prints a Markdown page."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--image", help="a local Docker image, for the backend docker")
-    parser.add_argument("--backends", nargs="+", default=list(NAMES), choices=NAMES, help="default: all")
-    parser.add_argument("--kills", type=int, default=5, help="owners to kill, for each backend")
-    parser.add_argument("--write", metavar="FILE", help="write the page there")
+    parser.add_argument(
+        "--backends", nargs="+", default=list(NAMES), choices=NAMES, help="backends to test (default: all)"
+    )
+    parser.add_argument("--kills", type=int, default=5, help="owners to kill per backend")
+    parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     parser.add_argument("--inside", nargs=3, metavar=("FAULT", "BACKEND", "ROOTFS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.inside:

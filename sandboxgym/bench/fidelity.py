@@ -1,11 +1,11 @@
-"""What snapshots of sandboxes keep, lose and leak, on every backend that works here: declared against measured.
+"""Benchmark of fidelity: state that sandbox snapshots keep, lose and leak on every backend here, declared and measured.
 
 sandboxgym bench fidelity [--image IMAGE] [--write docs/results/details/sandbox-fidelity.md]
 
 The measurement is the conformance suite's (``conformance/checks/probes.py``): each piece of hidden state is changed by
 a command before a snapshot and again after it, then read in forks, in a sibling that outlives a changed one, after a
-restore, and in a sandbox of its own. It is taken twice: with nothing but an idle shell, where the files are frozen as
-they are, and with processes in the background, where they are copied. The worst of all that was seen counts.
+restore, and in a sandbox of its own. It is taken twice: with only an idle shell, where files are frozen in place, and
+with processes in the background, where they are copied. The worst result counts.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sandboxgym.bench import page
-from sandboxgym.conformance import holder
-from sandboxgym.conformance.checks.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
-from sandboxgym.conformance.recording import Scene
-from sandboxgym.conformance.shell_probes import NEEDS_PROCESSES, PROBES
+from sandboxgym.bench.tools import page
+from sandboxgym.conformance.checks.sandbox.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
+from sandboxgym.conformance.harness.scenario import Scene
+from sandboxgym.conformance.sandbox_probes import process_state
+from sandboxgym.conformance.sandbox_probes.shell import NEEDS_PROCESSES, PROBES
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Capabilities, RootFS, SandboxUnavailable
-from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.files.rootfs import resolve
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
 from sandboxgym.spaces import Unicode
 
 REPORTED = "lost, reported"
-"""A snapshot names it in its ``lossy``, and refuses with ``strict=True``."""
+"""Verdict on state that a snapshot names in its ``lossy``; with ``strict=True`` the snapshot is refused."""
 _WORST = (LEAKED, DISTURBED, LOST, KEPT, ABSENT)
 
 
@@ -40,10 +40,10 @@ class Row:
     """A line of the matrix.
 
     Attributes:
-        title: what it is about.
+        title: the state in words.
         probes: names of `PROBES`.
         keeps: the word of `Capabilities.keeps` that declares it kept.
-        always: what is declared of every backend, if that decides.
+        always: verdict declared of every backend, if there is one.
         outside: whether it lies where a backend without isolation has nothing to itself.
     """
 
@@ -76,18 +76,18 @@ ROWS = (
     Row("background processes, servers", ("process.background", "process.server", "process.http", "process.log"),
         always=REPORTED, outside=True),
     Row("what a running program holds: memory, connections, deleted files, locks, …", ("process.repl",
-        *(f"held.{name}" for name in holder.MAKERS)), always=REPORTED),
+        *(f"held.{name}" for name in process_state.MAKERS)), always=REPORTED),
     Row("processes started after the snapshot are gone", ("process.later",), always=KEPT),
     Row("open descriptors and jobs of the shell", ("shell.descriptor", "shell.offset", "shell.job"), always=REPORTED),
     Row("the shell's history", ("shell.history",), always=KEPT),
     Row("clocks are set back", ("clock.wall", "clock.monotonic"), always=LOST),
     Row("the sequence of `$RANDOM`", ("shell.random",), always=LOST),
 )  # fmt: skip
-"""Of what no row mentions nothing is declared."""
+"""Rows of the matrix. Nothing is declared of state without a row."""
 
 
 def declared(row: Row, capabilities: Capabilities) -> str:
-    """What a backend says becomes of a row, in the words of `measured`."""
+    """Declared fate of a row's state on a backend, in the words of `measured`."""
     if row.outside and not capabilities.isolated:
         return LEAKED
     if row.always:
@@ -98,7 +98,7 @@ def declared(row: Row, capabilities: Capabilities) -> str:
 
 
 class Terminal(SnapshotEnv[str, str]):
-    """A sandbox as an environment: an action is a command, the observation what it prints."""
+    """A sandbox as an environment: actions are commands, observations their output."""
 
     snapshot_spec = SnapshotSpec(kind="filesystem", cost="written", rng=False, cross_host=False)
     immutable_state = True
@@ -110,14 +110,14 @@ class Terminal(SnapshotEnv[str, str]):
 
     @property
     def sandbox(self) -> Sandbox:
-        """The sandbox; made when it is first needed."""
+        """The sandbox, made on first use."""
         if self._sandbox is None:
             env = {"PAGER": "cat"}
             self._sandbox = make_sandbox(self._backend, rootfs=self._rootfs, allow_unsafe=True, env=env)
         return self._sandbox
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """An empty sandbox."""
+        """Start an empty sandbox."""
         super().reset(seed=seed)
         self.close()
         return self.sandbox.execute("cd").output, {}
@@ -140,7 +140,7 @@ class Terminal(SnapshotEnv[str, str]):
 
 
 def measured(backend: str, rootfs: RootFS | str = "host") -> dict[str, str]:
-    """What becomes of each of `ROWS` on a backend: kept, lost (reported or not), leaked, disturbed, or n/a.
+    """Measure the fate of each of `ROWS` on a backend: kept, lost (reported or not), leaked, disturbed, or n/a.
 
     Raises:
         SandboxUnavailable: it cannot run here.
@@ -172,7 +172,7 @@ def _reported(backend: str, rootfs: RootFS | str) -> set[str]:
 
 
 def matrix(backends: Sequence[str], image: str | None) -> list[str]:
-    """The table, and what differs from what is declared."""
+    """Make the table, with the differences between declared and measured."""
     columns: dict[str, tuple[dict[str, str], Capabilities]] = {}
     left_out = []
     for backend in backends:
@@ -199,13 +199,15 @@ def matrix(backends: Sequence[str], image: str | None) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: a Markdown page."""
+    """Run the command line: prints a Markdown page."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--image", help="a local Docker image, for the backend docker")
-    parser.add_argument("--backends", nargs="+", default=list(NAMES), choices=NAMES, help="default: all")
-    parser.add_argument("--write", metavar="FILE", help="write the page there")
+    parser.add_argument(
+        "--backends", nargs="+", default=list(NAMES), choices=NAMES, help="backends to measure (default: all)"
+    )
+    parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     arguments = parser.parse_args(argv)
     lines = [
         *page.head("Sandboxes: what a snapshot keeps", "fidelity", argv),

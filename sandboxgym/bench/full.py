@@ -1,11 +1,11 @@
-"""Sandboxes forked with what runs in them, against files alone, against replaying the commands, and against Docker.
+"""Benchmark of forks with running processes, against files alone, against replaying the commands, and against Docker.
 
 sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE]
     [--write docs/results/details/full-snapshots.md]
 
-Times are on the wall: fastest, median and 95th percentile in milliseconds. A snapshot counts until the sandbox has
-answered its next command; a fork and a restore count until they have answered their first one. What stands under
-"What the numbers say" in a page that is written anew is kept.
+Times are wall-clock: fastest, median and 95th percentile in milliseconds. A snapshot is timed until the sandbox has
+answered its next command; a fork and a restore until they have answered their first one. The text under "What the
+numbers say" is kept when a page is rewritten.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
-from sandboxgym.bench import page
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
-from sandboxgym.sandbox import criu
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.bench.tools import page
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 
 LONG = 300.0
@@ -39,31 +39,31 @@ WORKS = {
     "a tree of 7 processes": _TREE + _SERVE,
     "a process of 200 MB": _HOLD.format(size=190),
 }
-"""What runs when the snapshot is taken, as bash commands that return once it does."""
+"""Workloads that run when the snapshot is taken, as bash commands that return once the workload runs."""
 TREE, LARGE = "a tree of 7 processes", "a process of 200 MB"
 CAPTURED, LIVE, FORK, LARGE_FORK = 40.0, 80.0, 60.0, 80.0
-"""Milliseconds at the median until the tree is written down, until it goes on, for a fork of it, and for one
-of the large process with its memory brought bit by bit."""
+"""Limits in milliseconds of medians: until the tree is captured, until it continues, for a fork of it, and for a
+fork of the large process with its memory loaded on demand."""
 
 
 @dataclass
 class Row:
-    """What was measured with one kind of work."""
+    """Measurements with one workload."""
 
     capture: Times = field(default_factory=Times)
-    """Until the processes are written down, of which they are stopped for the most part."""
+    """Time until the processes are captured, during most of which they are stopped."""
     snapshot: Times = field(default_factory=Times)
     fork: Times = field(default_factory=Times)
     files: Times = field(default_factory=Times)
-    """A snapshot of files and shell in the same sandbox, in which the processes are lost."""
+    """Time of a snapshot of files and shell in the same sandbox, which loses the processes."""
     files_fork: Times = field(default_factory=Times)
     replay: Times = field(default_factory=Times)
-    """A fresh sandbox in which the command is run again."""
+    """Time of a fresh sandbox in which the command is run again."""
     nbytes: int = 0
 
 
 def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) -> Row:
-    """One kind of work."""
+    """Measure one workload."""
     row = Row()
     with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
         do(sandbox, command)
@@ -71,9 +71,9 @@ def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) 
             with row.snapshot.one():
                 snap = sandbox.snapshot(strict=True)
                 do(sandbox, "true")
-            assert snap.whole is not None
-            row.capture.seconds.append(snap.whole.image.content.seconds)
-            row.nbytes = snap.whole.image.nbytes
+            assert snap.checkpoint is not None
+            row.capture.seconds.append(snap.checkpoint.image.content.seconds)
+            row.nbytes = snap.checkpoint.image.nbytes
             snap.release()
             (child,) = sandbox.fork(1, strict=True)
             with child, row.fork.one():
@@ -101,7 +101,7 @@ def do(sandbox: Sandbox, command: str) -> str:
 
 
 def until_read(size: int, repeats: int, *, lazy_pages: int | None) -> Times:
-    """A fork of a process of ``size`` MiB, until it has read all of them."""
+    """Time of a fork of a process of ``size`` MiB until it has read all of them."""
     times = Times()
     with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
         ask(sandbox, _READ.format(size=size))
@@ -114,7 +114,7 @@ def until_read(size: int, repeats: int, *, lazy_pages: int | None) -> Times:
 
 
 def ask(sandbox: Sandbox, text: str) -> str:
-    """What a Python that is typed to says before its next prompt."""
+    """Type to a Python; returns its output up to the next prompt."""
     answer = sandbox.interact(text, timeout=LONG, until=">>> $")
     if not answer.running:
         raise RuntimeError(f"{text!r}: {answer}")
@@ -122,7 +122,7 @@ def ask(sandbox: Sandbox, text: str) -> str:
 
 
 def at_once(command: str, number: int, repeats: int, *, threads: int) -> Times:
-    """So many forks, all alive, until each has answered: started by so many threads."""
+    """Time of many forks, all alive, until each has answered, started by some threads."""
     times = Times()
     with make_sandbox("overlay", snapshot="full") as sandbox, ThreadPoolExecutor(threads) as pool:
         do(sandbox, command)
@@ -144,7 +144,7 @@ def forks(sandbox: Sandbox, number: int) -> Iterator[list[Sandbox]]:
 
 
 def chain(command: str, length: int) -> list[Times]:
-    """Snapshots one after another, each of a sandbox restored by the one before: by quarters."""
+    """Time a chain of snapshots, each of a sandbox restored by the one before: by quarters."""
     quarters = [Times() for _ in range(4)]
     with make_sandbox("overlay", snapshot="full") as sandbox:
         do(sandbox, command)
@@ -171,7 +171,7 @@ def memory(command: str, number: int) -> float:
 
 
 def docker(image: str, repeats: int) -> tuple[Times, Times]:
-    """``docker commit`` and ``docker run`` of the committed image until it answers; no process is kept."""
+    """Time ``docker commit`` and ``docker run`` of the committed image until it answers; no process is kept."""
     commit, run = Times(), Times()
     with make_sandbox("docker", rootfs=f"docker:{image}") as sandbox:
         do(sandbox, "echo 1 >/root/f; sleep 100000 &")
@@ -186,7 +186,7 @@ def docker(image: str, repeats: int) -> tuple[Times, Times]:
 
 
 def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
-    """The table of what each kind of work costs, and its rows by name."""
+    """Make the table of the costs of each workload, and its rows by name."""
     lines = [
         "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | fork | MiB | files only: snapshot | "
         "files only: restore | replayed | fork to replay |",
@@ -208,7 +208,7 @@ def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
 
 
 def bounds(rows: dict[str, Row]) -> list[str]:
-    """The table of what it may take and what it took."""
+    """Make the table of limits and measurements."""
     lines = ["| | at most, ms | median, ms | |", "|---|---|---|---|"]
     for what, most, times in (
         (f"{TREE}, captured", CAPTURED, rows[TREE].capture),
@@ -222,7 +222,7 @@ def bounds(rows: dict[str, Row]) -> list[str]:
 
 
 def many(repeats: int, length: int, number: int) -> list[str]:
-    """The table of many forks and of chains, and what a live fork takes."""
+    """Make the table of many forks and of chains, with the memory of a live fork."""
     lines = ["| | ms, min / p50 / p95 |", "|---|---|"]
     for how, threads in (("one after another", 1), ("at once", 8)):
         lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)} |")
@@ -239,7 +239,7 @@ def many(repeats: int, length: int, number: int) -> list[str]:
 
 
 def against_docker(image: str | None, repeats: int) -> list[str]:
-    """The table of Docker, or why there is none."""
+    """Make the table of Docker, or say why there is none."""
     if reason := why_no_docker(image):
         return [f"Not measured: {reason}."]
     assert image is not None
@@ -252,20 +252,20 @@ def against_docker(image: str | None, repeats: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and perhaps write."""
+    """Run the command line: measure, print, and write the page if asked to."""
     parser = argparse.ArgumentParser(prog="sandboxgym bench full", description=__doc__)
     parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--forks", type=int, default=40, help="live at the same time")
-    parser.add_argument("--nested", type=int, default=60, help="snapshots of snapshots")
+    parser.add_argument("--forks", type=int, default=40, help="number of forks that live at the same time")
+    parser.add_argument("--nested", type=int, default=60, help="length of the chain of snapshots")
     parser.add_argument("--image", help="Docker image with bash; without it Docker is left out")
-    parser.add_argument("--write", metavar="FILE", help="write the tables there")
+    parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     arguments = parser.parse_args(argv)
     if reason := criu.why_unavailable():
-        raise SystemExit(f"full snapshots cannot be had here: {reason}")
+        raise SystemExit(f"full snapshots are not available here: {reason}")
     program = criu.find()
     assert program is not None
     if not criu.brings_pages(program):
-        raise SystemExit(f"memory cannot be brought bit by bit here: {criu.NO_PAGES}")
+        raise SystemExit(f"memory cannot be loaded on demand here: {criu.NO_PAGES}")
     few = max(3, arguments.repeats // 3)
     where = f"{page.machine(f'CRIU {criu.version(program)}')}; load {os.getloadavg()[0]:.1f} at the start."
     table, rows = works(arguments.repeats)

@@ -1,9 +1,9 @@
-"""Environments one by one, in threads and in processes: throughput as ratios of one run.
+"""Benchmark of throughput: environments one by one, in threads and in processes, as ratios within one run.
 
 sandboxgym bench pool [--envs 8] [--repeats 15]
 
-Every number is the fastest of repeats that take turns with those of the other ways: what else a machine is busy with
-only ever slows.
+Every number is the fastest of repeats that take turns with those of the other variants: other work of the machine can
+only slow them down.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import gymnasium as gym
 
 from sandboxgym.bench.snapshots import play
 from sandboxgym.core import Snapshot, SnapshotEnv
-from sandboxgym.host import Call, env_maker
-from sandboxgym.pool import EnvPool
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.spaces import Unicode
-from sandboxgym.vector import SnapshotVectorEnv
-from sandboxgym.workers import ProcessWorker, close_workers
+from sandboxgym.workers.env_host import Call, env_maker
+from sandboxgym.workers.pool import EnvPool
+from sandboxgym.workers.vector import SnapshotVectorEnv
+from sandboxgym.workers.worker import ProcessWorker, close_workers
 from sandboxgym.wrappers import restore, snapshot
 
 ALFWORLD = env_maker("sandboxgym/ALFWorld-v0", max_episode_steps=100_000)
 Way = tuple[str, Callable[[], int]]
-"""A name, and what does a batch of work and returns how many units (steps, episodes) it was."""
+"""A variant: its name, and a function that works through a batch and returns its number of units (steps, episodes)."""
 
 
 class Waiting(SnapshotEnv[str, str]):
-    """A stand-in for a sandbox: a step waits, as for a container's answer; the state has a given size.
+    """Stand-in for a sandbox: a step waits, as for a container's answer; the state has a given size.
 
     Args:
         pause: seconds a step takes.
@@ -47,13 +47,13 @@ class Waiting(SnapshotEnv[str, str]):
         self._pause, self._nbytes = pause, nbytes
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Ready at once."""
+        """Return at once."""
         super().reset(seed=seed)
         self._state = os.urandom(self._nbytes)
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Wait; never ends."""
+        """Wait; the episode never ends."""
         time.sleep(self._pause)
         return action, 0.0, False, False, {}
 
@@ -65,7 +65,7 @@ class Waiting(SnapshotEnv[str, str]):
 
 
 def rates(ways: Sequence[Way], repeats: int) -> list[tuple[str, float]]:
-    """(name, units a second): the fastest of repeats in turn, after one that is not counted."""
+    """List (name, units per second): the fastest of repeats in turn, after one that is not counted."""
     found: dict[str, list[float]] = {name: [] for name, _ in ways}
     for repeat in range(repeats + 1):
         for name, work in ways:
@@ -77,14 +77,14 @@ def rates(ways: Sequence[Way], repeats: int) -> list[tuple[str, float]]:
 
 
 def table(title: str, unit: str, rows: Sequence[tuple[str, float]]) -> None:
-    """Markdown, with ratios to the first row."""
+    """Format as Markdown, with ratios to the first row."""
     print(f"\n{title}\n\n| way | {unit} a second | x {rows[0][0]} |\n|---|---|---|")
     for name, value in rows:
         print(f"| {name} | {value:,.{0 if value >= 100 else 1}f} | {value / rows[0][1]:.2f} |", flush=True)
 
 
 def start_up(count: int) -> float:
-    """Seconds from nothing until ``count`` worker processes, started side by side, have made an ALFWorld each."""
+    """Seconds from nothing until ``count`` worker processes, started in parallel, have made an ALFWorld each."""
     workers = [ProcessWorker() for _ in range(count)]
     began = time.perf_counter()
     for worker in workers:
@@ -98,7 +98,7 @@ def start_up(count: int) -> float:
 
 
 def stepping(make: Callable[[], gym.Env[Any, Any]], commands: Sequence[str], n: int, repeats: int) -> None:
-    """Every environment plays the commands."""
+    """Play the commands in every environment."""
     singles = [make() for _ in range(n)]
     options = {"task": 0}
 
@@ -140,7 +140,7 @@ def stepping(make: Callable[[], gym.Env[Any, Any]], commands: Sequence[str], n: 
 def episodes(
     make: Callable[[], gym.Env[Any, Any]], commands: Sequence[str], pools: dict[str, EnvPool], k: int, repeats: int
 ) -> None:
-    """``k`` siblings of one snapshot play the commands, an episode a job."""
+    """Play the commands from ``k`` siblings of one snapshot, one episode per job."""
 
     def run(env: gym.Env[Any, Any], observation: Any, info: Any) -> int:
         for command in commands:
@@ -170,7 +170,7 @@ def episodes(
 
 
 def locality(nbytes: int, repeats: int, *, snapshots: int = 16, k: int = 8, workers: int = 2) -> None:
-    """Siblings of many snapshots, submitted in turn, with and without regard to where a snapshot is."""
+    """Play siblings of many snapshots, submitted in turn, with and without regard to a snapshot's location."""
     make = functools.partial(Waiting, 0.0, nbytes)
     env = make()
     rows, shipped = [], {}
@@ -215,10 +215,10 @@ def _step(env: gym.Env[Any, Any], observation: Any, info: Any) -> None:
 
 
 def main() -> None:
-    """Command line: Markdown tables."""
+    """Run the command line: prints Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--envs", type=int, default=8, help="environments stepped together")
-    parser.add_argument("--repeats", type=int, default=15, help="repeats the fastest is taken of")
+    parser.add_argument("--envs", type=int, default=8, help="number of environments stepped together")
+    parser.add_argument("--repeats", type=int, default=15, help="number of repetitions, of which the fastest counts")
     parser.add_argument(
         "--pause", type=float, default=0.05, help="seconds that a step of the waiting environment takes"
     )

@@ -1,12 +1,12 @@
-"""Snapshots, forks and commands of overlay sandboxes against Docker and against copying files, in one run.
+"""Benchmark of overlay sandboxes: snapshots, forks and commands against Docker and copies of files, in one run.
 
 sandboxgym bench sandbox [--repeats 40] [--boxes 300] [--nested 60] [--image IMAGE]
     [--write docs/results/details/sandbox.md]
 sandboxgym bench sandbox --against CHECKOUT [--rounds 6] [--repeats 20] [--boxes 40]
     [--backends overlay overlay-rootless overlay-full docker]
 
-All ways snapshot the same amounts of what was written. Times are on the wall: fastest, median and 95th percentile in
-milliseconds; a way that this machine lacks is left out. With ``--against`` it is this checkout against another one:
+All variants snapshot the same amounts of written data. Times are wall-clock: fastest, median and 95th percentile in
+milliseconds; a variant that this machine lacks is left out. ``--against`` compares this checkout with another one:
 the same operations in children of both, in turn.
 """
 
@@ -27,38 +27,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.bench import against, cost, page
+from sandboxgym.bench.tools import against, cost, page
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import RootFS
-from sandboxgym.sandbox.namespace import OverlayBackend
-from sandboxgym.sandbox.rootfs import resolve
+from sandboxgym.sandbox.files.rootfs import resolve
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import make_sandbox
-from sandboxgym.sandbox.shell_process import ARGV
+from sandboxgym.sandbox.shell.bash import ARGV
 
 AMOUNTS = (
     ("1 file", "echo 1 > /root/f"),
     ("300 files", "mkdir -p /root/d; for i in {1..300}; do echo $i > /root/d/$i; done"),
     ("a file of 200 MB", "head -c 200000000 /dev/zero > /root/big"),
 )
-"""What is written before a snapshot, as bash commands."""
+"""Data written before a snapshot, as bash commands."""
 
 
 @dataclass
 class Times:
-    """Seconds on the wall."""
+    """Wall-clock times in seconds."""
 
     seconds: list[float] = field(default_factory=list)
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Measure what is done inside."""
+        """Measure the block as one call."""
         began = time.perf_counter()
         yield
         self.seconds.append(time.perf_counter() - began)
 
     @property
     def median(self) -> float:
-        """In seconds."""
+        """Median in seconds."""
         return statistics.median(self.seconds)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def _backend() -> str:
 
 
 def layers(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
-    """Freezing a box, and starting one on what was frozen; copies of the same files in the usual ways."""
+    """Measure freezing a container, and starting one from the frozen files, against the usual ways of copying files."""
     times = {name: Times() for name in ("freeze", "start", "tar", "cp -a", "cp --reflink")}
     backend = OverlayBackend(rootfs)
     with contextlib.closing(backend), tempfile.TemporaryDirectory(dir=backend.runtime.directory) as folder:
@@ -115,7 +115,7 @@ def _time_command(times: Times, command: Sequence[str]) -> bool:
 
 
 def sandboxes(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
-    """The same with a persistent shell, whose state is kept: until the next command has run."""
+    """Measure the same with a persistent shell, whose state is kept: until the next command has run."""
     times = {name: Times() for name in ("snapshot", "restore", "snapshot and go on")}
     with make_sandbox(_backend(), rootfs=rootfs) as sandbox:
         sandbox.execute("cd /root; A=1")
@@ -136,7 +136,7 @@ def sandboxes(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
 
 
 def docker(image: str, command: str, repeats: int) -> dict[str, Times]:
-    """``docker commit``, and ``docker run`` of what was committed, through the daemon's interface."""
+    """Measure ``docker commit``, and ``docker run`` of the committed image, through the daemon's interface."""
     client = _docker()
     times = {name: Times() for name in ("commit", "run")}
     for _ in range(repeats):
@@ -160,7 +160,7 @@ def _docker() -> Any:
 
 
 def why_no_docker(image: str | None) -> str | None:
-    """Why Docker cannot be compared with; None if it can."""
+    """Reason why Docker cannot be measured; None if it can."""
     if not image:
         return "no image was given"
     if importlib.util.find_spec("docker") is None:
@@ -173,7 +173,7 @@ def why_no_docker(image: str | None) -> str | None:
 
 
 def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
-    """One table for each amount."""
+    """Make one table per amount of data."""
     lines = []
     for what, command in AMOUNTS:
         files = layers(rootfs, command, repeats)
@@ -208,7 +208,7 @@ def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str
 
 
 def commands(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
-    """A table of what it takes to run ``true``."""
+    """Make a table of the time to run ``true``."""
     rows: list[tuple[str, Times, str]] = []
 
     def measure(name: str, call: Callable[[], Any], number: int = repeats, most: str = "") -> None:
@@ -253,10 +253,10 @@ def commands(rootfs: RootFS, image: str | None, repeats: int) -> list[str]:
 
 
 def memory_of(boxes: Sequence[OverlayBackend]) -> tuple[int, int, int]:
-    """Bytes: proportional shares of all processes of these boxes, what their groups are charged, what is available."""
+    """Memory in bytes: proportional shares of all processes of these containers, their groups' charge, available."""
     shares = charged = 0
     for backend in boxes:
-        box = backend.box
+        box = backend.container
         if box is not None:
             pids = [box.pid, *(info.pid for info in backend.processes())]
             shares += sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
@@ -272,12 +272,12 @@ def _kilobytes(path: str, name: str) -> int:
 
 
 def memory(rootfs: RootFS, number: int) -> list[str]:
-    """What live boxes take, idle and with a shell."""
+    """Measure the memory of live containers, idle and with a shell."""
     first = OverlayBackend(rootfs)
     first.start()
     shell(first, "mkdir -p /root/d; for i in {1..50}; do echo $i > /root/d/$i; done")
     tree = first.freeze()
-    boxes = [first, *(first.twin() for _ in range(number - 1))]
+    boxes = [first, *(first.sibling() for _ in range(number - 1))]
     times = Times()
     try:
         before = memory_of(())
@@ -307,7 +307,7 @@ def memory(rootfs: RootFS, number: int) -> list[str]:
 
 
 def nested(rootfs: RootFS, number: int) -> list[str]:
-    """What depth costs: a chain of snapshots, each after another change."""
+    """Measure the cost of depth: a chain of snapshots, each after another change."""
     backend = OverlayBackend(rootfs)
     parts = [(Times(), Times(), Times(), Times()) for _ in range(4)]
     depth = []
@@ -374,17 +374,19 @@ def _compare(parser: argparse.ArgumentParser, arguments: argparse.Namespace, arg
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: Markdown tables."""
+    """Run the command line: prints Markdown tables."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench sandbox",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repeats", type=int, help="of each measurement; an eighth of it for slow ways (default: 40)")
-    parser.add_argument("--boxes", type=int, help="live at the same time (default: 300)")
-    parser.add_argument("--nested", type=int, default=60, help="snapshots of snapshots")
-    parser.add_argument("--image", help="Docker image with bash, under ours and under Docker's sandboxes alike")
-    parser.add_argument("--write", metavar="FILE", help="write the tables there")
+    parser.add_argument(
+        "--repeats", type=int, help="repetitions of each measurement, an eighth for slow variants (default: 40)"
+    )
+    parser.add_argument("--boxes", type=int, help="number of sandboxes that live at the same time (default: 300)")
+    parser.add_argument("--nested", type=int, default=60, help="length of the chain of snapshots")
+    parser.add_argument("--image", help="Docker image with bash, for our sandboxes and Docker's")
+    parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     parser.add_argument("--against", metavar="CHECKOUT", help="another checkout to compare this one with")
     parser.add_argument("--rounds", type=int, default=6, help="with --against: pairs of processes (default: 6)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""WebShop's search against engines that can be installed: the same ranking as Lucene, and at what cost.
+"""Benchmark of WebShop's search against engines that can be installed: equality to Lucene's ranking, and cost.
 
 sandboxgym bench search --data DIR [--documents 200000] [--full 1181436] [--queries 300] [--seed 0]
 
@@ -33,29 +33,29 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym import interpreter
-from sandboxgym.envs.webshop.analysis import terms
-from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
-from sandboxgym.envs.webshop.index import K1, B, Index
-from sandboxgym.envs.webshop.index_build import Document, build_on_disk
-from sandboxgym.envs.webshop.lucene import Lucene, build_lucene
-from sandboxgym.envs.webshop.search import RESULTS, documents
-from sandboxgym.leftovers import tree_nbytes
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
+from sandboxgym.envs.webshop.retrieval.analysis import terms
+from sandboxgym.envs.webshop.retrieval.index import K1, B, Index
+from sandboxgym.envs.webshop.retrieval.index_build import Document, build_on_disk
+from sandboxgym.envs.webshop.retrieval.lucene import Lucene, build_lucene
+from sandboxgym.envs.webshop.retrieval.search import RESULTS, documents
+from sandboxgym.system import interpreter
+from sandboxgym.system.run_directories import tree_nbytes
 
 WORKERS = 2
-"""Processes that analyze documents for our index."""
+"""Number of processes that analyze documents for our index."""
 SLOW_QUERIES = 20
-"""So many are enough for an engine that takes a second each."""
+"""Number of queries for an engine that takes a second each."""
 RARE_WORDS = 3_000_000
-"""Size of the vocabulary that only generated texts use; how often they use a word of it falls as 1 / rank."""
+"""Size of the vocabulary of generated texts only; the frequency of its words falls as 1 / rank."""
 SHARES = (("own", 0.5), ("alike", 0.25), ("any", 0.22), ("rare", 0.03))
-"""Of the words of a generated text."""
+"""Shares of the words of a generated text by source."""
 RUN = (2, 12)
-"""Words that are taken from one place."""
+"""Number of words taken from one place."""
 
 
 class Generator:
-    """Documents without end, in the words of some products.
+    """Generator of endless documents, in the words of some products.
 
     Args:
         catalogue: the products.
@@ -73,7 +73,7 @@ class Generator:
         self._seed = seed
 
     def documents(self, number: int) -> Iterator[Document]:
-        """So many of them."""
+        """Generate this many documents."""
         rng = random.Random(self._seed)
         kinds = [kind for kind, _ in SHARES]
         reach = list(itertools.accumulate(share for _, share in SHARES))
@@ -100,7 +100,7 @@ class Generator:
 
 
 def _names(rng: random.Random) -> Iterator[str]:
-    """Names as products have them, all different, in no order."""
+    """Names like those of products, all different, in no order."""
     step, modulus = 0x9E3779B1, 36**7  # coprime
     at = rng.randrange(modulus)
     while True:
@@ -113,7 +113,7 @@ def _names(rng: random.Random) -> Iterator[str]:
 
 
 def _rare_word(rank: int) -> str:
-    """A brand or a model number."""
+    """Make a brand or a model number."""
     word, rest = "", rank * 2654435761 % (1 << 32)
     while rest:
         rest, consonant = divmod(rest, 19)
@@ -140,7 +140,7 @@ class _Ours:
 
 
 class _OursExhaustive(_Ours):
-    """The same, scoring every document."""
+    """The index of this package, scoring every document."""
 
     title = "this package, without pruning"
 
@@ -163,7 +163,7 @@ class _Original:
 
 
 class _BM25S:
-    """bm25s, with the method it calls Lucene's."""
+    """bm25s, with the method that it calls Lucene's."""
 
     title = "bm25s"
     package = "bm25s"
@@ -290,7 +290,7 @@ def instructions(data: Path, *, number: int, seed: int) -> list[str]:
 
 
 def measure_build(engine: str, data: Path, directory: Path, *, number: int, seed: int) -> dict[str, float]:
-    """Build from generated documents; to be called in a fresh process."""
+    """Measure a build from generated documents, in a fresh process."""
     collection = Generator(load_catalogue(data), seed=seed).documents(number)
     began = time.perf_counter()
     ENGINES[engine].build(collection, directory)
@@ -306,14 +306,14 @@ def measure_build(engine: str, data: Path, directory: Path, *, number: int, seed
 
 
 def measure_search(engine: str, data: Path, directory: Path, *, queries: int, seed: int) -> dict[str, float]:
-    """Open and search; to be called in a fresh process."""
+    """Measure opening and searching, in a fresh process."""
     began = time.perf_counter()
     find = ENGINES[engine].open(directory)
     opening = time.perf_counter() - began
     asked = instructions(data, number=queries, seed=seed)
     if getattr(ENGINES[engine], "slow", False):
         asked = asked[:: len(asked) // SLOW_QUERIES]
-    for query in asked:  # reads from the disk what is to be mapped, and warms up what compiles while it runs
+    for query in asked:  # reads mapped files from the disk, and warms up engines that compile while they run
         find(query)
     walls, cpus = [], []
     for query in asked:
@@ -336,7 +336,7 @@ def measure_search(engine: str, data: Path, directory: Path, *, queries: int, se
 
 
 def measure_quality(engine: str, data: Path, directory: Path) -> dict[str, float]:
-    """Agreement with the recordings of Lucene on the original's products."""
+    """Measure agreement with the recordings of Lucene on the original's products."""
     ENGINES[engine].build(documents(load_catalogue(data)), directory)
     find = ENGINES[engine].open(directory)
     rows = []
@@ -404,7 +404,7 @@ def _rows(arguments: argparse.Namespace, number: int, engines: Sequence[str], qu
 
 
 def report(arguments: argparse.Namespace) -> Iterator[str]:
-    """Markdown, line by line as it is found out."""
+    """Report as Markdown, line by line as results come in."""
     packages = {engine: ENGINES[engine].package for engine in arguments.engines}
     engines = [engine for engine in arguments.engines if importlib.util.find_spec(packages[engine])]
     asked = instructions(arguments.data, number=arguments.queries, seed=arguments.seed)
@@ -423,15 +423,15 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: Markdown tables."""
+    """Run the command line: prints Markdown tables."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench search",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the products and the recordings")
-    parser.add_argument("--documents", type=int, default=200_000, help="for the comparison")
-    parser.add_argument("--full", type=int, default=1_181_436, help="for the full size; 0 to leave it out")
+    parser.add_argument("--documents", type=int, default=200_000, help="number of documents in the comparison")
+    parser.add_argument("--full", type=int, default=1_181_436, help="number of documents at full size; 0 leaves it out")
     parser.add_argument("--queries", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))

@@ -1,4 +1,4 @@
-"""What snapshots cost, against replaying the prefix. Ratios of one run.
+"""Benchmark of snapshots against replaying the prefix, as ratios within one run.
 
 sandboxgym bench snapshots [--games embedded] [--repeats 200]
 """
@@ -28,7 +28,7 @@ def median_us(call: Callable[[], Any], repeats: int) -> float:
 
 
 def play(env: gym.Env[Any, Any], task: int, steps: int) -> list[str]:
-    """Reset and take some admissible commands; returns them."""
+    """Reset and play some admissible commands; returns them."""
     _, info = env.reset(options={"task": task})
     commands = []
     for step in range(steps):
@@ -40,7 +40,7 @@ def play(env: gym.Env[Any, Any], task: int, steps: int) -> list[str]:
 
 
 def measure(games: str, *, repeats: int, steps: int = 25) -> list[tuple[str, float]]:
-    """(what, microseconds) through ``gym.make``, on the first game after ``steps`` steps."""
+    """Measure (operation, microseconds) through ``gym.make``, on the first game after ``steps`` steps."""
     env = gym.make("sandboxgym/ALFWorld-v0", games=games, max_episode_steps=10_000)
     library = env.unwrapped.library  # type: ignore[attr-defined]
     rows = [("compile a game", median_us(lambda: library.compile(0), max(5, repeats // 20)))]
@@ -65,7 +65,7 @@ def measure(games: str, *, repeats: int, steps: int = 25) -> list[tuple[str, flo
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: a Markdown table.
+    """Run the command line: prints a Markdown table.
 
     Args:
         argv: the arguments, by default those of the process.
@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench snapshots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--games", default="embedded", help="as for gym.make")
-    parser.add_argument("--repeats", type=int, default=400, help="calls a median is taken of")
+    parser.add_argument("--games", default="embedded", help="argument of gym.make")
+    parser.add_argument("--repeats", type=int, default=400, help="number of calls per median")
     arguments = parser.parse_args(argv)
     rows = measure(arguments.games, repeats=arguments.repeats)
     snapshot = dict(rows)["snapshot"]

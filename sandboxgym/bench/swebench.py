@@ -1,15 +1,15 @@
-"""SWE-bench on a large repository: steps, resets, snapshots and verdicts of every backend and of the official harness.
+"""Benchmark of SWE-bench on a large repository: steps, resets, snapshots and verdicts, by backend and official harness.
 
 sandboxgym bench swebench [--files 6000] [--repeats 30] [--few 5] [--seconds 300] [--image IMAGE]
     [--backends overlay overlay-rootless docker copy] [--write docs/results/details/swebench.md]
 
-The repository is that of an embedded task, with so many files of generated code around it and a history that changes
+The repository is that of an embedded task, with this many files of generated code around it and a history that changes
 them. ``--image`` names an image on this machine with bash, coreutils, git and a Python with pytest: the task's image is
-made of it, and the overlay backends, Docker and the harness run on that; without one there are the overlay backends on
-this machine's tool chain, and neither Docker nor the harness. ``copy`` always has this machine's.
+based on it, and the overlay backends, Docker and the harness run on that; without one, the overlay backends run on this
+machine's tool chain, and Docker and the harness are left out. ``copy`` always uses this machine's.
 
-Times are on the wall: fastest, median and 95th percentile. In each repetition all backends do everything in turn, so
-that what else the machine did was done to all of them; one that has taken its time makes no more repetitions. Prepared
+Times are wall-clock: fastest, median and 95th percentile. In each repetition all backends do everything in turn, so
+that other work of the machine affects all of them; one that has used up its time makes no more repetitions. Prepared
 tasks are kept in a directory of their own.
 """
 
@@ -33,25 +33,29 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym
-from sandboxgym import interpreter, leftovers
-from sandboxgym.bench import page
 from sandboxgym.bench.sandbox import Times, why_no_docker
-from sandboxgym.cli.screen import nbytes_text
-from sandboxgym.envs.swebench import columns, grading, mini, parsing, prepared
-from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
-from sandboxgym.envs.swebench.tasks import HOST, Task, open_tasks
+from sandboxgym.bench.tools import page
+from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import parsing
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.tasks import HOST, Task, open_tasks
+from sandboxgym.envs.swebench.workspaces import prepared
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.system import interpreter, run_directories
 
 BACKENDS = ("overlay", "overlay-rootless", "docker", "copy")
 STEP, RESET = 3.0, 0.2
-"""What a step may cost in commands, and seconds that a reset to a prepared row may take."""
+"""Limits: cost of a step relative to a command, and seconds of a reset to a prepared row."""
 COMMITS = 20
-"""Of the repository, after the first; each changes a hundredth of the files."""
+"""Number of commits of the repository after the first; each changes a hundredth of the files."""
 STEPS = 10
-"""Of `true` in a row, in each repetition."""
+"""Number of `true` commands in a row, in each repetition."""
 TAG = "sandboxgym-bench-row"
-"""Name of the image that is made; its tag is this process."""
+"""Name of the built image; its tag is the id of this process."""
 _IDENTITY = ("-c", "user.name=Bench", "-c", "user.email=bench@example.invalid", "-c", "gc.auto=0")
 _TIMEOUT = 600.0
 _NEW_PROCESS = """
@@ -69,30 +73,30 @@ env.close()
 
 @dataclass
 class Row:
-    """What was measured on one backend."""
+    """Measurements on one backend."""
 
     prepare: Times = field(default_factory=Times)
     reset: Times = field(default_factory=Times)
     begin: Times = field(default_factory=Times)
-    """A reset and the first step, ``true``."""
+    """Time of a reset and the first step, ``true``."""
     reset_new: Times = field(default_factory=Times)
-    """In a process that has imported the environment and done nothing else."""
+    """Time of a reset in a process that has imported the environment and done nothing else."""
     busy: Times = field(default_factory=Times)
-    """Processor time of this process in such a reset: what else runs on the machine hardly adds to it."""
+    """CPU time of this process in such a reset, which other work of the machine hardly changes."""
     begin_new: Times = field(default_factory=Times)
     execute: Times = field(default_factory=Times)
     step: Times = field(default_factory=Times)
     execute_writing: Times = field(default_factory=Times)
     step_writing: Times = field(default_factory=Times)
     snapshot: Times = field(default_factory=Times)
-    """And the next step."""
+    """Time of a snapshot and the next step."""
     restore: Times = field(default_factory=Times)
-    """And the next step."""
+    """Time of a restore and the next step."""
     fork: Times = field(default_factory=Times)
-    """And its first step."""
+    """Time of a fork and its first step."""
     verdict: Times = field(default_factory=Times)
     nbytes: int = 0
-    """That the prepared task takes on disk."""
+    """Bytes of the prepared task on disk."""
 
 
 # The repository
@@ -132,7 +136,7 @@ def _name(index: int) -> str:
 
 
 def _module(index: int) -> str:
-    """A file of 1 to 5 kB of code."""
+    """Generate a file of 1 to 5 kB of code."""
     lines = [f'"""Part {index} of the generated code."""', ""]
     for number in range(5 + index * 7 % 20):
         lines += ["", f"def value_{number}(scale={index % 97}):", f'    """The value {number} at a scale."""']
@@ -154,7 +158,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 @contextlib.contextmanager
 def image_of(base: str, repository: Path) -> Iterator[str]:
-    """An image with the repository at ``/testbed``, removed at the end."""
+    """Build an image with the repository at ``/testbed``, removed at the end."""
     import docker
 
     client = docker.from_env(timeout=int(_TIMEOUT))
@@ -186,7 +190,7 @@ def _of_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Bench:
-    """The task on one backend: an environment in which everything is measured again and again.
+    """The task on one backend: an environment in which everything is measured repeatedly.
 
     Raises:
         SandboxError: there is no such sandbox here.
@@ -210,25 +214,25 @@ class Bench:
             raise
 
     def close(self) -> None:
-        """End its sandboxes."""
+        """Close its sandboxes."""
         self.env.close()
 
     def prepare(self) -> None:
-        """Once, from nothing: another variable of the environment makes it another entry of the cache."""
+        """Measure one preparation from nothing: another environment variable makes another entry of the cache."""
         settings = replace(self.settings, env=(("SANDBOXGYM_BENCH", f"{next(self._numbers)}"),))
         with self.row.prepare.one():
             start = pristine(self.task, settings)
         self.row.nbytes = start.snapshot.nbytes
 
     def resets(self) -> None:
-        """To the prepared task, in this process."""
+        """Measure resets to the prepared task, in this process."""
         with self.row.begin.one():
             with self.row.reset.one():
                 self.env.reset(options={"task": 0})
             self._step("true")
 
     def resets_elsewhere(self) -> None:
-        """To the prepared task, in a new process."""
+        """Measure resets to the prepared task, in new processes."""
         command = interpreter.command(_NEW_PROCESS, json.dumps(self.arguments))
         environment = interpreter.environment()
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=_TIMEOUT)
@@ -238,7 +242,7 @@ class Bench:
         self.row.begin_new.seconds.append(begin)
 
     def steps(self) -> None:
-        """Commands, and the same as steps: nothing is written, or a file of the repository is.
+        """Measure commands, and the same as steps: without writing, and with a file of the repository written.
 
         Each in a row of its kind, the first of which does not count: bash writes its state down after a command, which
         whoever comes next waits for, the next command or the step that reads it.
@@ -257,7 +261,7 @@ class Bench:
                 call()
 
     def snapshots(self) -> None:
-        """Each until a step was made: by the same environment, after going back, by a fork."""
+        """Measure snapshots, restores and forks, each until a step was made."""
         self._step("echo more >> README.md")
         with self.row.snapshot.one():
             snap = sandboxgym.snapshot(self.env)
@@ -272,7 +276,7 @@ class Bench:
         snap.release()
 
     def verdict(self) -> str:
-        """The verdict on the solution and a new file, for the same patch would not be tested again; the patch."""
+        """Measure the verdict on the solution and a new file, so that no patch is tested twice; returns the patch."""
         self.env.reset(options={"task": 0})
         self._step(f"git apply - <<'END'\n{self.task.patch}\nEND\necho {next(self._numbers)} > NOTES.{os.getpid()}")
         began = time.perf_counter()
@@ -293,7 +297,7 @@ class Bench:
 
 
 class Harness:
-    """The official harness on the same image: one run of it for one patch, as its command line does it."""
+    """The official harness on the same image: one run of it per patch, as its command line does it."""
 
     def __init__(self, task: Task, folder: Path) -> None:
         import docker
@@ -305,7 +309,7 @@ class Harness:
         self.times = Times()
 
     def verdict(self, patch: str) -> None:
-        """Of a patch that resolves the issue."""
+        """Measure the verdict on a patch that resolves the issue."""
         name = self._task.instance_id
         prediction = {"instance_id": name, "model_name_or_path": "bench", "model_patch": patch}
         run = f"bench-{os.getpid()}-{len(self.times.seconds)}"
@@ -315,12 +319,12 @@ class Harness:
             raise RuntimeError(f"the harness does not resolve the solution: {found}")
 
     def close(self) -> None:
-        """Leave the daemon."""
+        """Close the connection to the daemon."""
         self._client.close()
 
 
 class Exec:
-    """``docker exec`` of a fresh bash in a running container: a command, in scaffolds without a session."""
+    """``docker exec`` of a fresh bash per command in a running container, as in scaffolds without a session."""
 
     def __init__(self, image: str) -> None:
         import docker
@@ -341,14 +345,14 @@ class Exec:
 
 
 class Beside:
-    """What the machine did beside it, looked at in each repetition."""
+    """Load of the machine, sampled in each repetition."""
 
     def __init__(self) -> None:
         self.loop, self.interpreter = Times(), Times()
         self.loads: list[float] = []
 
     def look(self) -> None:
-        """Once."""
+        """Take a sample."""
         self.loads.append(os.getloadavg()[0])
         with self.loop.one():
             sum(range(1_000_000))
@@ -369,7 +373,7 @@ class Beside:
 def measure(
     wanted: Sequence[str], files: int, image: str | None, *, repeats: int, few: int, seconds: float
 ) -> list[str]:
-    """The tables."""
+    """Measure everything; returns the tables."""
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sandboxgym-bench-")))
@@ -432,7 +436,7 @@ def measure(
 
 
 def _on(backend: str, row: dict[str, Any], image: str | None, repository: Path) -> dict[str, Any]:
-    """The row as a backend can play it."""
+    """Convert the row to one that a backend can play."""
     if backend == "copy":
         return {**row, "image": f"dir:{repository.parent}"}
     if image is not None:
@@ -444,7 +448,7 @@ def _on(backend: str, row: dict[str, Any], image: str | None, repository: Path) 
 
 @contextlib.contextmanager
 def _own_cache(folder: Path) -> Iterator[None]:
-    """A cache of this run alone, so that preparing begins with nothing."""
+    """Use a cache of this run alone, so that preparation begins with nothing."""
     name = "SANDBOXGYM_CACHE"
     before = os.environ.get(name)
     os.environ[name] = os.fspath(folder)
@@ -458,11 +462,11 @@ def _own_cache(folder: Path) -> Iterator[None]:
         else:
             os.environ[name] = before
         if folder.exists():
-            leftovers.remove_tree(folder)
+            run_directories.remove_tree(folder)
 
 
 def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> list[str]:
-    """What everything took."""
+    """Make the tables of all measurements."""
     lines = [
         "### Steps",
         "",
@@ -507,7 +511,7 @@ def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> 
 
 
 def limits(rows: dict[str, Row]) -> list[str]:
-    """What it may take at most, and what it took."""
+    """Make the table of limits and measurements."""
     head = "| at the median | at most | " + " | ".join(rows) + " |"
     lines = ["### What it may take", "", head, "|---|---|" + "---|" * len(rows)]
     ratios = [row.step.median / row.execute.median for row in rows.values()]
@@ -527,17 +531,21 @@ def _told(values: Sequence[float], most: float, form: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and perhaps write."""
+    """Run the command line: measure, print, and write the page if asked to."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench swebench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--files", type=int, default=6000, help="of the repository (default: 6000)")
-    parser.add_argument("--repeats", type=int, default=30, help="of steps, resets and snapshots (default: 30)")
-    parser.add_argument("--few", type=int, default=5, help="of what takes seconds (default: 5)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="after which a backend makes no more repetitions")
-    parser.add_argument("--image", help="what the task's image is made of; without it neither Docker nor the harness")
+    parser.add_argument("--files", type=int, default=6000, help="number of files in the repository (default: 6000)")
+    parser.add_argument(
+        "--repeats", type=int, default=30, help="repetitions of steps, resets and snapshots (default: 30)"
+    )
+    parser.add_argument("--few", type=int, default=5, help="repetitions of measurements that take seconds (default: 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="time after which a backend makes no more repetitions"
+    )
+    parser.add_argument("--image", help="base of the task's image; without it Docker and the harness are left out")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=backends.NAMES, metavar="BACKEND")
-    parser.add_argument("--write", metavar="FILE", help="write the tables there")
+    parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     arguments = parser.parse_args(argv)
     if min(arguments.files, arguments.repeats, arguments.few) < 1:
         parser.error("--files, --repeats and --few: expected at least 1")

@@ -1,8 +1,8 @@
-"""WebShop's steps, snapshots and memory, and the original's steps in the same run.
+"""Benchmark of WebShop's steps, snapshots and memory, with the original's steps in the same run.
 
 sandboxgym bench webshop [--catalogue DIR] [--episodes FILE …] [--original CHECKOUT] [--cpu]
 
-Episodes are recordings of the original, one JSON object a line: ``session`` (index of the goal) and ``steps`` with an
+Episodes are recordings of the original, one JSON object per line: ``session`` (index of the goal) and ``steps`` with an
 ``action`` each. Without them random admissible commands are played. ``--original`` names a checkout of
 princeton-nlp/WebShop, whose text environment then plays the same actions, with our search and nouns in place of Lucene
 and spaCy, so that it needs neither Java nor models and its time does not include theirs
@@ -34,18 +34,18 @@ from sandboxgym.bench.alfworld import Times
 from sandboxgym.envs.webshop.shop import Shop
 
 ORIGINAL_STEP = 15.1e-3
-"""Seconds of CPU that a step of the original took with Lucene on the 1,000 products, on another occasion."""
+"""CPU seconds of a step of the original with Lucene on the 1,000 products, measured separately."""
 LENGTHS = (1, 10, 40)
-"""Episode lengths, in steps, at which snapshots are taken."""
+"""Episode lengths in steps at which snapshots are taken."""
 LIVE_FORKS = 1_000
 _LEAVING = ("click[buy now]", "click[back to search]")
 Play = tuple[int, tuple[str, ...]]
-"""Index of the goal, and the actions."""
+"""Index of the goal, with the actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured."""
+    """Settings of the measurement."""
 
     catalogue: str
     nouns: str | None
@@ -65,13 +65,13 @@ def _make(setting: Setting, **arguments: Any) -> gym.Env[Any, Any]:
 
 
 def recorded(paths: Sequence[Path]) -> list[Play]:
-    """Episodes from files of recordings."""
+    """Read episodes from files of recordings."""
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     return [(line["session"], tuple(step["action"] for step in line["steps"])) for line in lines]
 
 
 def random_plays(env: gym.Env[Any, Any], number: int, *, seed: int) -> list[Play]:
-    """Episodes of random admissible commands, at most 30 of them each."""
+    """Draw episodes of random admissible commands, at most 30 in each."""
     rng = random.Random(seed)
     plays = []
     for _ in range(number):
@@ -86,7 +86,7 @@ def random_plays(env: gym.Env[Any, Any], number: int, *, seed: int) -> list[Play
 
 
 def kind_of(action: str) -> str:
-    """What an action is about: a search, a button by its name, a product, an option."""
+    """Kind of an action: a search, a button by its name, a product, an option."""
     verb, _, argument = action.partition("[")
     name = argument.rstrip("]")
     if verb != "click":
@@ -99,7 +99,7 @@ def kind_of(action: str) -> str:
 def play(
     plays: Sequence[Play], reset: Callable[[int], Any], step: Callable[[str], Any]
 ) -> tuple[dict[str, Times], list[Any]]:
-    """Times by kind of action, and what ``reset`` and ``step`` returned."""
+    """Play actions; returns times by kind of action, and the results of ``reset`` and ``step``."""
     times: dict[str, Times] = defaultdict(Times)
     returned = []
     for goal, actions in plays:
@@ -118,14 +118,14 @@ def _all_steps(times: dict[str, Times]) -> Times:
 
 
 def _forget(shop: Shop) -> None:
-    """Empty what the shop remembers of pages; searches stay remembered, in the original's run as well."""
+    """Empty the shop's cache of pages; searches stay cached, in the original's run as well."""
     for cache in (shop._page, shop._observation, shop.worth):
         cache.cache_clear()
 
 
 @contextlib.contextmanager
 def original(checkout: Path, directory: Path, shop: Shop) -> Iterator[Any]:
-    """The original's text environment, to compare with. Only one at a time.
+    """Make the original's text environment, for comparison. There can be only one at a time.
 
     Args:
         checkout: of princeton-nlp/WebShop.
@@ -194,7 +194,7 @@ def _resident_bytes() -> int:
 
 
 def measure(setting: Setting) -> list[str]:
-    """Lines of Markdown."""
+    """Measure everything; returns lines of Markdown."""
     opening = Times()
     with opening.one():
         env = _make(setting, compat="upstream")
@@ -249,7 +249,7 @@ def measure(setting: Setting) -> list[str]:
 
 
 def _quietest_median(call: Callable[[], Any], *, batches: int = 10, calls: int = 500) -> float:
-    """Seconds; of the batch in which the machine was least disturbed."""
+    """Median seconds of the batch in which the machine was least disturbed."""
     medians = []
     for _ in range(batches):
         times = Times()
@@ -282,7 +282,7 @@ def _snapshots(setting: Setting) -> list[str]:
 
 
 def _forks(env: gym.Env[Any, Any], plays: Sequence[Play]) -> str:
-    """Memory of live forks, with what the shop remembers of the pages they come to."""
+    """Measure the memory of live forks, with the shop's cache of their pages."""
     env.reset(seed=0)
     gc.collect()
     before = _resident_bytes()
@@ -295,18 +295,18 @@ def _forks(env: gym.Env[Any, Any], plays: Sequence[Play]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: Markdown tables."""
+    """Run the command line: prints Markdown tables."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym bench webshop",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--catalogue", default="embedded", help="as for gym.make")
-    parser.add_argument("--nouns", help="as for gym.make")
-    parser.add_argument("--episodes", type=Path, nargs="*", default=(), help="recordings")
+    parser.add_argument("--catalogue", default="embedded", help="argument of gym.make")
+    parser.add_argument("--nouns", help="argument of gym.make")
+    parser.add_argument("--episodes", type=Path, nargs="*", default=(), help="files of recorded episodes")
     parser.add_argument("--original", type=Path, help="a checkout of princeton-nlp/WebShop")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cpu", action="store_true", help="CPU time instead of wall time, for a busy machine")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time, not wall-clock time, on a busy machine")
     arguments = vars(parser.parse_args(argv))
     Times.cpu = arguments.pop("cpu")
     print("\n".join(measure(Setting(**arguments))))

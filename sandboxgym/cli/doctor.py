@@ -13,9 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from sandboxgym import registration
 from sandboxgym.cli import FAILED, OK, USAGE, CommandError
-from sandboxgym.cli.probes import PROBES, Finding
-from sandboxgym.cli.screen import Screen
+from sandboxgym.cli.support.doctor_checks import PROBES
+from sandboxgym.cli.support.terminal import Screen
+from sandboxgym.system.findings import Finding
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "dim"}
 
@@ -33,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         "--require",
         default="",
         metavar="A,B",
-        help="fail unless these are ok: docker, overlay, browser, textworld, swebench, data, or any name of the list",
+        help="fail unless these are ok: docker, overlay, criu, data, or any other name of the list",
     )
     attacks = parser.add_argument_group("attacks on this machine's sandboxes")
     attacks.add_argument("--attack", action="store_true", help="try to break out of throw-away sandboxes, and the like")
@@ -115,7 +117,7 @@ def examine() -> list[Finding]:
 
 
 def summary(findings: Sequence[Finding]) -> list[tuple[str, str, str]]:
-    """What can be run here, in four lines: what, whether it is ready, and with what or by which command it would be.
+    """What can be run here, a line each: what, whether it is ready, and with what or by which command it would be.
 
     Without a line of an extra (a checkout that was not installed) its packages are looked for.
     """
@@ -130,18 +132,20 @@ def summary(findings: Sequence[Finding]) -> list[tuple[str, str, str]]:
         )
         return f"pip install 'sandboxgym[{extra}]'" if missing else ""
 
-    lines = [("ALFWorld", "ready", "embedded games; no download, no GPU")]
-    pip = lacking("webshop", "regex")
-    lines.append(("WebShop", "not ready", pip) if pip else ("WebShop", "ready", "a generated catalogue"))
-    pip = lacking("swebench", "swebench")
     usable = [name for name in ("overlay", "docker") if name in by_name and by_name[name].status == "ok"]
-    if pip:
-        lines.append(("SWE-bench", "not ready", pip))
-    elif not usable:
-        fix = next((by_name[name].fix for name in ("overlay", "docker") if name in by_name and by_name[name].fix), "")
-        lines.append(("SWE-bench", "not ready", f"no sandbox works: {fix}"))
-    else:
-        lines.append(("SWE-bench", "ready", f"embedded tasks in sandboxes of {' and '.join(usable)}"))
+    fix = next((by_name[name].fix for name in ("overlay", "docker") if name in by_name and by_name[name].fix), "")
+    lines = []
+    for card in registration.cards().values():
+        if not card.title:
+            continue
+        pip = lacking(card.extra, card.module) if card.extra else ""
+        if not card.extra and card.module and importlib.util.find_spec(card.module) is None:
+            pip = f"it needs the module {card.module}"
+        if pip or (card.sandboxed and not usable):
+            lines.append((card.title, "not ready", pip or f"no sandbox works: {fix}"))
+        else:
+            where = f" in sandboxes of {' and '.join(usable)}" if card.sandboxed else ""
+            lines.append((card.title, "ready", card.ready + where))
     pip = lacking("train", "torch", "transformers")
     gpu = by_name.get("gpu")
     device = f"on {gpu.detail}" if gpu is not None and gpu.status == "ok" else "on CPUs: the tiny configurations"

@@ -20,13 +20,15 @@ from typing import Any
 
 from sandboxgym import data
 from sandboxgym.cli import OK, USAGE, CommandError
-from sandboxgym.cli.progress import progress
-from sandboxgym.cli.screen import nbytes_text
-from sandboxgym.cli.transfer import ChecksumMismatch, Progress, TransferError, fetch, forget, sha256
-from sandboxgym.cli.unpack import UnsafeArchive, merge, unpack
+from sandboxgym.cli.environments import import_modules
+from sandboxgym.cli.support.progress import progress
+from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.cli.support.transfer import ChecksumMismatch, Progress, TransferError, fetch, forget, sha256
+from sandboxgym.cli.support.unpack import UnsafeArchive, merge, unpack
 from sandboxgym.data import DataFile
-from sandboxgym.format import write_atomic
-from sandboxgym.leftovers import try_lock
+from sandboxgym.registration import data_sets, hook
+from sandboxgym.serialization import write_atomic
+from sandboxgym.system.run_directories import try_lock
 
 RECORD = "downloads.json"
 SCRATCH = ".downloads"
@@ -37,9 +39,9 @@ SPARE = 64 * 2**20
 
 def main(argv: Sequence[str]) -> int:
     """``sandboxgym download``."""
-    options = _parser().parse_args(argv)
-    dataset = data.DATASETS[options.dataset]
-    root = Path(options.dir).expanduser().absolute() if options.dir else data.directory(dataset.name)
+    options = _parser(argv).parse_args(argv)
+    dataset = data_sets()[options.dataset]
+    root = Path(options.dir).expanduser().absolute() if options.dir else data.directory(dataset)
     parts = options.part or [next(iter(dataset.parts))]
     unknown = [part for part in parts if part not in dataset.parts]
     if unknown:
@@ -55,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         for file in files:
             print(f"{file.name}: {install(file, root, source=source, mirror=options.mirror, force=options.force)}")
-        for line in check(dataset.name, root):
+        for line in check(dataset, root):
             print(line)
     except (TransferError, UnsafeArchive, OSError) as error:
         raise CommandError(f"{error}\n\n{_by_hand(dataset.name, files, root)}") from error
-    if root != data.directory(dataset.name):
+    if root != data.directory(dataset):
         print(_how_to_point(dataset, root))
     return OK
 
@@ -152,34 +154,19 @@ def _put_archive(file: DataFile, content: Path, staging: Path, root: Path, show:
     return count
 
 
-def check(name: str, root: Path) -> list[str]:
+def check(dataset: data.DataSet, root: Path) -> list[str]:
     """Open a data set as its environment does; returns what was found, a line each.
 
     Raises:
         TransferError: what is there is not what the environment reads.
     """
-    return _check_alfworld(root) if name == "alfworld" else _check_files(data.DATASETS[name], root)
-
-
-def _check_alfworld(root: Path) -> list[str]:
-    from sandboxgym.envs.alfworld.game import GameError
-    from sandboxgym.envs.alfworld.library import OFFICIAL_SPLITS, DataNotFound, open_library
-
-    lines = []
-    for split in OFFICIAL_SPLITS:
-        try:
-            library = open_library(split, data=root)
-            library.compile(0)
-        except DataNotFound:
-            continue
-        except GameError as error:
-            raise TransferError(f"{split} does not hold games that can be played: {error}") from error
-        lines.append(f"{split}: {len(library)} games")
-    if not lines and any(root.rglob("traj_data.json")):
-        return ["annotations are there; the games are another part: sandboxgym download alfworld"]
-    if not lines:
-        raise TransferError(f"no split of {', '.join(OFFICIAL_SPLITS)} under {root}")
-    return lines
+    if not dataset.check:
+        return _check_files(dataset, root)
+    try:
+        found: list[str] = hook(dataset.check)(root)
+    except ValueError as error:
+        raise TransferError(str(error)) from error
+    return found
 
 
 def _check_files(dataset: data.DataSet, root: Path) -> list[str]:
@@ -201,10 +188,16 @@ def _check_files(dataset: data.DataSet, root: Path) -> list[str]:
     return lines
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first: other packages'"
+    )
+    import_modules(first.parse_known_args(argv)[0].modules)  # they register the data sets that can be chosen
+    known = data_sets()
     about = "\n".join(
         f"  {f'{dataset.name} {part}':<22} {dataset.about_parts.get(part, '')}"
-        for dataset in data.DATASETS.values()
+        for dataset in known.values()
         for part in dataset.parts
     )
     parser = argparse.ArgumentParser(
@@ -212,8 +205,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Fetch a data set, resuming what was interrupted. Without --part, the first part listed.",
         epilog=f"parts:\n{about}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[first],
     )
-    parser.add_argument("dataset", choices=list(data.DATASETS))
+    parser.add_argument("dataset", choices=list(known))
     parser.add_argument("--part", nargs="+", metavar="PART", help="which parts, see below")
     parser.add_argument("--dir", help="where to; default: where the environment looks")
     parser.add_argument("--from", dest="source", metavar="PATH", help="take the files from here, not from the network")
@@ -300,10 +294,10 @@ def _write_record(root: Path, name: str, entry: dict[str, Any]) -> None:
 
 def _how_to_point(dataset: data.DataSet, root: Path) -> str:
     if dataset.variable:
-        return f"the environment looks in {data.directory(dataset.name)}: export {dataset.variable}={root}"
+        return f"the environment looks in {data.directory(dataset)}: export {dataset.variable}={root}"
     if root.name == dataset.name:
-        return f"the environment looks in {data.directory(dataset.name)}: export SANDBOXGYM_DATA={root.parent}"
-    return f"the environment looks in {data.directory(dataset.name)}: move {root} there"
+        return f"the environment looks in {data.directory(dataset)}: export SANDBOXGYM_DATA={root.parent}"
+    return f"the environment looks in {data.directory(dataset)}: move {root} there"
 
 
 def _by_hand(name: str, files: Sequence[DataFile], root: Path) -> str:

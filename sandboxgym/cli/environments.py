@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
-import sandboxgym
 from sandboxgym import data
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
-from sandboxgym.cli.screen import Screen
+from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec
+from sandboxgym.registration import card_of, is_wrapped
 
 SENTENCES: dict[str, dict[Any, str]] = {
     "kind": {
@@ -61,8 +63,9 @@ SENTENCES: dict[str, dict[Any, str]] = {
 def add_kwargs(parser: argparse.ArgumentParser) -> None:
     """The option with which every command takes an environment's arguments."""
     parser.add_argument(
-        "--kwargs",
         "--env-kwargs",
+        "--kwargs",
+        dest="kwargs",
         nargs="+",
         action="extend",
         default=[],
@@ -71,18 +74,12 @@ def add_kwargs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["games=train", "limit=5"]`` as ``{"games": "train", "limit": 5}``."""
-    kwargs: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"expected NAME=VALUE, found {pair!r}", status=USAGE)
-        try:
-            kwargs[name] = json.loads(value)
-        except ValueError:
-            kwargs[name] = value
-    return kwargs
+def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
+    """`parse_arguments`, with its error as a command's."""
+    try:
+        return parse_arguments(texts)
+    except ValueError as error:
+        raise CommandError(str(error), status=USAGE) from error
 
 
 def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[Any, Any]:
@@ -103,7 +100,11 @@ def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """The registered environment; one of ours may be named without its namespace."""
+    """The registered environment; one of ours may be named without its namespace, others' with a module to import."""
+    module, _, env_id = env_id.rpartition(":")
+    if module:
+        see_this_folder()
+        import_modules([module])
     known = gym.registry
     short = f"sandboxgym/{env_id}"
     try:
@@ -145,7 +146,7 @@ def list_main(argv: Sequence[str]) -> int:
     import_modules(options.modules)
     specs = [spec for name, spec in gym.registry.items() if name.startswith("sandboxgym/")]
     if options.all or options.modules:
-        specs += [s for s in gym.registry.values() if s not in specs and _is_wrapped(s)]
+        specs += [s for s in gym.registry.values() if s not in specs and is_wrapped(s)]
     rows = [(spec.id, snapshot_kind(spec), _ready(spec), _data_line(spec.id)) for spec in specs]
     head = ("environment", "snapshots", "ready", "data")
     wide = [max(len(row[column]) for row in [head, *rows]) for column in range(3)]
@@ -169,6 +170,12 @@ def info_main(argv: Sequence[str]) -> int:
     else:
         _print_info(about, Screen(sys.stdout))
     return OK
+
+
+def see_this_folder() -> None:
+    """Let modules of the present folder be imported; last, for not a json.py that lies there is meant."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -205,7 +212,7 @@ def describe(env_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
             "wrappers": wrappers,
             "arguments": _arguments(kind),
             "snapshots": asdict(snapshots) if isinstance(snapshots, SnapshotSpec) else None,
-            "data": [_data_facts(dataset) for dataset in data.DATASETS.values() if dataset.env_id == env_name],
+            "data": [_data_facts(dataset) for dataset in card_of(env_name).data_sets],
         }
     finally:
         env.close()
@@ -279,38 +286,25 @@ def _data_facts(dataset: data.DataSet) -> dict[str, Any]:
     return {
         "name": dataset.name,
         "about": dataset.about,
-        "directory": str(data.directory(dataset.name)),
-        "found": data.parts_found(dataset.name),
+        "directory": str(data.directory(dataset)),
+        "found": data.parts_found(dataset),
         "command": f"sandboxgym download {dataset.name}",
     }
 
 
-_NEEDS = {
-    "sandboxgym/WebShop-v0": ("webshop", "regex"),
-    "sandboxgym/WebShopBrowser-v0": ("browser", "playwright"),
-    "sandboxgym/SWEBench-v0": ("swebench", "swebench"),
-}
-"""The extra that an environment needs, and a module that tells of it."""
-
-
 def _ready(spec: EnvSpec) -> str:
-    extra, module = _NEEDS.get(spec.id, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
-        return f"pip install 'sandboxgym[{extra}]'"
+    card = card_of(spec.id)
+    if card.module and importlib.util.find_spec(card.module) is None:
+        return f"pip install 'sandboxgym[{card.extra}]'" if card.extra else f"no: it needs the module {card.module}"
     return "yes" if _creator(spec) is not None else "no: its module cannot be imported"
 
 
 def _data_line(env_id: str) -> str:
-    for dataset in data.DATASETS.values():
-        if dataset.env_id == env_id:
-            found = data.parts_found(dataset.name)
-            state = f"found ({', '.join(found)})" if found else f"not here: sandboxgym download {dataset.name}"
-            return f"embedded; {dataset.name} {state}"
+    for dataset in card_of(env_id).data_sets:
+        found = data.parts_found(dataset)
+        state = f"found ({', '.join(found)})" if found else f"not here: sandboxgym download {dataset.name}"
+        return f"embedded; {dataset.name} {state}"
     return ""
-
-
-def _is_wrapped(spec: EnvSpec) -> bool:
-    return any(wrapper.name == sandboxgym.SnapshotWrapper.__name__ for wrapper in spec.additional_wrappers)
 
 
 def _creator(spec: EnvSpec) -> Any:

@@ -1,6 +1,6 @@
 """``sandboxgym gc``: removes what killed processes left behind, and nothing that a living one uses.
 
-1. Run directories whose owner is gone (`leftovers.reap`).
+1. Run directories whose owner is gone (`run_directories.reap`).
 2. Partial downloads and half-unpacked archives that nobody has touched for a day and nobody holds.
 3. Temporary files of interrupted atomic writes, older than a day, in the directories of this package.
 4. With ``--all``, the caches: what is there can be made again. Prepared tasks that a living process uses stay.
@@ -14,17 +14,18 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sandboxgym import data, leftovers
+from sandboxgym import data
 from sandboxgym.cli import FAILED, OK
 from sandboxgym.cli.download import LOCK, SCRATCH
-from sandboxgym.cli.screen import nbytes_text
-from sandboxgym.leftovers import Leftover
+from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.registration import caches as cache_directories
+from sandboxgym.registration import cards, data_sets, hook
+from sandboxgym.system import run_directories
+from sandboxgym.system.run_directories import Leftover
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
-"""Names that `format.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
+"""Names that `serialization.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
 _HIDDEN = re.compile(r"\..+")
-PREPARED = Path("swebench", "prepared")
-"""Of the caches: entries that processes use, some of which the Docker daemon holds."""
 _TREES = ("root", "files")
 """Directories in caches that are file systems of sandboxes, whose hidden files are nobody's to judge."""
 
@@ -37,10 +38,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.add_argument("--all", action="store_true", help="the caches too (compiled games, indices)")
     options = parser.parse_args(argv)
-    found = leftovers.reap(dry_run=options.dry_run)
-    for path, what in [*stale_files(), *(caches() if options.all else ())]:
-        if path == data.cache_dir() / PREPARED.parent and (path / PREPARED.name).is_dir():
-            found += _remove_prepared(path, what, options.dry_run)
+    found = run_directories.reap(dry_run=options.dry_run)
+    clearing = {name: card.clear_cache for card in cards().values() if card.clear_cache for name in card.caches}
+    for path, what in stale_files():
+        found.append(_remove(path, what, options.dry_run))
+    for path, what in caches() if options.all else ():
+        if path.name in clearing:
+            found += _remove_unused(path, what, clearing[path.name], options.dry_run)
         else:
             found.append(_remove(path, what, options.dry_run))
     for item in found:
@@ -57,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
 
 def stale_files() -> Iterator[tuple[Path, str]]:
     """What interrupted downloads and writes left, older than a day and not in use."""
-    roots = {data.directory(name) for name in data.DATASETS}
+    roots = {data.directory(dataset) for dataset in data_sets().values()}
     for root in sorted(roots):
         scratch = root / SCRATCH
-        if not scratch.is_dir() or leftovers.is_locked(scratch / LOCK):
+        if not scratch.is_dir() or run_directories.is_locked(scratch / LOCK):
             continue
         yield from ((path, "interrupted download") for path in sorted(scratch.iterdir()) if _is_stale(path))
-    for root in sorted({*roots, data.data_dir(), data.cache_dir(), leftovers.runtime_dir(create=False)}):
+    for root in sorted({*roots, data.data_dir(), data.cache_dir(), run_directories.runtime_dir(create=False)}):
         yield from ((path, "temporary file") for path in _temporaries(root, _TEMPORARY))
     for cache, _ in caches():
         for folder, folders, _ in os.walk(cache):  # all ours, so every hidden file there is one not yet in place
@@ -73,7 +77,7 @@ def stale_files() -> Iterator[tuple[Path, str]]:
 
 def caches() -> Iterator[tuple[Path, str]]:
     """The caches that exist."""
-    for name, holds in data.CACHES.items():
+    for name, holds in cache_directories().items():
         path = data.cache_dir() / name
         if path.is_dir() and not path.is_symlink():
             yield path, f"cache ({holds})"
@@ -87,16 +91,14 @@ def _temporaries(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
 
 def _is_stale(path: Path) -> bool:
     try:
-        return leftovers.older_than(path, leftovers.STALE_SECONDS)
+        return run_directories.older_than(path, run_directories.STALE_SECONDS)
     except FileNotFoundError:
         return False
 
 
-def _remove_prepared(path: Path, what: str, dry_run: bool) -> list[Leftover]:
-    """A cache with prepared tasks in it: all of it, unless some are in use."""
-    from sandboxgym.envs.swebench import prepared
-
-    found = prepared.clear(dry_run=dry_run)
+def _remove_unused(path: Path, what: str, clear: str, dry_run: bool) -> list[Leftover]:
+    """A cache whose entries processes may use, or a daemon hold: all of it, unless some are in use."""
+    found: list[Leftover] = hook(clear)(dry_run=dry_run)
     used = [item for item in found if item.note]
     if used:
         return used if dry_run else found
@@ -105,9 +107,9 @@ def _remove_prepared(path: Path, what: str, dry_run: bool) -> list[Leftover]:
 
 def _remove(path: Path, what: str, dry_run: bool) -> Leftover:
     try:
-        nbytes = leftovers.tree_nbytes(path)
+        nbytes = run_directories.tree_nbytes(path)
         if not dry_run:
-            leftovers.remove_tree(path)
+            run_directories.remove_tree(path)
         return Leftover(path, what, nbytes, removed=not dry_run)
     except OSError as error:
         return Leftover(path, what, 0, removed=False, note=str(error))

@@ -22,8 +22,8 @@ from gymnasium import spaces
 
 from sandboxgym.cli import INTERRUPTED, OK, CommandError
 from sandboxgym.cli.environments import add_kwargs, import_modules, make, parse_kwargs
-from sandboxgym.cli.exploration import CannotGo, Exploration, Node, draw
-from sandboxgym.cli.screen import Screen
+from sandboxgym.cli.support.history import CannotGo, Exploration, Node, draw
+from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.errors import SnapshotError
 from sandboxgym.spaces import Unicode
 

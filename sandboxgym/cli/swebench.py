@@ -24,15 +24,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sandboxgym import interpreter
 from sandboxgym.cli import FAILED, OK, CommandError
-from sandboxgym.cli.progress import progress
-from sandboxgym.cli.screen import harmless, nbytes_text
-from sandboxgym.cli.swebench_jobs import Answer, Job, carry_out
-from sandboxgym.envs.swebench import arguments, record
-from sandboxgym.envs.swebench.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
+from sandboxgym.cli.support.progress import progress
+from sandboxgym.cli.support.swebench_jobs import Answer, Job, carry_out
+from sandboxgym.cli.support.terminal import harmless, nbytes_text
+from sandboxgym.envs.swebench.rows import arguments, record
+from sandboxgym.envs.swebench.rows.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxError, SandboxUnavailable
+from sandboxgym.system import interpreter
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,7 +126,7 @@ def _answers(job: Job, rows: Sequence[str], jobs: int) -> Iterator[Answer]:
 
 
 def _prepare(options: argparse.Namespace, tasks: list[Task]) -> int:
-    from sandboxgym.envs.swebench import prepared
+    from sandboxgym.envs.swebench.workspaces import prepared
 
     if not prepared.limit():
         raise CommandError(f"{prepared.VARIABLE}=0 is set: nothing is kept on disk")
@@ -320,7 +320,7 @@ def _states(named: dict[str, str]) -> list[ImageState]:
 
 @contextlib.contextmanager
 def _client() -> Iterator[Any]:
-    from sandboxgym.sandbox.docker_client import connect
+    from sandboxgym.sandbox.docker.client import connect
 
     try:
         client = connect(timeout=600.0)
@@ -333,7 +333,7 @@ def _client() -> Iterator[Any]:
 def _state(client: Any, image: str) -> ImageState:
     import docker.errors
 
-    from sandboxgym.sandbox.docker_client import daemon_errors
+    from sandboxgym.sandbox.docker.client import daemon_errors
 
     try:
         with daemon_errors():
@@ -359,7 +359,7 @@ def _pull(images: Sequence[str]) -> dict[str, str]:
 def _pull_one(client: Any, image: str) -> None:
     from docker.utils import parse_repository_tag
 
-    from sandboxgym.sandbox.docker_client import daemon_errors
+    from sandboxgym.sandbox.docker.client import daemon_errors
 
     repository, tag = parse_repository_tag(image)
     bar = progress()

@@ -68,7 +68,7 @@ def check_snapshot(
     strength: bool = False,
     **hooks: Any,
 ) -> Report:
-    """Run the suite on an environment; for one line in somebody's test.
+    """Run the suite on an environment, in one line of a test.
 
     Args:
         make_env: makes the environment; or a Gymnasium id, ``module:function``, or a `Subject`.

@@ -1,7 +1,7 @@
 """Command line of the conformance suite.
 
-Exit status: 0 no check failed, 1 some did, 2 none did but some stayed inconclusive, 3 it was not called rightly or the
-environment cannot be made.
+Exit status: 0 no check failed, 1 some did, 2 none did but some stayed inconclusive, 3 wrong usage or the environment
+cannot be made.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sandboxgym.conformance import reports
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.conformance.check import BUDGETS, Level, as_levels
-from sandboxgym.conformance.recording import quiet
+from sandboxgym.conformance.harness.scenario import quiet
+from sandboxgym.conformance.reports import formats as reports
 from sandboxgym.conformance.runner import Report, all_checks, run
 from sandboxgym.conformance.subject import Subject
 
 if TYPE_CHECKING:
-    from sandboxgym.conformance.supervised import Watched
+    from sandboxgym.conformance.supervision.supervised import Watched
 
 USAGE = 3
 HOOKS = ("actions", "observe_state", "normalize", "shell", "lossy", "limits")
@@ -38,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the command line's options."""
     made = _Parser(
         prog="python -m sandboxgym.conformance",
         description="Certify that the snapshots of an environment are faithful.",
@@ -52,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
         "(module:function)",
     )
     made.add_argument(
-        "--kwargs",
         "--env-kwargs",
+        "--kwargs",
         dest="make_kwargs",
         nargs="+",
         action="extend",
@@ -124,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
     made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
+    made.add_argument("--badge", metavar="FILE", help="write an SVG: how many checks passed, of how many, and when")
     made.add_argument("--quiet", action="store_true", help="no progress on standard error")
     made.add_argument("--list", action="store_true", help="list the checks, what they do and cannot see, and exit")
     return made
@@ -140,7 +142,7 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite on an environment, in a process of its own that is watched; the exit status."""
+    """Run the suite on an environment, in a watched process of its own; the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser()
     options = command.parse_args(given)
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error("the environment is missing: ENV_ID")
     if options.in_process or os.name != "posix":
         return in_process(options, command.prog)
-    from sandboxgym.conformance import supervised
+    from sandboxgym.conformance.supervision import supervised
 
     if watched := supervised.Watched.here():
         return told(options, watched)
@@ -182,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def told(options: argparse.Namespace, watched: Watched) -> int:
-    """Run as the child that another process watches: everything goes there."""
+    """Run as the watched child, which sends everything to the watching process."""
     try:
         subjects = prepared(options)
     except Exception as error:  # whatever a factory raises: there is nothing to certify
@@ -198,7 +200,7 @@ def told(options: argparse.Namespace, watched: Watched) -> int:
 
 
 def in_process(options: argparse.Namespace, prog: str) -> int:
-    """Run in this process."""
+    """Run the suite in this process."""
     try:
         check_outputs(options)
         subjects = prepared(options)
@@ -221,18 +223,18 @@ def in_process(options: argparse.Namespace, prog: str) -> int:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Find out before the run whether reports can be written.
+    """Check before the run that reports can be written.
 
     Raises:
         ValueError: there is no such folder.
     """
-    for path in (options.json, options.html, options.markdown):
+    for path in (options.json, options.html, options.markdown, options.badge):
         if path and path != "-" and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"there is no folder {Path(path).absolute().parent}")
 
 
 def prepared(options: argparse.Namespace) -> list[Subject]:
-    """The environments, made once to see that they can be.
+    """The subjects, each environment made once to see that it can be.
 
     Raises:
         Exception: whatever a factory raises, and errors of arguments.
@@ -243,9 +245,9 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
     asked(options)
     for module in options.modules:
         importlib.import_module(module)
-    arguments_of_env, hooks = parse_kwargs(options.make_kwargs), parse_hooks(options.hook)
+    arguments_of_env, hooks = parse_arguments(options.make_kwargs), parse_hooks(options.hook)
     hooks["reset_options"] = parse_reset_options(options.reset_options)
-    ways = [arguments_of_env, *({**arguments_of_env, **parse_kwargs([text])} for text in options.beside)]
+    ways = [arguments_of_env, *({**arguments_of_env, **parse_arguments([text])} for text in options.beside)]
     subjects = [Subject.named(options.env, way, **hooks) for way in ways]
     for subject in subjects:
         with quiet():
@@ -254,7 +256,7 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `run`.
+    """Arguments of `run` from the command line's.
 
     Raises:
         ValueError: there is no such level or check.
@@ -268,25 +270,25 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def strong(options: argparse.Namespace) -> bool:
-    """Whether the strength of the certificate is measured."""
+    """True if the strength of the certificate is measured."""
     if options.strength is not None:
         return bool(options.strength)
     return not options.only and int(Level.EXACT) in parse_levels(options.level)
 
 
 def write(report: Report, options: argparse.Namespace) -> None:
-    """Print the report, and write it where it was asked for."""
+    """Print the report, and write it to the requested files."""
     if options.json != "-":
         print(reports.terminal(report, colour=reports.coloured(sys.stdout)), end="")
     if options.json:
         reports.write_json(report, options.json)
-    for name in ("html", "markdown"):
+    for name in ("html", "markdown", "badge"):
         if path := getattr(options, name):
-            importlib.import_module(f"sandboxgym.conformance.{name}").write(report, Path(path))
+            importlib.import_module(f"sandboxgym.conformance.reports.{name}").write(report, Path(path))
 
 
 def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:
-    """Levels from texts such as ``1``, ``0-2``, ``0,1,5``, ``exact``.
+    """Parse levels from texts such as ``1``, ``0-2``, ``0,1,5``, ``exact``.
 
     Raises:
         ValueError: there is no such level.
@@ -306,7 +308,7 @@ def parse_levels(texts: Sequence[str] | None) -> tuple[int, ...]:
 
 
 def parse_only(texts: Sequence[str] | None) -> list[str] | None:
-    """Ids of checks; a theme stands for all of its checks.
+    """Parse ids of checks; a theme stands for all of its checks.
 
     Raises:
         ValueError: there is no such check or theme.
@@ -323,33 +325,8 @@ def parse_only(texts: Sequence[str] | None) -> list[str] | None:
     return found
 
 
-def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments from JSON objects and ``NAME=VALUE``.
-
-    Raises:
-        ValueError: a text is neither.
-    """
-    found: dict[str, Any] = {}
-    for text in texts:
-        if text.lstrip().startswith("{"):
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--kwargs is not a JSON object: {error}") from None
-            found.update(value)
-            continue
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"expected --kwargs as NAME=VALUE or a JSON object, found {text!r}")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
-
-
 def parse_reset_options(texts: Sequence[str]) -> dict[str, Any] | list[dict[str, Any]] | None:
-    """Options of ``reset`` from JSON objects: one for every reset, several in turn.
+    """Parse options of ``reset`` from JSON objects: one for every reset, several in turn.
 
     Raises:
         ValueError: a text is no JSON object.
@@ -367,7 +344,7 @@ def parse_reset_options(texts: Sequence[str]) -> dict[str, Any] | list[dict[str,
 
 
 def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
-    """Functions from ``NAME=module:function``.
+    """Import functions from ``NAME=module:function``.
 
     Raises:
         ValueError: a text is not such, or names nothing that can be called.
@@ -388,7 +365,7 @@ def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def listing() -> str:
-    """All checks with hazard, what they do and what they cannot see."""
+    """List of all checks with their hazard, description and blind spots."""
     lines = []
     for check in all_checks():
         needs = f", needs {', '.join(check.needs)}" if check.needs else ""

@@ -1,9 +1,9 @@
-"""What a check is: a documented function with a stable id that passes, fails, skips or cannot tell.
+"""Checks: documented functions with a stable id that pass, fail, skip or stay inconclusive.
 
 1. A check returns a dict of measurements (PASS) or raises `Failed`, `Skipped` or `Inconclusive`. Any other exception
    of the environment under test is a FAIL with the traceback.
 2. `REGISTRY` holds all checks in the order of their definition; ids never change their meaning.
-3. Each check states its hazard and what it cannot see; reports print both.
+3. Each check states its hazard and its blind spots; reports print both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sandboxgym.conformance import pulse
-from sandboxgym.conformance.clock import Stopwatch
+from sandboxgym.conformance.supervision import pulse
+from sandboxgym.conformance.supervision.clock import Stopwatch
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.subject import Subject
 
 
 class Verdict(enum.StrEnum):
-    """What became of a check."""
+    """Verdict of a check."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -33,22 +33,22 @@ class Verdict(enum.StrEnum):
 
 
 class Level(enum.IntEnum):
-    """What a check is about."""
+    """Level of a check: the part of the contract that it tests."""
 
     API = 0
     """The methods exist, refuse what they must, and declare what they cover."""
     EXACT = 1
-    """A restored environment goes on exactly like one that was never interrupted."""
+    """A restored environment continues exactly like one that was never interrupted."""
     ISOLATION = 2
-    """Forks and everything else in the process see nothing of each other."""
+    """Forks and everything else in the process are isolated from each other."""
     DISTRIBUTION = 3
-    """Where futures are random, they are so with the right distribution."""
+    """Random futures have the right distribution."""
     PROBES = 4
-    """Hidden state of a sandbox: what is kept, lost, leaked."""
+    """Hidden state of a sandbox: kept, lost or leaked."""
     DURABLE = 5
     """Files, other processes, resources, crashes, threads."""
     COST = 6
-    """Time and size, and what they grow with."""
+    """Time and size, and their growth."""
 
 
 def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
 
 
 class Failed(Exception):
-    """The hazard was seen.
+    """The check saw its hazard.
 
     Attributes:
         evidence: measurements, as JSON values.
@@ -88,7 +88,7 @@ class Skipped(Exception):
 
 
 class Inconclusive(Exception):
-    """The check ran and cannot tell; the message is the reason."""
+    """The check ran without a decision; the message is the reason."""
 
     def __init__(self, message: str, evidence: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -109,7 +109,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much a run may spend. Loops end at their count or at the time, whichever is first."""
+    """Limits on the effort of a run. Loops end at their count or at the time, whichever is first."""
 
     name: str
     traces: int
@@ -125,19 +125,19 @@ class Budget:
     depth: int
     """Length of a chain in which each snapshot is taken from a restored one."""
     samples: int
-    """Draws a side of a test of distributions."""
+    """Draws on each side of a test of distributions."""
     seconds: float
     """Soft limit of one check in seconds."""
     share: float = 1.0
     """Share of the least counts of loops, which are reached whatever the time, that a slow environment must reach."""
     total: float = math.inf
-    """Seconds of processor that a run of all checks aims at."""
+    """Processor seconds that a run of all checks aims at."""
     waits: bool = False
-    """Half of the seconds on the wall count for that too: others do what the environment is asked for."""
+    """Half of the wall time counts towards the budget too: other processes do the environment's work."""
 
     @classmethod
     def named(cls, name: str) -> Budget:
-        """``quick`` or ``full``.
+        """The budget ``quick`` or ``full``.
 
         Raises:
             ValueError: another name.
@@ -148,7 +148,7 @@ class Budget:
             raise ValueError(f"expected a budget of {', '.join(BUDGETS)}, found {name!r}") from None
 
     def paced(self, seconds: float) -> Budget:
-        """The budget for an environment of which one call, or one snapshot, takes that long.
+        """The budget for an environment whose calls, or snapshots, take that long.
 
         Where a control run would take more than a quarter of the soft limit, it is halved until it does not; where
         even the shortest does, loops may also end after fewer rounds. Both are coarse, so that the same environment
@@ -168,7 +168,7 @@ class Budget:
         return replace(self, steps=steps, traces=traces, share=share, total=total, waits=waits)
 
     def sharing(self, spent: float, checks: int) -> Budget:
-        """The budget for the next check, ``spent`` seconds after the start, with so many checks to go.
+        """The budget for the next check, ``spent`` seconds after the start, with so many checks left.
 
         A check may take three times its share of what is left, a quarter of the soft limit at least, all at most.
         """
@@ -201,9 +201,9 @@ class Budget:
 SHORTEST = 8
 """Steps of a control run below which the checks see too little."""
 SLOW = 0.01
-"""Seconds of a call from which on an environment is one of processes or containers, not of memory."""
+"""Seconds per call above which an environment counts as one of processes or containers, not of memory."""
 PATIENCE = 300.0
-"""What `Budget.total` is for these at most; half of the time on the wall counts, so that it is ten minutes."""
+"""`Budget.total` of these at most; half of the wall time counts, so that it is ten minutes."""
 LEAST = 0.25
 """The smallest share of the least counts."""
 
@@ -223,17 +223,17 @@ class Check:
     level: Level
     function: CheckFunction
     needs: tuple[str, ...]
-    """Capabilities without which it is skipped; see `NEEDS`."""
+    """Capabilities without which the check is skipped; see `NEEDS`."""
     after: tuple[str, ...]
     """Checks that must not have failed."""
     hazard: str
-    """What goes wrong in training when this fails."""
+    """The harm to training if the check fails."""
     blind: str
-    """What it cannot see."""
+    """Faults that the check cannot see."""
 
     @property
     def summary(self) -> str:
-        """What it does: the function's docstring."""
+        """Description of the check: the function's docstring."""
         return (self.function.__doc__ or "").strip()
 
 
@@ -247,7 +247,7 @@ REGISTRY: dict[str, Check] = {}
 def check(
     id: str, *, level: int, hazard: str, blind: str, needs: tuple[str, ...] = (), after: tuple[str, ...] = ()
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a check under its id; the function's docstring says what it does."""
+    """Register a check under its id; the function's docstring describes it."""
     unknown = set(needs) - set(NEEDS)
     if unknown:
         raise ValueError(f"{id}: expected needs among {NEEDS}, found {sorted(unknown)}")

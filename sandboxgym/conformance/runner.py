@@ -1,9 +1,9 @@
 """Runs checks on a subject and collects their results.
 
-1. A check never sees what another one did to the process: global random streams, working directory and environment
-   variables are put back after each.
+1. Checks do not affect each other through the process: global random streams, working directory and environment
+   variables are restored after each.
 2. A check that cannot apply is a SKIP with its reason; the report lists it under what was not tested.
-3. The same seed gives the same calls, as far as time allows: slow environments get fewer and shorter ones.
+3. Equal seeds give equal calls, as far as time allows: slow environments get fewer and shorter ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient
-from sandboxgym.conformance.causes import Cause, causes
-from sandboxgym.conformance.caveats import caveats, reset_options
 from sandboxgym.conformance.check import (
     REGISTRY,
     SHORTEST,
@@ -43,11 +40,14 @@ from sandboxgym.conformance.check import (
     Verdict,
     as_levels,
 )
-from sandboxgym.conformance.clock import Stopwatch
-from sandboxgym.conformance.recording import opened, quiet, release
-from sandboxgym.conformance.shrink import shrunk
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.scenario import opened, quiet, release
+from sandboxgym.conformance.harness.shrink import shrunk
+from sandboxgym.conformance.reports.causes import Cause, causes
+from sandboxgym.conformance.reports.caveats import caveats, reset_options
 from sandboxgym.conformance.strength import LEAST_SECONDS, SHARE, Strength, measure
-from sandboxgym.conformance.subject import Control, Subject, put, take
+from sandboxgym.conformance.subject import Control, Subject, restore, snapshot
+from sandboxgym.conformance.supervision.clock import Stopwatch
 
 SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
@@ -75,6 +75,7 @@ THEMES = (
     "concurrency",
     "cost",
 )
+_ROOMS = {"streams": "chance.", "stochastic": "chance.", "probes": "sandbox.", "hostile": "sandbox."}
 
 Listener = Callable[[Check, Result | None], None]
 """Called before each check (None) and after it."""
@@ -82,7 +83,7 @@ Listener = Callable[[Check, Result | None], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run found out."""
+    """Results of a run."""
 
     name: str
     target: str | None
@@ -90,7 +91,7 @@ class Report:
     capabilities: dict[str, Any]
     results: tuple[Result, ...]
     budget: str
-    """Its name, and where the environment is slow what became of it."""
+    """Name of the budget, and its reduction where the environment is slow."""
     levels: tuple[int, ...]
     seed: int
     started: str
@@ -98,13 +99,13 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
     strength: Strength | None = None
-    """What it would have seen; None where that was not asked for."""
+    """Strength of the certificate; None where it was not measured."""
     machine: dict[str, float | None] = field(default_factory=dict)
-    """Runnable processes before and after (mean of a minute), cores, and how long the environment takes for a call."""
+    """Runnable processes before and after (mean of a minute), cores, and seconds per call of the environment."""
     reset_options: str = ""
-    """Which reset options were not given, in words."""
+    """Reset options that were not given, in words."""
     beside: tuple[Report, ...] = ()
-    """Of the same checks, on the environment made in other ways."""
+    """Reports of the same checks on the environment made in other ways."""
 
     def __getitem__(self, id: str) -> Result:
         for result in self.results:
@@ -123,12 +124,12 @@ class Report:
 
     @property
     def causes(self) -> list[Cause]:
-        """The failures, grouped by what probably causes them."""
+        """The failures, grouped by probable cause."""
         return causes([{**asdict(result), "evidence": plain(result.evidence)} for result in self.failures])
 
     @property
     def not_tested(self) -> tuple[tuple[str, str], ...]:
-        """Ids of checks that ran not at all, or told nothing, with the reason; of levels left out too."""
+        """Ids of checks that did not run, or showed nothing, with the reason; of omitted levels too."""
         ran = {result.id for result in self.results}
         left_out = [
             (
@@ -145,7 +146,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: no FAIL; 1: some; 2: no FAIL, but something stayed INCONCLUSIVE. Of all that are side by side."""
+        """Exit status: 0 no FAIL; 1 some; 2 no FAIL, but some INCONCLUSIVE. Over all reports side by side."""
         codes = {other.exit_code for other in self.beside}
         if self.failures or 1 in codes:
             return 1
@@ -202,7 +203,7 @@ def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[
     """
     wanted = None if levels is None else as_levels(levels)
     for theme in THEMES:
-        importlib.import_module(f"sandboxgym.conformance.checks.{theme}")
+        importlib.import_module("sandboxgym.conformance.checks." + _ROOMS.get(theme, "") + theme)
     if only is not None and (unknown := sorted(set(only) - REGISTRY.keys())):
         raise ValueError(f"expected ids of checks ({', '.join(REGISTRY)}), found {', '.join(unknown)}")
     return [
@@ -234,9 +235,9 @@ def run(
     """Run the checks of some levels, or those in ``only``.
 
     Args:
-        subject: what is checked.
+        subject: to check.
         levels: which `Level`s, by number or name.
-        budget: how much to spend, or its name.
+        budget: limits on the effort, or their name.
         seed: of all that is drawn.
         only: ids of the only checks to run.
         listener: is told of each check.
@@ -338,7 +339,7 @@ def _load() -> float | None:
 
 
 def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
-    """A failure with the shortest script that shows it, and with expected and found values; others as they are."""
+    """A failure with the shortest script that shows it, and with expected and found values; others unchanged."""
     if result.verdict is not Verdict.FAIL or not result.counterexample:
         return result
     try:
@@ -352,7 +353,7 @@ def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
 
 
 def pace(subject: Subject) -> float:
-    """Seconds of processor or waiting that a call takes, a snapshot's included: the longer of a step and a snapshot.
+    """Seconds of processor or waiting per call, a snapshot's included: the longer of a step and a snapshot.
 
     Resets count as calls; 0 if the environment cannot even be made.
     """
@@ -366,15 +367,15 @@ def pace(subject: Subject) -> float:
 
 
 def _snapshot_seconds(subject: Subject, control: Control) -> float:
-    """Half of what a snapshot and its restore take, in a used environment; the least of three."""
+    """Half the time of a snapshot and its restore, in a used environment; the least of three."""
     with opened(subject) as env:
         for op in control.ops[:2]:
             subject.call(env, op)
         seconds = []
         for _ in range(3):
             watch = Stopwatch()
-            snap = take(env)
-            put(env, snap)
+            snap = snapshot(env)
+            restore(env, snap)
             seconds.append(watch.elapsed / 2)
             release(snap)
     return min(seconds)
@@ -383,7 +384,7 @@ def _snapshot_seconds(subject: Subject, control: Control) -> float:
 def run_check(
     check: Check, subject: Subject, budget: Budget, seed: int, before: dict[str, Result] | None = None
 ) -> Result:
-    """The result of one check; those of earlier ones decide whether it can run."""
+    """Run one check, if the results of earlier ones allow it; its result."""
     start = time.perf_counter()
 
     def result(verdict: Verdict, message: str = "", evidence: Any = None, script: str | None = None) -> Result:
@@ -410,7 +411,7 @@ def run_check(
 
 
 def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | None:
-    """Why a check cannot run, or None."""
+    """Reason why a check cannot run, or None."""
     for id in check.after:
         earlier = before.get(id)
         if earlier is not None and earlier.verdict is Verdict.FAIL:
@@ -430,7 +431,7 @@ def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | 
 
 
 def missing(subject: Subject, need: str) -> str | None:
-    """Why a capability is not there, or None."""
+    """Reason why a capability is missing, or None."""
     spec = subject.capabilities
     if need == "exact":
         if spec.rng or not subject.noise:
@@ -445,10 +446,10 @@ def missing(subject: Subject, need: str) -> str | None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Puts back the global random streams and what `ambient.put_back` does."""
+    """Context that restores the global random streams and everything that `process_globals.put_back` covers."""
     streams = random.getstate(), np.random.get_state()
     try:
-        with ambient.put_back():
+        with process_globals.put_back():
             yield
     finally:
         random.setstate(streams[0])
@@ -456,7 +457,7 @@ def preserved() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result may depend on; that of the suite is a digest of its modules that give verdicts."""
+    """Versions that a result may depend on; that of the suite is a digest of its modules that decide verdicts."""
     found = {"suite": suite_digest()}
     for package in ("sandboxgym", "gymnasium", "numpy", "hypothesis", "scipy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -465,25 +466,25 @@ def versions() -> dict[str, str]:
 
 
 SHOWING = (
-    *("__main__.py", "causes.py", "caveats.py", "html.py", "janitor.py", "markdown.py", "plugin.py", "reports.py"),
-    *("scratch.py", "shrink.py", "sidebyside.py", "strength.py", "supervised.py", "test_conformance.py"),
-    *("unrestored.py", "verdicts.py"),
+    *("__main__.py", "strength.py", "test_conformance.py", "harness/shrink.py", "harness/unrestored.py", "reports/"),
+    *("supervision/janitor.py", "supervision/scratch.py", "supervision/supervised.py"),
 )
-"""Modules of the suite on which no verdict depends."""
+"""Modules and rooms of the suite on which no verdict depends."""
 
 
 @functools.cache
 def suite_digest() -> str:
-    """The first digits of a digest of the modules of the suite that decide on verdicts."""
+    """First digits of a digest over the suite's modules that decide verdicts."""
     found, home = hashlib.sha256(), Path(__file__).parent
     for path in sorted(home.rglob("*.py")):
-        if path.name not in SHOWING:
-            found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+        name = path.relative_to(home).as_posix()
+        if not name.startswith(SHOWING):
+            found.update(name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:8]
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value converted to JSON types."""
     if isinstance(value, dict):
         return {_printable(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -500,5 +501,5 @@ def plain(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """A text that any stream takes: names of files may have bytes in them that are no letters."""
+    """Text that any stream takes: names of files may have bytes that are no characters."""
     return text.encode("utf-8", "backslashreplace").decode()

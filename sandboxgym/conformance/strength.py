@@ -1,13 +1,13 @@
-"""How strong a certificate is: faults put into the user's own environment, and whether its checks would have seen them.
+"""Strength of a certificate: the share of faults put into the user's own environment that its checks detect.
 
 1. The faults are generic: a restore leaves out one field of the captured state, makes it coarser, shares it with the
-   environment instead of copying it, or leaves a random stream or a wrapper as it was; a snapshot is one step old.
-2. The fields are those of the value that ``_capture`` returns; of an environment that is not a `SnapshotEnv`, the
-   attributes that change while it is played. Only its behaviour decides: a fault is caught when a check that the
-   certificate passed fails with it.
-3. A field that was the same in all snapshots is not exercised, whatever the checks do: that is told without a trial.
-   A fault that changed nothing when it was tried is no fault, and is not counted.
-4. It ends in a given time of the processor; what was not tried by then is listed.
+   environment instead of copying it, or leaves a random stream or a wrapper unrestored; a snapshot is one step old.
+2. The fields are those of the value that ``_capture`` returns; for an environment that is not a `SnapshotEnv`, the
+   attributes that change during play. Only behaviour decides: a fault is caught when a check that the certificate
+   passed fails with it.
+3. A field that was equal in all snapshots is not exercised, whatever the checks do: that is reported without a trial. A
+   fault that changed nothing when it was tried is no fault, and is not counted.
+4. It ends within a given processor time; trials not made by then are listed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym import randomness, wrappers
+from sandboxgym import randomness
 from sandboxgym.conformance.check import REGISTRY, Budget, Result, Verdict
-from sandboxgym.conformance.recording import opened, quiet, release
-from sandboxgym.conformance.subject import AnyEnv, Control, Subject, branch, declaration, put, take
-from sandboxgym.conformance.unrestored import unrestored
-from sandboxgym.conformance.values import canonical
-from sandboxgym.conformance.verdicts import UNRESTORED
+from sandboxgym.conformance.harness.canonical import canonical
+from sandboxgym.conformance.harness.scenario import opened, quiet, release
+from sandboxgym.conformance.harness.unrestored import unrestored
+from sandboxgym.conformance.reports.verdicts import UNRESTORED
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, declaration, fork, restore, snapshot
 from sandboxgym.core import SnapshotEnv
+from sandboxgym.wrappers import stack as wrappers
 
 Path = tuple[Any, ...]
 """Keys, indices and names of attributes that lead to a field."""
@@ -48,17 +49,17 @@ CHECKS = (
     "freshness.render",
     "restore.whole_episode",
 )
-"""The checks that a fault meets, in this order."""
+"""Checks that a fault meets, in this order."""
 FIRST = {"shared": ("snapshot.immutable",), "stream": ("restore.random_streams",)}
-"""The checks that are most likely to see a kind of fault; of others `VALUES`."""
+"""Checks most likely to detect a kind of fault; for other kinds `VALUES`."""
 VALUES = ("restore.trace_equality", "freshness.last_info", "restore.after_done", "freshness.observation")
 LIKELY = 4
-"""How many checks a fault meets before all faults have met so many."""
+"""Checks that a fault meets in the first round over all faults."""
 SHARE = 0.25
-"""Of the time that the checks took: what this may take in addition."""
+"""Additional time, as a share of the time that the checks took."""
 LEAST_SECONDS = 2.0
 DEPTH, WIDTH, FIELDS = 4, 32, 64
-"""How deep fields are looked for, how many a value may have to be looked into, how many there may be."""
+"""Limits of the search for fields: depth, fields per value, fields in total."""
 
 _FIELDS = ("left out", "not captured")
 _STREAMS = {"np_random", "_np_random", "_np_random_seed"}
@@ -69,10 +70,10 @@ _INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", *_STRE
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A fault and what became of it."""
+    """A fault and the result of its trial."""
 
     field: str
-    """Of the state; or the name of a stream or a wrapper; ``the whole`` of what is one step old."""
+    """Field of the state; or the name of a stream or a wrapper; ``the whole`` for a snapshot one step old."""
     fault: str
     """``left out``, ``coarser``, ``shared``, ``stale``, ``stream``, ``wrapper``; or ``not captured``, of an attribute
     that changes in play and that a restore does not bring back: nothing was put in there."""
@@ -80,43 +81,43 @@ class Trial:
     """``caught``, ``unseen``, ``never varied``, ``explained`` (no check saw it, and the environment's metadata
     say why: ``unobservable``), ``without effect`` or ``not tried``."""
     note: str
-    """The check that saw it, or why none did."""
+    """The check that detected it, or the reason why none did."""
 
 
 @dataclass(frozen=True)
 class Strength:
-    """What a certificate would have seen."""
+    """Faults that a certificate would have caught."""
 
     trials: tuple[Trial, ...] = ()
     reason: str = ""
-    """Why there are no trials."""
+    """Reason why there are no trials."""
     seconds: float = 0.0
     layered: bool = False
     """The fields are attributes, not those of the value of ``_capture``."""
 
     @property
     def fields(self) -> tuple[Trial, ...]:
-        """The trials that say whether a field was exercised."""
+        """Trials that tell whether a field was exercised."""
         return tuple(trial for trial in self.trials if trial.fault in _FIELDS)
 
     @property
     def unexercised(self) -> tuple[Trial, ...]:
-        """The fields that can be left out of a restore unseen, and nobody says why."""
+        """Fields that a restore can leave out undetected, without an explanation."""
         return tuple(trial for trial in self.fields if trial.outcome not in ("caught", "explained"))
 
     @property
     def exercised(self) -> int:
-        """How many fields cannot be left out unseen."""
+        """Number of fields whose omission is detected."""
         return sum(trial.outcome == "caught" for trial in self.fields)
 
     @property
     def unseen(self) -> tuple[Trial, ...]:
-        """Other faults that changed something and that no check saw."""
+        """Other faults that had an effect and that no check detected."""
         return tuple(trial for trial in self.trials if trial.fault not in _FIELDS and trial.outcome == "unseen")
 
     @property
     def unrestored(self) -> tuple[str, ...]:
-        """Attributes that change in play, are not captured and differ after a restore, and nobody says why."""
+        """Attributes that change in play, are not captured and differ after a restore, without an explanation."""
         return tuple(trial.field for trial in self.unexercised if trial.fault == "not captured")
 
     def __str__(self) -> str:
@@ -135,7 +136,7 @@ class Strength:
         return text + (f"; {UNRESTORED}: {', '.join(self.unrestored)}" if self.unrestored else "")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The strength as JSON values."""
         return {
             "summary": str(self),
             "fields": len(self.fields),
@@ -151,7 +152,7 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     """Put faults into the environment and run the checks that it passed.
 
     Args:
-        subject: what was certified.
+        subject: that was certified.
         budget: that of the certificate.
         results: those of the certificate, by id.
         seed: that of the certificate.
@@ -211,7 +212,7 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
 
 
 def _lost(subject: Subject, seen: _Seen, clock: _Clock) -> dict[tuple[str, ...], str]:
-    """What `unrestored` finds; nothing where the environment cannot be followed so."""
+    """Result of `unrestored`; empty where the environment's attributes cannot be read."""
     try:
         return unrestored(subject, seen.runs[:LIKELY], lambda: clock.spent > clock.limit / 2)
     except Exception:  # what is wrong with its restores is for the checks to find
@@ -219,13 +220,13 @@ def _lost(subject: Subject, seen: _Seen, clock: _Clock) -> dict[tuple[str, ...],
 
 
 def _likely(kind: str) -> Callable[[str], int]:
-    """The order in which a kind of fault meets checks."""
+    """Order in which a kind of fault meets the checks."""
     first = FIRST.get(kind, VALUES)
     return lambda id: first.index(id) if id in first else len(first)
 
 
 def _explanations(subject: Subject) -> Mapping[str, str]:
-    """Why fields of its state show nowhere, as the environment says."""
+    """The environment's explanations of fields that show nowhere."""
     with opened(subject) as env:
         told = (env.unwrapped.metadata or {}).get("unobservable")
         return dict(told) if isinstance(told, Mapping) else {}
@@ -249,7 +250,7 @@ class _Clock:
 def _trial(
     subject: Subject, fault: _Fault, passed: Sequence[str], budget: Budget, seed: int, clock: _Clock
 ) -> Trial | None:
-    """The trial of a fault; None where no check saw it, or the time was up."""
+    """Trial of a fault; None where no check detected it, or the time was up."""
     from sandboxgym.conformance.runner import run_check  # which offers this module's result
 
     fault.tried = 0
@@ -278,13 +279,13 @@ def _missed(fault: _Fault, clock: _Clock, passed: Sequence[str]) -> Trial:
 
 
 def name(path: Path) -> str:
-    """A path for people: ``inventory.keys``, ``[2].name``."""
+    """A path as readable text: ``inventory.keys``, ``[2].name``."""
     text = "".join(f".{part}" if isinstance(part, str) else f"[{part}]" for part in path).lstrip(".")
     return text or "the state"
 
 
 def field_of(value: Any, path: Path) -> Any:
-    """What a path leads to.
+    """Value at a path.
 
     Raises:
         LookupError, AttributeError: there is no such field.
@@ -295,7 +296,7 @@ def field_of(value: Any, path: Path) -> Any:
 
 
 def with_field(value: Any, path: Path, new: Any) -> Any:
-    """The same value with another field; what lies on the path is copied, nothing is changed.
+    """A copy with another value at a path; only containers on the path are copied, nothing is changed.
 
     Raises:
         LookupError, AttributeError: there is no such field.
@@ -325,7 +326,7 @@ def _named(value: Any) -> bool:
 
 
 def paths(values: Sequence[Any], *, depth: int = DEPTH, root: bool = True) -> list[Path]:
-    """The fields that all of some values have: leaves of nested dicts, dataclasses, named tuples; items of the root."""
+    """Fields common to these values: leaves of nested dicts, dataclasses, named tuples; items of the root."""
     first = values[0]
     parts: list[Any] = []
     if depth and all(type(value) is type(first) for value in values):
@@ -344,7 +345,7 @@ def paths(values: Sequence[Any], *, depth: int = DEPTH, root: bool = True) -> li
 
 
 def trace(value: Any) -> Any:
-    """What two equal fields have in common; of an object that is not plain data, that it is the same."""
+    """Fingerprint of a field; of an object that is not plain data, its identity."""
     if isinstance(value, (np.ndarray, np.generic, dict, list, tuple, set, frozenset, str, bytes, int, float)):
         return canonical(value)
     if value is None or dataclasses.is_dataclass(value):
@@ -354,7 +355,7 @@ def trace(value: Any) -> Any:
 
 @dataclass
 class _Seen:
-    """Fields of the states that the control runs go through."""
+    """Fields of the states that the control runs pass through."""
 
     varied: list[Path]
     constant: list[Path]
@@ -362,19 +363,19 @@ class _Seen:
     count: int
     runs: list[Control]
     rich: dict[Path, list[int]]
-    """The control runs, by number, from that in which a field has most values to that in which it has fewest."""
+    """Numbers of control runs, from that in which a field has the most values to that in which it has the fewest."""
     steps: int
     layered: bool
     """The fields are attributes: there is no ``_capture`` to ask."""
 
     @property
     def episodes(self) -> int:
-        """How many episodes were looked at."""
+        """Number of episodes read."""
         return len(self.runs)
 
     @classmethod
     def of(cls, subject: Subject, budget: Budget, clock: _Clock) -> _Seen:
-        """Those of the control runs that a certificate has recorded, as far as a third of the time goes."""
+        """Fields of the certificate's recorded control runs, within a third of the time."""
         states: list[Any] = []
         held: list[Any] = []
         numbers: list[int] = []
@@ -404,14 +405,14 @@ class _Seen:
         return cls(varied, constant, values, len(states), runs, rich, budget.steps, layered)
 
     def first(self, fault: _Fault, subject: Subject) -> Subject:
-        """The subject, its control runs in the order in which they are likely to show a fault."""
+        """The subject, with its control runs in the order in which they are likely to show a fault."""
         order = self.rich.get(fault.path, range(len(self.runs))) if fault.path is not None else range(len(self.runs))
         runs = {(index, self.steps): self.runs[number] for index, number in enumerate(order)}
         return replace(subject, declared=subject.capabilities, _controls={**subject._controls, **runs})
 
 
 def _richest(values: Sequence[str], numbers: Sequence[int]) -> list[int]:
-    """Numbers of runs, those with most different values first."""
+    """Numbers of runs, those with the most different values first."""
     found: dict[int, set[str]] = {number: set() for number in numbers}
     for value, number in zip(values, numbers):
         found[number].add(value)
@@ -419,7 +420,7 @@ def _richest(values: Sequence[str], numbers: Sequence[int]) -> list[int]:
 
 
 def _along(subject: Subject, env: AnyEnv, control: Control) -> Iterator[Any]:
-    """The state at some moments of a control run, the start of the next episode included."""
+    """States at some moments of a control run, the start of the next episode included."""
     every = max(1, len(control.ops) // 8)
     for index, op in enumerate(control.ops):
         subject.call(env, op)
@@ -433,7 +434,7 @@ def _state(env: AnyEnv) -> Any:
 
 
 def _attributes(env: AnyEnv, depth: int = 8) -> dict[str, Any]:
-    """The attributes of an environment that can be copied, and those of environments inside it."""
+    """Copyable attributes of an environment, and of environments inside it."""
     found: dict[str, Any] = {}
     for key, value in vars(env).items():
         if key in _INERT or isinstance(value, (gym.Space, type)) or callable(value):
@@ -461,7 +462,7 @@ def _immutable(env: AnyEnv) -> bool:
 
 
 def _holds(state: Any) -> bool:
-    """Whether a state holds something that must be given back, which a copy would give back twice."""
+    """True if a state holds a resource that must be released, which a copy would release twice."""
     return callable(getattr(state, "release", None))
 
 
@@ -470,15 +471,15 @@ def _holds(state: Any) -> bool:
 
 @dataclass(eq=False)
 class _Fault:
-    """A way of being wrong, and how often it was."""
+    """A fault, and the number of times that it took effect."""
 
     label: str
     kind: str
     path: Path | None = None
     subclass: Callable[[type[Any], _Fault], dict[str, Any]] | None = None
-    """From the class of a `SnapshotEnv` to the members of a faulty one."""
+    """Maps the class of a `SnapshotEnv` to the members of a faulty subclass."""
     around: Callable[[AnyEnv, _Fault], Callable[[], None]] | None = None
-    """Called before a restore; what it returns is called after it."""
+    """Called before a restore; its result is called after it."""
     effects: int = 0
     tried: int = 0
 
@@ -487,7 +488,7 @@ class _Fault:
         return self.label, self.kind
 
     def subject(self, subject: Subject) -> Subject:
-        """The same environment with this fault, and the control runs of the one without."""
+        """The environment with this fault, and the control runs of the one without."""
 
         def made() -> AnyEnv:  # has no name by which another process could make it
             return self.put_into(subject.make_env())
@@ -507,7 +508,7 @@ class _Fault:
 
 
 class _Around(gym.Wrapper[Any, Any, Any, Any]):
-    """An environment whose restores, or snapshots, are wrong."""
+    """A wrapper with faulty restores, or snapshots."""
 
     def __init__(self, env: AnyEnv, fault: _Fault) -> None:
         super().__init__(env)
@@ -521,7 +522,7 @@ class _Around(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         if self.fault.kind == "stale":
             self._forget()
-            self.before = take(self.env)
+            self.before = snapshot(self.env)
         return super().step(action)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -530,7 +531,7 @@ class _Around(gym.Wrapper[Any, Any, Any, Any]):
 
     def snapshot(self) -> Any:
         if self.before is None:
-            return take(self.env)
+            return snapshot(self.env)
         stale, self.before = self.before, None
         self.fault.effects += 1
         return stale
@@ -538,12 +539,12 @@ class _Around(gym.Wrapper[Any, Any, Any, Any]):
     def restore(self, snap: Any, *, seed: int | None = None) -> Any:
         self._forget()
         after = self.fault.around(self.env, self.fault) if self.fault.around else lambda: None
-        result = put(self.env, snap, seed)
+        result = restore(self.env, snap, seed)
         after()
         return result
 
     def fork(self, k: int, *, seed: int | None = None) -> list[_Around]:
-        return [_Around(child, self.fault) for child in branch(self.env, k, seed)]
+        return [_Around(child, self.fault) for child in fork(self.env, k, seed)]
 
     def close(self) -> None:
         self._forget()
@@ -634,7 +635,7 @@ def _coarsening(path: Path, layered: bool) -> _Fault:
 
 
 def coarser(value: Any) -> Any:
-    """A number, text or array as a narrower type would have kept it, in the type that it has."""
+    """A number, text or array rounded as by a narrower type, in its original type."""
     if isinstance(value, bool) or value is None:
         return value
     if type(value) is float:
@@ -713,7 +714,7 @@ def _wrapper(index: int) -> Callable[[AnyEnv, _Fault], Callable[[], None]]:
 
 
 def _coded(env: AnyEnv) -> list[Any]:
-    """The wrappers of a stack that have a state."""
+    """The stateful wrappers of a stack."""
     try:
         return [wrapper for wrapper, codec in wrappers._stack(env)[0] if codec.state]
     except Exception:  # an unknown wrapper: wrappers.* says so

@@ -1,9 +1,9 @@
-"""What is certified: how to make the environment, how to act in it, and what it declares.
+"""The subject of a certificate: a maker of the environment, a source of actions, and declarations.
 
-1. Only the protocol (``snapshot``, ``restore``, ``fork``, ``snapshot_spec``), Gymnasium and the optional hooks given
-   here are relied upon, never the inside of an environment.
-2. A `Control` is a recorded run without any snapshot: the truth that restored environments are compared with. Each
-   is replayed once in a new environment, so that what differs by itself is known before a snapshot is blamed.
+1. The suite relies only on the protocol (``snapshot``, ``restore``, ``fork``, ``snapshot_spec``), Gymnasium and the
+   optional hooks given here, never on the inside of an environment.
+2. A `Control` is a recorded run without any snapshot: the reference for restored environments. Each is replayed once in
+   a new environment, so that differences without snapshots are known before a snapshot is blamed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import gymnasium as gym
 import numpy as np
 
 import sandboxgym
-from sandboxgym.conformance import pulse
-from sandboxgym.conformance.values import Canonical, canonical
+from sandboxgym.conformance.harness.canonical import Canonical, canonical
+from sandboxgym.conformance.supervision import pulse
 from sandboxgym.core import SnapshotSpec, Transition
 
 AnyEnv = gym.Env[Any, Any]
@@ -33,7 +33,7 @@ _VERSIONED = re.compile(r"-v\d+$")
 
 @dataclass(frozen=True, slots=True)
 class MakeSpec:
-    """How another process makes the environment.
+    """Specification by which another process makes the environment.
 
     Attributes:
         target: a Gymnasium id (``namespace/Name-v0``, ``package.module:Name-v0``) or a factory (``module:function``).
@@ -45,7 +45,7 @@ class MakeSpec:
 
     @property
     def is_id(self) -> bool:
-        """Whether the target is a Gymnasium id."""
+        """True if the target is a Gymnasium id."""
         return bool(_VERSIONED.search(self.target))
 
     def factory(self) -> Callable[[], AnyEnv]:
@@ -66,7 +66,7 @@ class MakeSpec:
         return functools.partial(function, **self.kwargs)
 
     def source(self) -> str:
-        """Python that defines ``make_env``."""
+        """Python source that defines ``make_env``."""
         arguments = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
         if self.is_id:
             return f"def make_env():\n    return gym.make({self.target!r}{arguments})\n"
@@ -83,7 +83,7 @@ class Op(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a call gave, in canonical form; ``raised`` is the type of the exception instead."""
+    """Output of a call, in canonical form; ``raised`` is the type of the exception instead."""
 
     observation: Canonical = None
     reward: Canonical = None
@@ -92,7 +92,7 @@ class Outcome(NamedTuple):
     info: Canonical = None
     raised: str | None = None
     state: Canonical = None
-    """What `Subject.observe_state` saw afterwards."""
+    """Output of `Subject.observe_state` afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +104,17 @@ class Control:
     ops: tuple[Op, ...]
     outcomes: tuple[Outcome, ...]
     ended: int | None
-    """How many ops the first episode took, its reset included; None if the end was not reached."""
+    """Number of ops in the first episode, its reset included; None if the end was not reached."""
     repeatable: bool
-    """Whether a replay in a new environment gave the same."""
+    """True if a replay in a new environment gave equal outcomes."""
     differs: str
-    """Where the replay differed."""
+    """First difference of the replay."""
     seconds: float
-    """One run of it."""
+    """Seconds of one run."""
 
     @property
     def last(self) -> int:
-        """How many ops until the first episode ended, or until the recording stopped."""
+        """Number of ops until the first episode ended, or until the recording stopped."""
         if self.ended is not None:
             return self.ended
         return next((index for index, op in enumerate(self.ops) if index and op.kind == "reset"), len(self.ops))
@@ -132,8 +132,8 @@ class Subject:
         observe_state: reads the environment's hidden state past its API, as a value that compares with ``==``.
         normalize: from a `Transition` to one without what is declared nondeterministic.
         reset_options: for every ``reset``; a list gives one per control run, in turn.
-        make_spec: how another process makes it; default: derived where ``make_env`` can be imported by name.
-        declared: what the snapshots cover; default: the environment's ``snapshot_spec``.
+        make_spec: the way for another process to make it; default: derived where ``make_env`` can be imported by name.
+        declared: coverage of the snapshots; default: the environment's ``snapshot_spec``.
         shell: runs a command (POSIX shell, several lines) in the sandbox as an agent would; what it printed.
         lossy: from the environment and a snapshot that it was restored from to what that snapshot does not hold, by its
             own account, in words; default: ``info["lossy"]`` of the restore.
@@ -177,7 +177,7 @@ class Subject:
 
     @functools.cached_property
     def capabilities(self) -> SnapshotSpec:
-        """What the environment declares; attributes that it lacks have their defaults.
+        """Declared capabilities of the environment, with defaults for missing attributes.
 
         Raises:
             AttributeError: it has no ``snapshot_spec``.
@@ -191,7 +191,7 @@ class Subject:
             env.close()
 
     def reseed(self, seed: int) -> None:
-        """Let all that is drawn from now on depend on another seed."""
+        """Make all later draws depend on another seed."""
         if seed != self.seed:
             self.seed = seed
             self._controls.clear()
@@ -199,13 +199,13 @@ class Subject:
             self.__dict__.pop("noise", None)
 
     def options(self, index: int) -> dict[str, Any] | None:
-        """The reset options of the ``index``-th control run."""
+        """Reset options of the ``index``-th control run."""
         if isinstance(self.reset_options, list):
             return self.reset_options[index % len(self.reset_options)] if self.reset_options else None
         return self.reset_options
 
     def call(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
-        """Perform ``op``; what came, canonical and raw (None if it raised)."""
+        """Perform ``op``; its output, canonical and raw (None if it raised)."""
         raw: tuple[Any, ...]
         pulse.beat()
         try:
@@ -224,7 +224,7 @@ class Subject:
     def outcome(
         self, env: AnyEnv, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any
     ) -> Outcome:
-        """A transition in canonical form, without what is not part of it."""
+        """A transition in canonical form, without the parts to ignore."""
         if isinstance(info, dict):
             info = without_clocks(env, info)
         fields: Any = (observation, reward, terminated, truncated, info)
@@ -238,7 +238,7 @@ class Subject:
         return None if self.observe_state is None else canonical(self.observe_state(env))
 
     def control(self, index: int, steps: int) -> Control:
-        """The ``index``-th control run, recorded when first asked for; odd ones are off-policy."""
+        """The ``index``-th control run, recorded at the first request; odd ones are off-policy."""
         key = (index, steps)
         if key not in self._controls:
             self._controls[key] = self._record(index, steps)
@@ -250,14 +250,14 @@ class Subject:
         return tuple(self._controls.values())
 
     def _record(self, index: int, steps: int) -> Control:
-        from sandboxgym.conformance.recording import record  # which needs this module
+        from sandboxgym.conformance.harness.scenario import record  # which needs this module
 
         return record(self, index, steps)
 
     @functools.cached_property
     def noise(self) -> str:
-        """How a run differs by itself from another with the same seed or with other draws; empty if it does not."""
-        from sandboxgym.conformance.recording import noise
+        """Difference of a run from another with the same seed or with other draws; empty if there is none."""
+        from sandboxgym.conformance.harness.scenario import noise
 
         return noise(self)
 
@@ -266,18 +266,18 @@ class Subject:
 
 
 def methods(env: Any) -> bool:
-    """Whether the outermost layer has the protocol's methods itself."""
+    """True if the outermost layer has the protocol's methods itself."""
     return all(callable(getattr(env, name, None)) for name in ("snapshot", "restore", "fork"))
 
 
-def take(env: AnyEnv) -> Any:
-    """A snapshot of ``env`` with its wrappers."""
+def snapshot(env: AnyEnv) -> Any:
+    """Take a snapshot of ``env`` with its wrappers."""
     pulse.beat()
-    snapshot: Callable[[], Any] = env.snapshot if methods(env) else functools.partial(sandboxgym.snapshot, env)  # type: ignore[attr-defined]
-    return pulse.weigh(snapshot)
+    method: Callable[[], Any] = env.snapshot if methods(env) else functools.partial(sandboxgym.snapshot, env)  # type: ignore[attr-defined]
+    return pulse.weigh(method)
 
 
-def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+def restore(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Restore ``snap`` in ``env``."""
     pulse.beat()
     if methods(env):  # without the keyword where it is not needed: a fault in it has a check of its own
@@ -287,8 +287,8 @@ def put(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str,
     return result  # type: ignore[no-any-return]
 
 
-def branch(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
-    """``k`` forks of ``env``."""
+def fork(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
+    """Fork ``env`` into ``k`` children."""
     pulse.beat()
     if methods(env):
         return list(env.fork(k) if seed is None else env.fork(k, seed=seed))  # type: ignore[attr-defined]
@@ -296,7 +296,7 @@ def branch(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """The wrappers from the outermost on, then the base environment."""
+    """All layers: the wrappers from the outermost on, then the base environment."""
     while isinstance(env, gym.Wrapper):
         yield env
         env = env.env
@@ -317,7 +317,7 @@ def declaration(env: AnyEnv) -> Any:
 
 
 def as_spec(value: Any) -> SnapshotSpec:
-    """A declaration as a `SnapshotSpec`; it may be any object with such attributes."""
+    """A declaration, which may be any object with such attributes, as a `SnapshotSpec`."""
     if isinstance(value, SnapshotSpec):
         return value
     names = SnapshotSpec.__dataclass_fields__
@@ -335,7 +335,7 @@ def without_clocks(env: AnyEnv, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_factory(factory: Any) -> MakeSpec | None:
-    """How to name a factory for another process; None where it has no importable name."""
+    """Name of a factory for another process; None where it has no importable name."""
     kwargs: dict[str, Any] = {}
     while isinstance(factory, functools.partial):
         if factory.args:

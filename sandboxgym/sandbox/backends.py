@@ -1,7 +1,7 @@
-"""Backends by their names, with the environment and the directory that go with a root file system.
+"""Registry of sandbox backends by name, with the environment and the directory that a root file system brings.
 
-A package of somebody else adds one by an entry point of the group `GROUP`, or a program by `register`; environments,
-trees and the conformance suite then take its name as they take ours.
+A third-party package adds a backend by an entry point of the group `GROUP`, or a program by `register`; environments,
+trees and the conformance suite then accept its name like the built-in ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxUnavailable, clean_environment
 
 GROUP = "sandboxgym.sandbox_backends"
-"""Of the entry points: ``NAME = "package.module:FACTORY"``, where the factory is a `Factory`."""
+"""Group of the entry points: ``NAME = "package.module:FACTORY"``, where the factory is a `Factory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a sandbox is asked for, as given to `make_sandbox`."""
+    """Properties of the requested sandbox, as given to `make_sandbox`."""
 
     rootfs: str | os.PathLike[str] | RootFS
     limits: Limits
@@ -33,24 +33,24 @@ class Request:
 
 
 class Made(NamedTuple):
-    """A backend, and what the processes in it start with."""
+    """A backend, with the environment and the directory that its processes start with."""
 
     backend: Any
     """A `base.Backend`; each takes the trees of its own kind only, which a type cannot say."""
     env: Mapping[str, str]
     """The whole environment of a process; see `clean_environment`."""
     workdir: str
-    """Where the shell starts."""
+    """Starting directory of the shell."""
 
 
 Factory = Callable[[Request], Made]
-"""Makes a backend, not started. Raises `SandboxUnavailable` where it cannot run or does not have what is asked for."""
+"""Makes a backend, not started. Raises `SandboxUnavailable` where it cannot run or lacks what the request needs."""
 
 _registered: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Make a backend known to `make_sandbox` by a name, in this process.
+    """Register a backend of `make_sandbox` under a name, in this process.
 
     Raises:
         ValueError: the name is taken, or is no name.
@@ -63,7 +63,7 @@ def register(name: str, factory: Factory) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget what `register` was told.
+    """Undo `register`.
 
     Raises:
         KeyError: it was told of no such backend.
@@ -77,12 +77,12 @@ def _installed() -> dict[str, metadata.EntryPoint]:
 
 
 def names() -> tuple[str, ...]:
-    """All that `make_sandbox` takes but ``"auto"``, our own first."""
+    """All names that `make_sandbox` accepts except ``"auto"``, the built-in ones first."""
     return tuple(dict.fromkeys((*NAMES, *_registered, *_installed())))
 
 
 def make_backend(name: str, request: Request) -> Made:
-    """A backend with its processes' environment and directory.
+    """Make a backend, with the environment of its processes and their directory.
 
     Raises:
         SandboxUnavailable: it cannot be had here.
@@ -100,7 +100,7 @@ def make_backend(name: str, request: Request) -> Made:
 
 
 def _docker(request: Request) -> Made:
-    from sandboxgym.sandbox.docker import DockerBackend
+    from sandboxgym.sandbox.docker.backend import DockerBackend
 
     rootfs = request.rootfs
     image = os.fspath(rootfs) if not isinstance(rootfs, RootFS) else rootfs.id
@@ -113,8 +113,8 @@ def _docker(request: Request) -> Made:
 
 
 def _copy(request: Request) -> Made:
-    from sandboxgym.sandbox.plain import CopyBackend
-    from sandboxgym.sandbox.rootfs import resolve
+    from sandboxgym.sandbox.copy.backend import CopyBackend
+    from sandboxgym.sandbox.files.rootfs import resolve
 
     found = None if request.rootfs == "host" else resolve(request.rootfs)
     copied = CopyBackend(found, limits=request.limits, allow_unsafe=request.allow_unsafe, env=request.env)
@@ -123,8 +123,8 @@ def _copy(request: Request) -> Made:
 
 
 def _overlay(request: Request, *, rootless: bool) -> Made:
-    from sandboxgym.sandbox.namespace import OverlayBackend
-    from sandboxgym.sandbox.rootfs import resolve
+    from sandboxgym.sandbox.files.rootfs import resolve
+    from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
     found = resolve(request.rootfs)
     if not rootless and os.geteuid() != 0:
@@ -140,12 +140,12 @@ _OWN: dict[str, Factory] = {
     "copy": _copy,
 }
 NAMES = tuple(_OWN)
-"""Our own, in the order in which ``"auto"`` tries them."""
+"""Built-in backends, in the order in which ``"auto"`` tries them."""
 
 
 def _image_settings(name: str) -> RootFS:
     """Environment and directory of an image, without its files."""
-    from sandboxgym.sandbox.docker_client import connect, image_attributes
+    from sandboxgym.sandbox.docker.client import connect, image_attributes
 
     with contextlib.closing(connect()) as client:
         config: dict[str, Any] = image_attributes(client, name).get("Config") or {}
@@ -154,9 +154,9 @@ def _image_settings(name: str) -> RootFS:
 
 
 def check(name: str) -> None:
-    """Try whether the overlay backends work here; others say so themselves."""
+    """Check that the overlay backends work here; the others report by themselves."""
     if name.startswith("overlay"):
-        from sandboxgym.sandbox.namespace import why_unavailable
+        from sandboxgym.sandbox.overlay.backend import why_unavailable
 
         reason = why_unavailable(rootless=name == "overlay-rootless")
         if reason:

@@ -1,11 +1,12 @@
-"""What every process sandbox is made of: a `Backend` (files and processes) under a `Sandbox` (shell, snapshots).
+"""The parts of every process sandbox: a `Backend` (files and processes) under a `Sandbox` (shell, snapshots).
 
-1. A backend runs processes over a root file system and keeps what they write apart from it. It knows nothing of shells
-   and tasks; ``sandbox.py`` builds those on top, the same for every backend.
-2. A `Tree` is the files of a sandbox at one instant: immutable, kept by whoever holds it, given back by ``release`` or
-   garbage collection. A sandbox starts on a tree and goes on in a writable layer of its own.
-3. What a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
-4. Nothing survives its owner: closing is idempotent, and what a killed owner left is cleared by ``leftovers.reap``.
+1. A backend runs processes over a root file system and keeps their writes apart from it. It knows nothing of shells and
+   tasks; ``sandbox.py`` builds those on top, the same for every backend.
+2. A `Tree` is the files of a sandbox at one instant: immutable, kept by its holders, given back by ``release`` or
+   garbage collection. A sandbox starts on a tree and writes to a layer of its own.
+3. State that a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
+4. Nothing survives its owner: closing is idempotent, and the leftovers of a killed owner are cleared by
+   ``run_directories.reap``.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
 
-from sandboxgym import leftovers
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
-from sandboxgym.sandbox.written import Written
+from sandboxgym.sandbox.layers.written import Written
+from sandboxgym.system import run_directories
 
 CONTROL = "/run/.sandboxgym"
-"""Where a sandbox sees its control directory (`Backend.control`), except for backends without isolation."""
+"""Path of the control directory inside (`Backend.control`), except for backends without isolation."""
 READ_LIMIT = 16 * 2**20
-"""Bytes that are read of a file inside, unless more is asked for."""
+"""Bytes read of a file inside at most, by default."""
 MOST_SECONDS = 1_000_000
-"""Of a time limit: the system's calls that wait take no more than some 25 days."""
+"""Largest time limit in seconds: system calls that wait accept no more than some 25 days."""
 LONGEST_COMMAND = 2 * 2**20
-"""Characters of a command, or typed at one time, from which on it is refused."""
+"""Characters of a command, or of text typed at one time, above which it is refused."""
 
 
 class SandboxError(Exception):
-    """Base class of what can go wrong with a sandbox."""
+    """Base class of all sandbox errors."""
 
 
 class SandboxUnavailable(OutsideError, SandboxError):
-    """Such a sandbox cannot run on this machine; the message says what is missing and how to get it."""
+    """The sandbox cannot run on this machine; the message names what is missing and how to get it."""
 
 
 class SandboxClosed(OutsideError, SandboxError):
@@ -47,15 +48,15 @@ class SandboxClosed(OutsideError, SandboxError):
 
 
 class SandboxFull(OutsideError, SandboxError):
-    """A limit of the disk was reached, which the message names: of the sandbox, or of the disk before it is full."""
+    """A disk limit named in the message was reached: that of the sandbox, or of the disk before it is full."""
 
 
 class SnapshotLossy(SandboxError):
-    """With ``strict=True``: a snapshot would lose what the message lists (processes, descriptors)."""
+    """With ``strict=True``: a snapshot would lose the processes or descriptors listed in the message."""
 
 
 class FileTooLarge(OSError):
-    """A file inside holds more than would be read of it (``errno.EFBIG``); nothing of it was handed out."""
+    """A file inside is larger than the limit of reading (``errno.EFBIG``); nothing of it was handed out."""
 
     @classmethod
     def of(cls, path: str, *, size: int | None, limit: int) -> Self:
@@ -72,14 +73,14 @@ class FileTooLarge(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one sandbox may use; None is no limit, but for ``seconds`` and ``output``.
+    """Resource limits of one sandbox; None is no limit, except for ``seconds`` and ``output``.
 
     Raises:
         TypeError, ValueError: a field is no such number; the message names it.
     """
 
     seconds: float = 60.0
-    """Wall time of one command, after which all that it started is killed, wherever it went."""
+    """Wall time of one command, after which it is killed with all that it started."""
     memory: int | None = 4 * 2**30
     """Bytes of memory of all processes together; with rlimits only, of each."""
     processes: int | None = 512
@@ -113,7 +114,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do, as it is on this machine."""
+    """Capabilities of a backend on this machine."""
 
     name: str
     """``"overlay"``, ``"overlay-rootless"``, ``"docker"`` or ``"copy"``."""
@@ -124,20 +125,20 @@ class Capabilities:
     owners: bool
     """Files may belong to several users, and their owners are kept."""
     snapshot_cost: Literal["constant", "written"]
-    """What the cost of a snapshot grows with."""
+    """Growth of a snapshot's cost."""
     limits: frozenset[str]
-    """Which of `Limits` hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``files``,
+    """Names of `Limits` that hold for the sandbox as a whole: of ``memory``, ``processes``, ``disk``, ``files``,
     ``seconds``."""
     keeps: frozenset[str]
-    """What a tree keeps beside names and contents: of ``modes``, ``owners``, ``xattrs``, ``hardlinks``, ``sparse``,
-    ``mtimes``, ``tmp`` (/tmp), ``shm`` (/dev/shm)."""
+    """Properties of files that a tree keeps beside names and contents: of ``modes``, ``owners``, ``xattrs``,
+    ``hardlinks``, ``sparse``, ``mtimes``, ``tmp`` (/tmp), ``shm`` (/dev/shm)."""
     private_ids: bool = False
     """Root inside is nobody outside: user ids that nothing else on the machine has, so that no right of the host's
     depends on system calls alone."""
     notes: tuple[str, ...] = ()
-    """What a user of this backend must know, one sentence each."""
+    """Notes for users of this backend, one sentence each."""
     leaves_open: frozenset[str] = frozenset()
-    """What isolation does not cover: ``locks`` (file locks, leases and notifications on files of the host that are
+    """Gaps of the isolation: ``locks`` (file locks, leases and notifications on files of the host that are
     shown inside), ``statistics`` (of the kernel, in /proc), ``quotas`` (what the kernel counts for each user or for the
     machine, as inotify instances), ``calls`` (system calls that somebody else's filter lets through), ``paths`` (of the
     host, in the table of mounts), ``burst`` (disk space beyond the limit, until somebody looks)."""
@@ -145,16 +146,16 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended."""
+    """Result of a command: output, exit code, and the reason of an early end."""
 
     output: str
-    """stdout and stderr in one stream, decoded as UTF-8 with backslash escapes for what is not; bounded."""
+    """stdout and stderr in one stream, decoded as UTF-8 with backslash escapes for other bytes; bounded."""
     exit_code: int
-    """As the shell gives it: 128 + signal for a killed process; 124 after a timeout."""
+    """Exit code as in a shell: 128 + signal for a killed process; 124 after a timeout."""
     seconds: float
     """Wall time."""
     timed_out: bool = False
-    """The limit of wall time passed; ``output`` is what was printed until then."""
+    """The limit of wall time passed; ``output`` holds the text printed until then."""
     elided: int = 0
     """Bytes of output that were dropped from the middle."""
     syntax_error: bool = False
@@ -162,8 +163,8 @@ class Result:
     ended: bool = False
     """The command ended the shell (``exit``, ``exec``, ``set -e``); a new one with the last known state replaced it."""
     replaced: bool = False
-    """The shell had ended since the command before, or could not go on; this one ran in a new one with the last known
-    state."""
+    """The shell had ended since the command before, or could not continue; this one ran in a new one with the last
+    known state."""
     raw: bytes = field(default=b"", repr=False)
     """The first bytes of the output as they were written, as many as were asked for; none by default."""
 
@@ -173,34 +174,34 @@ class ProcessInfo:
     """A live process of a sandbox."""
 
     pid: int
-    """As the host (or the container daemon) numbers it."""
+    """Process id on the host (or for the container daemon)."""
     parent: int
     command: str
-    """Its command line, as far as a kilobyte goes; bytes that are no text as backslash escapes."""
+    """Command line, up to a kilobyte; bytes that are not text as backslash escapes."""
     descriptors: tuple[str, ...] = ()
-    """What its file descriptors above 2 point to, as ``"7 -> /tmp/log"``; only the first, if there are many."""
+    """Targets of its file descriptors above 2, as ``"7 -> /tmp/log"``; only the first, if there are many."""
 
 
 class Process(Protocol):
     """A process that was started in a sandbox; its exit collects its whole session."""
 
     pid: int | None
-    """As the host numbers it; None where it cannot be known."""
+    """Process id on the host; None where it cannot be known."""
     terminal: int | None
     """The master side of its terminal, if it was started with one."""
     output: int | None
     """The reading side of its stdout and stderr in one pipe, if it was started without a terminal."""
     relayed: bool
-    """Somebody else copies its output into the pipe: the last of it may arrive after the process ended."""
+    """Another process copies its output into the pipe: the last of it may arrive after the process ended."""
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit status (128 + signal if killed), or None if it still runs after ``timeout`` seconds."""
+        """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
 
     def kill(self) -> None:
-        """Kill it and all that it started. Idempotent."""
+        """Kill the process and all that it started. Idempotent."""
 
     def close(self) -> None:
-        """Close the descriptors held here. Idempotent."""
+        """Close the descriptors held by this process. Idempotent."""
 
 
 @runtime_checkable
@@ -209,20 +210,20 @@ class Tree(Protocol):
 
     id: str
     base: str
-    """Identifies the root file system below all that was written."""
+    """Identity of the root file system below all writes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk that only what was written takes (shared layers count)."""
+        """Bytes on disk used by what was written (shared layers count)."""
 
     def pack(self) -> bytes:
-        """All that was written since the base, as a tar archive that `Backend.unpack` takes (deletions included)."""
+        """Everything written since the base, as a tar archive for `Backend.unpack` (deletions included)."""
 
     def retain(self) -> Tree:
-        """Another hold on the same tree, released by itself."""
+        """Another hold on the same tree, released independently."""
 
     def release(self) -> None:
-        """Give up this hold; the files go when nobody holds them. Idempotent; also happens at garbage collection."""
+        """Give up this hold; the last one deletes the files. Idempotent; also happens at garbage collection."""
 
 
 class Backend(Protocol):
@@ -230,11 +231,11 @@ class Backend(Protocol):
 
     capabilities: Capabilities
     control_inside: str
-    """Where the sandbox sees `control`: `CONTROL`, but for backends without isolation."""
+    """Path of `control` inside: `CONTROL`, except for backends without isolation."""
 
     @property
     def control(self) -> Path:
-        """A directory of the live sandbox for the pipes and scripts of its shell, as this process can open it.
+        """Directory of the live sandbox for the pipes and scripts of its shell, as this process can open it.
 
         It is fresh whenever the sandbox is started, and part of no tree: nothing in it outlives what is live.
         """
@@ -243,10 +244,10 @@ class Backend(Protocol):
         """A directory below `control` for one more shell: with the files that the shell may write to, or writable."""
 
     def base(self) -> Tree:
-        """The root file system with nothing written. Starts nothing."""
+        """The root file system as a tree with nothing written. Starts nothing."""
 
     def start(self, tree: Tree | None = None) -> None:
-        """Become live on ``tree`` (default: `base`) with no process but the init; ends what ran before.
+        """Start on ``tree`` (default: `base`) with no process but the init; ends what ran before.
 
         Raises:
             SandboxUnavailable, SandboxFull: and nothing is left behind.
@@ -254,7 +255,7 @@ class Backend(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether it was started and neither closed nor frozen, and its processes have not been killed from outside."""
+        """True if started and neither closed nor frozen, and the processes were not killed from outside."""
 
     def spawn(
         self,
@@ -277,20 +278,20 @@ class Backend(Protocol):
         """
 
     def processes(self) -> list[ProcessInfo]:
-        """What runs inside, without the init of the sandbox."""
+        """The processes inside, without the init of the sandbox."""
 
     def kill(self, pids: Iterable[int]) -> None:
-        """Kill processes by the numbers that `processes` gives; those gone already are ignored."""
+        """Kill processes by the numbers of `processes`; those gone already are ignored."""
 
     def written(self) -> Written | None:
-        """What was written since the start, without reading it (`written.look`); None where that cannot be seen.
+        """Status of the files written since the start, read without their content (`written.look`); None where hidden.
 
         Raises:
             SandboxClosed: nothing is live.
         """
 
     def layers_above(self, tree: Tree) -> list[Path] | None:
-        """The directories that hold what was written since a tree was the present state, the last one first.
+        """Directories of the files written since a tree was the present state, the last one first.
 
         They are as overlayfs writes them. None where they cannot be seen, or it is not known that this came of the
         tree.
@@ -300,14 +301,14 @@ class Backend(Protocol):
         """
 
     def losses(self) -> tuple[str, ...]:
-        """What a tree taken now would lack, a description each, beyond what the capabilities say of every tree.
+        """Descriptions of the losses of a tree taken now, beyond those that the capabilities declare for every tree.
 
         Raises:
             SandboxClosed: nothing is live.
         """
 
     def paused(self) -> AbstractContextManager[None]:
-        """Within it nothing inside runs, as far as the capabilities' notes do not say otherwise.
+        """Context in which no process inside runs, except where the capabilities' notes say otherwise.
 
         What is killed meanwhile does not run again: it has ended soon after. Not to be nested; nothing can be started.
 
@@ -316,15 +317,15 @@ class Backend(Protocol):
         """
 
     def freeze(self, *, keep_processes: bool = False) -> Tree:
-        """The files as they stand.
+        """Make a tree of the present files.
 
         Without ``keep_processes`` every process is ended first and the backend is no longer live: constant time where
-        the capabilities say so. With it they are stopped, the files copied, and they go on: the cost grows with what
+        the capabilities say so. With it they are stopped, the files copied, and they continue: the cost grows with what
         was written, and the sandbox is not disturbed.
         """
 
     def unpack(self, archive: bytes) -> Tree:
-        """The inverse of `Tree.pack`, on the same base.
+        """Make a tree from the archive of `Tree.pack`, on the same base.
 
         Raises:
             SnapshotCorrupt: not such an archive, or with a member that leaves the root, is a device or setuid; nothing
@@ -333,7 +334,7 @@ class Backend(Protocol):
         """
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file, links resolved inside the sandbox.
+        """Read a regular file, with links resolved inside the sandbox.
 
         Args:
             path: absolute, inside.
@@ -345,32 +346,32 @@ class Backend(Protocol):
         """
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file as the sandbox's user, making missing parents."""
+        """Write a file as the sandbox's user, making missing parent directories."""
 
-    def twin(self) -> Backend:
+    def sibling(self) -> Backend:
         """Another backend of the same kind, root file system, limits and store, not started."""
 
     def close(self) -> None:
-        """End every process, unmount, delete what no tree holds. Idempotent."""
+        """End every process, unmount, delete the files that no tree holds. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class RootFS:
-    """A root file system to put under sandboxes, read-only."""
+    """A read-only root file system under sandboxes."""
 
     id: str
-    """Identifies the content: an image's id, or a digest of what a directory holds as far as it is known."""
+    """Identity of the content: an image's id, or a digest of a directory as far as it is known."""
     lowers: tuple[Path, ...]
     """Directories, topmost first, as overlayfs takes them; one for an unpacked directory."""
     binds: tuple[tuple[Path, str], ...] = ()
     """Directories and files of the host shown read-only at a path inside: (host path, inside path)."""
     env: Mapping[str, str] | None = None
-    """Environment that goes with it (an image's ENV, or PATH of the host's tool chain)."""
+    """Environment of its processes (an image's ENV, or PATH of the host's tool chain)."""
     workdir: str = "/"
 
 
 def clean_environment(rootfs: RootFS, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a sandbox's processes: nothing of the host's leaks in."""
+    """The environment of a sandbox's processes, without any variable of the host's."""
     env = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/root",
@@ -384,10 +385,10 @@ def clean_environment(rootfs: RootFS, extra: Mapping[str, str] | None = None) ->
 
 
 def new_shell_directory(control: Path) -> Path:
-    """A directory that the sandbox's user can write to, below a control directory on disk; earlier ones go."""
+    """A directory that the sandbox's user can write to, below a control directory on disk; earlier ones are removed."""
     for earlier in list(control.iterdir()):
         with contextlib.suppress(OSError):  # another user's, without root
-            leftovers.remove_tree(earlier)
+            run_directories.remove_tree(earlier)
     folder = control / f"shell.{os.urandom(4).hex()}"
     folder.mkdir()
     folder.chmod(0o777)  # who may be another one
@@ -395,7 +396,7 @@ def new_shell_directory(control: Path) -> Path:
 
 
 def check_inside(path: str) -> str:
-    """``path``, if it is absolute and plain.
+    """Return ``path`` if it is absolute and plain.
 
     Raises:
         ValueError: it is relative, or holds a null byte.

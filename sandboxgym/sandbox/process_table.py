@@ -1,7 +1,7 @@
-"""The processes of this machine: who started whom, in which session, and what they hold open.
+"""Process table of this machine: parents, sessions, open descriptors.
 
-Read from /proc; where there is none from ``ps``, which tells process groups in place of sessions. Command lines and
-lists of descriptors are cut: they are as long as those who run there want them.
+Read from /proc; where there is none from ``ps``, which shows process groups in place of sessions. Command lines and
+lists of descriptors are cut, for processes inside choose their length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from sandboxgym.sandbox.base import ProcessInfo, SandboxError
-from sandboxgym.sandbox.reading import start_of
+from sandboxgym.sandbox.files.reading import start_of
 
 _PATIENCE = 10.0
 """Seconds after which processes that do not die are an error."""
@@ -31,29 +31,29 @@ _NAMED = 10  # processes that an error lists
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A process."""
+    """One process of the table."""
 
     pid: int
     parent: int
     session: int
-    """Its process group where sessions cannot be known."""
+    """Session; its process group where sessions cannot be known."""
     state: str
     started: str
-    """As the kernel gives it: compared, never computed with."""
+    """Start time as the kernel gives it: compared, never computed with."""
     command: str
 
     @property
     def runs(self) -> bool:
-        """Whether it is more than what its parent has not collected yet."""
+        """True if it runs, rather than waits to be collected as a zombie."""
         return self.state not in "ZX"
 
     def info(self) -> ProcessInfo:
-        """As a backend hands it out."""
+        """The process as a backend reports it."""
         return ProcessInfo(self.pid, self.parent, self.command, descriptors(self.pid))
 
 
 def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[Row]:
-    """All processes, or those that are asked for by number."""
+    """All processes, or those with the given numbers."""
     if sys.platform != "linux":
         return [row for row in _table_by_ps() if only(row.pid)]
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -61,7 +61,7 @@ def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[Row]:
 
 
 def descendants(rows: Collection[Row], roots: Collection[int]) -> set[int]:
-    """The numbers of some processes and of all that descend from them."""
+    """Process ids of these processes and all their descendants."""
     found = {row.pid for row in rows if row.pid in roots}
     while more := {row.pid for row in rows if row.parent in found} - found:
         found |= more
@@ -69,12 +69,12 @@ def descendants(rows: Collection[Row], roots: Collection[int]) -> set[int]:
 
 
 def start_times(pids: Collection[int]) -> dict[int, str]:
-    """When processes started; those that are gone are left out."""
+    """Start times of processes, without those that are gone."""
     return {row.pid: row.started for row in table(only=pids.__contains__)}
 
 
 def kill_until_none(left: Callable[[], list[Row]], *, kill: Callable[[list[int]], None] | None = None) -> None:
-    """Kill until nothing is left, since processes may start others meanwhile, and wait until all found are gone.
+    """Kill processes until none is left, since they may start others meanwhile, and wait for the end of all found.
 
     Raises:
         SandboxError: some do not die.
@@ -120,7 +120,7 @@ def _row(pid: int) -> Row | None:
 
 
 def state(pid: int) -> str:
-    """The letter that the kernel gives for what a process is doing; X if there is none."""
+    """The kernel's state letter of a process; X if there is none."""
     try:
         return _state(pid, start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].decode().split())
     except OSError:
@@ -128,7 +128,7 @@ def state(pid: int) -> str:
 
 
 def _state(pid: int, fields: list[str]) -> str:
-    """The state among the fields after the name; that of another thread if only the first has ended."""
+    """State among the fields after the name; that of another thread if only the first has ended."""
     if fields[0] != "Z" or int(fields[17]) <= 1:
         return fields[0]
     letters = set()
@@ -140,7 +140,7 @@ def _state(pid: int, fields: list[str]) -> str:
 
 
 def command_line(pid: int) -> str:
-    """The start of a process's command line.
+    """Beginning of a process's command line.
 
     Raises:
         OSError: it is gone.
@@ -158,7 +158,7 @@ def _table_by_ps() -> list[Row]:
 
 
 def descriptors(pid: int) -> tuple[str, ...]:
-    """What the first descriptors above 2 of a process point to; a last entry tells that there are more."""
+    """Targets of the first descriptors above 2 of a process; a last entry marks that there are more."""
     found: list[str] = []
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # in the order of their numbers
         for name in itertools.islice((entry.name for entry in entries if int(entry.name) > 2), _DESCRIPTORS + 1):
@@ -171,7 +171,7 @@ def descriptors(pid: int) -> tuple[str, ...]:
 
 
 def descriptor_target(pid: int | None, number: str | int) -> str | None:
-    """Where a descriptor of a process leads, as text whatever its name; None if there is none that may be seen."""
+    """Target of a process's descriptor as text, whatever its name; None if none may be seen."""
     try:
         target = os.readlink(b"/proc/%d/fd/%d" % (pid or 0, int(number))).decode(errors="backslashreplace")
     except OSError:

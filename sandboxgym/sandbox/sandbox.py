@@ -1,16 +1,16 @@
-"""A sandbox as users have it: a backend's files and processes, and a persistent shell in them.
+"""`Sandbox`: a backend's files and processes with a persistent shell, as users have it.
 
-1. `Sandbox.execute` is the shell, which keeps its directory, variables and functions; `Sandbox.run` is a fresh process
-   with a pipe, which leaves the shell alone.
+1. `Sandbox.execute` runs in the shell, which keeps its directory, variables and functions; `Sandbox.run` starts a new
+   process with a pipe, which leaves the shell alone.
 2. A snapshot is the files and the shell's state. What it does not hold (background processes, open descriptors) is
    named in its ``lossy``, or refused with ``strict=True``.
-3. Taking a snapshot changes nothing that can be seen. Where only the idle shell runs, the files are frozen as they are
-   and the sandbox goes on above them, in a new shell with the old one's state, when it is next used; where more runs,
-   or freezing would copy them anyway, the files are copied, and all goes on.
-4. `Sandbox.restore` is done when it returns. The children of `Sandbox.fork` share the frozen files and start when they
-   are first used, so that an unused one costs no process; with ``start=True`` a machine that cannot carry them all is
-   found out at once. Either all children are made or none.
-5. What is started is ended: by `Sandbox.close`, by garbage collection, or when the interpreter exits.
+3. Taking a snapshot changes nothing observable. Where only the idle shell runs, the files are frozen as they are and
+   the sandbox continues above them, in a new shell with the old one's state, at its next use; where more runs, or
+   freezing would copy them anyway, the files are copied, and all processes continue.
+4. `Sandbox.restore` is complete when it returns. The children of `Sandbox.fork` share the frozen files and start at
+   their first use, so that an unused one costs no process; ``start=True`` shows at once whether the machine can carry
+   them all. Either all children are made or none.
+5. Every started process is ended: by `Sandbox.close`, by garbage collection, or when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, SnapshotReleased
-from sandboxgym.sandbox import backends, criu
-from sandboxgym.sandbox.aftermath import Moment, births_of, end_started, started_since
+from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import (
     LONGEST_COMMAND,
     READ_LIMIT,
@@ -42,26 +41,28 @@ from sandboxgym.sandbox.base import (
     SnapshotLossy,
     Tree,
 )
-from sandboxgym.sandbox.criu import CriuError
-from sandboxgym.sandbox.layers import OverlayTree
-from sandboxgym.sandbox.namespace import OverlayBackend
-from sandboxgym.sandbox.one_command import collect
-from sandboxgym.sandbox.shell import Interaction, Shell, is_dying
-from sandboxgym.sandbox.shell_state import ShellState
-from sandboxgym.sandbox.written import Written
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.checkpoint.criu import CriuError
+from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.layers.written import Written
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.shell.aftermath import Moment, births_of, end_started, started_since
+from sandboxgym.sandbox.shell.exec import collect
+from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
+from sandboxgym.sandbox.shell.state import ShellState
 
 if TYPE_CHECKING:
-    from sandboxgym.sandbox.image import Whole
+    from sandboxgym.sandbox.checkpoint.image import Checkpoint
 
 log = logging.getLogger("sandboxgym")
 
 SnapshotMode = Literal["filesystem", "auto", "full"]
 
 LAZY_PAGES = 64 * 2**20
-"""Bytes of captured memory from which on copies get it bit by bit, unless it is told otherwise."""
+"""Bytes of captured memory from which on copies restore it lazily, by default."""
 
 VERSION = 1
-"""Of the packed form of snapshots."""
+"""Version of the packed form of snapshots."""
 
 
 class SandboxSnapshot:
@@ -69,27 +70,29 @@ class SandboxSnapshot:
 
     Attributes:
         shell: the shell's state; None if no shell had been started.
-        lossy: what a restored copy does not have, one description each.
-        whole: the running processes, if they were captured too.
+        lossy: losses of a restored copy, one description each.
+        checkpoint: the running processes, if they were captured too.
     """
 
-    __slots__ = ("_tree", "lossy", "shell", "whole")
+    __slots__ = ("_tree", "checkpoint", "lossy", "shell")
 
     def __init__(
-        self, tree: Tree, shell: ShellState | None, lossy: tuple[str, ...] = (), *, whole: Whole | None = None
+        self, tree: Tree, shell: ShellState | None, lossy: tuple[str, ...] = (), *, checkpoint: Checkpoint | None = None
     ) -> None:
         self._tree: Tree | None = tree
         self.shell = shell
         self.lossy = lossy
-        self.whole = whole
+        self.checkpoint = checkpoint
 
     def __repr__(self) -> str:
         what = "released" if self._tree is None else f"{self._tree.id}, {self._tree.nbytes} bytes"
-        return f"<SandboxSnapshot {what}{', lossy' if self.lossy else ''}{', with processes' if self.whole else ''}>"
+        return (
+            f"<SandboxSnapshot {what}{', lossy' if self.lossy else ''}{', with processes' if self.checkpoint else ''}>"
+        )
 
     @property
     def tree(self) -> Tree:
-        """The files.
+        """The files of the snapshot.
 
         Raises:
             SnapshotReleased: they were given up.
@@ -100,33 +103,33 @@ class SandboxSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk that what was written takes, and what the processes had in memory."""
-        return self.tree.nbytes + (self.whole.image.nbytes if self.whole else 0)
+        """Bytes on disk of the written files, and of the processes' memory."""
+        return self.tree.nbytes + (self.checkpoint.image.nbytes if self.checkpoint else 0)
 
     def retain(self) -> SandboxSnapshot:
-        """Another hold on the same snapshot, released by itself."""
-        whole = None if self.whole is None else self.whole.retain()
-        return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy, whole=whole)
+        """Another hold on the same snapshot, released independently."""
+        checkpoint = None if self.checkpoint is None else self.checkpoint.retain()
+        return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy, checkpoint=checkpoint)
 
     def files(self) -> SandboxSnapshot:
         """Another hold on the same files and shell, without the processes."""
         return SandboxSnapshot(self.tree.retain(), self.shell, self.lossy)
 
     def release(self) -> None:
-        """Give up this hold; the files go when nobody holds them. Idempotent; also happens at garbage collection."""
+        """Give up this hold; the last one deletes the files. Idempotent; also happens at garbage collection."""
         if self._tree is not None:
             self._tree.release()
             self._tree = None
-            if self.whole is not None:
-                self.whole.release()
+            if self.checkpoint is not None:
+                self.checkpoint.release()
 
     def pack(self) -> bytes:
-        """As bytes that `Sandbox.unpack` takes, also on another machine with the same root file system.
+        """Encode as bytes for `Sandbox.unpack`, also on another machine with the same root file system.
 
         Raises:
             SnapshotNotSupported: it holds running processes, which belong to this machine.
         """
-        if self.whole is not None:
+        if self.checkpoint is not None:
             raise SnapshotNotSupported(
                 "a snapshot with running processes cannot leave this process: end them, or take the snapshot with "
                 'snapshot(mode="filesystem")'
@@ -138,17 +141,17 @@ class SandboxSnapshot:
             "shell": None if self.shell is None else self.shell.to_plain(),
             "lossy": list(self.lossy),
         }
-        return durable.pack(content)
+        return serialization.pack(content)
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What must be given back, apart from the sandbox so that its end can be noticed."""
+    """Resources to be given back, kept apart from the sandbox so that its garbage collection can be noticed."""
 
     backend: Backend
     shell: Shell | None = None
     tree: Tree | None = None
-    whole: Whole | None = None
+    checkpoint: Checkpoint | None = None
 
     def give_back(self) -> None:
         for part in (self.shell, self.backend):
@@ -157,17 +160,17 @@ class _Parts:
                     part.close()
             except Exception as error:  # the others must still be given back
                 log.warning("could not close %r: %s", part, error)
-        for held in (self.tree, self.whole):
+        for held in (self.tree, self.checkpoint):
             if held is not None:
                 held.release()
-        self.shell = self.tree = self.whole = None
+        self.shell = self.tree = self.checkpoint = None
 
 
 class Sandbox:
-    """Files, processes and a shell. Not thread-safe; started when it is first used.
+    """Files, processes and a shell. Not thread-safe; started at its first use.
 
     Args:
-        backend: what runs it. The sandbox owns it.
+        backend: of the sandbox, which owns it.
         env: environment of its processes.
         workdir: directory that the shell and `run` start in.
         limits: as given to the backend; wall time and output are enforced here.
@@ -202,7 +205,7 @@ class Sandbox:
         self._waiting = True  # for its next use, to start on `_parts.tree` (None: the root file system)
         self._state: ShellState | None = None  # of the shell, while there is none
         self.lost: tuple[str, ...] = ()
-        """What the snapshot that it was last restored or forked from did not hold."""
+        """Losses of the snapshot that it was last restored or forked from."""
         self._end = weakref.finalize(self, self._parts.give_back)
 
     def __repr__(self) -> str:
@@ -211,7 +214,7 @@ class Sandbox:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True after `close`."""
         return not self._end.alive
 
     def start(self) -> Self:
@@ -225,7 +228,7 @@ class Sandbox:
         return self
 
     def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
-        """Run a command in the shell. What it changes there stays, see `ShellState`.
+        """Run a command in the shell. Its changes there persist, see `ShellState`.
 
         Args:
             command: text for bash, in any number of lines.
@@ -252,7 +255,7 @@ class Sandbox:
         output: int | None = None,
         most: int | None = None,
     ) -> Result:
-        """Run a command in a bash of its own, without a terminal, its output in a pipe and nothing to read.
+        """Run a command in a bash of its own, without a terminal, its output in a pipe and no input.
 
         Args:
             command: text for bash.
@@ -294,7 +297,7 @@ class Sandbox:
         return result
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """Content of a regular file.
+        """Read a regular file.
 
         Args:
             path: absolute, inside.
@@ -308,7 +311,7 @@ class Sandbox:
         return self.backend.read_file(path, limit=limit)
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file, making missing parents."""
+        """Write a file, making missing parent directories."""
         self._live()
         self.backend.write_file(path, data, mode=mode)
 
@@ -332,7 +335,7 @@ class Sandbox:
         return self._state if shell is None else shell.state()
 
     def lossy(self) -> tuple[str, ...]:
-        """What a snapshot taken now would not hold: ``"background: sleep 100"``, ``"fd 7 -> /tmp/log"``.
+        """Losses of a snapshot taken now: ``"background: sleep 100"``, ``"fd 7 -> /tmp/log"``.
 
         Where processes are captured, only if something is known to be in the way; that comes first.
         """
@@ -343,17 +346,17 @@ class Sandbox:
         return (*obstacles, *lost) if obstacles else ()
 
     def _obstacles(self) -> tuple[str, ...]:
-        """What is known to be in the way of capturing the processes."""
-        from sandboxgym.sandbox.scan import obstacles
+        """Known obstacles to capturing the processes."""
+        from sandboxgym.sandbox.checkpoint.preflight import obstacles
 
         shell, backend = self._parts.shell, self.backend
         if shell is None or shell.pid is None:
             return ("no shell was started",)
-        assert isinstance(backend, OverlayBackend) and backend.box is not None
-        return obstacles(backend.box.pid, shell.pid, network=backend.network)
+        assert isinstance(backend, OverlayBackend) and backend.container is not None
+        return obstacles(backend.container.pid, shell.pid, network=backend.network)
 
     def _beside_files(self) -> tuple[str, ...]:
-        """What a snapshot of files and the shell's state would not hold."""
+        """State that a snapshot of files and shell would not hold."""
         if self._check_open() or self._waiting:
             return ()
         self._live()
@@ -372,7 +375,7 @@ class Sandbox:
         return tuple(lost)
 
     def written(self, *, alone: bool = False) -> Written | None:
-        """What tells whether files changed since another look, without reading them.
+        """Status of the files, to detect changes between two looks without reading them.
 
         None where only reading tells: the backend cannot see what was written, more than the idle shell runs, or a
         great deal was written.
@@ -386,7 +389,7 @@ class Sandbox:
         return self.backend.written()
 
     def snapshot(self, *, strict: bool = False, mode: SnapshotMode | None = None) -> SandboxSnapshot:
-        """The files and the shell's state as they are, and the processes if the sandbox was made to capture them.
+        """Capture the files and the shell's state, and the processes if the sandbox was made to capture them.
 
         Nothing is disturbed. Where the processes cannot be captured, files and shell are, and ``lossy`` says why.
 
@@ -404,12 +407,14 @@ class Sandbox:
                 f"expected mode 'filesystem' for a sandbox made with snapshot={self.mode!r}, found {mode!r}"
             )
         if self._check_open() or self._waiting:
-            tree, whole = self._parts.tree, self._parts.whole
+            tree, checkpoint = self._parts.tree, self._parts.checkpoint
             return SandboxSnapshot(
                 self.backend.base() if tree is None else tree.retain(),
                 self._state,
-                () if whole is None or mode != "filesystem" else ("the processes of the snapshot it is restored from",),
-                whole=None if whole is None or mode == "filesystem" else whole.retain(),
+                ()
+                if checkpoint is None or mode != "filesystem"
+                else ("the processes of the snapshot it is restored from",),
+                checkpoint=None if checkpoint is None or mode == "filesystem" else checkpoint.retain(),
             )
         self._live()
         state, lost = self._readable_state()
@@ -417,11 +422,11 @@ class Sandbox:
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._program is not None and mode != "filesystem" and whole_wanted:
-            from sandboxgym.sandbox import full
+            from sandboxgym.sandbox.checkpoint import capture
 
             try:
                 return self._captured(state, self._program)
-            except full.Refused as error:
+            except capture.Refused as error:
                 lost = (*error.reasons, *lost)
             except CriuError as error:
                 lost = (f"not captured: {error}", *lost)
@@ -432,11 +437,11 @@ class Sandbox:
         if lost or self.mode == "full" or self.backend.capabilities.snapshot_cost != "constant":
             return SandboxSnapshot(self.backend.freeze(keep_processes=True), state, lost)
         tree = self.backend.freeze()
-        self._park(tree.retain(), state)
+        self._start_from(tree.retain(), state)
         return SandboxSnapshot(tree, state)
 
     def _readable_state(self) -> tuple[ShellState | None, tuple[str, ...]]:
-        """The shell's state, or the last that could be read, and what that loses: no program may prevent a snapshot."""
+        """The shell's state, or the last readable one with its losses: no program may prevent a snapshot."""
         try:
             state = self.shell_state()
             if state is None or not state.omitted:
@@ -451,15 +456,15 @@ class Sandbox:
             return shell.known_state, (f"what changed in the shell: {error}",)
 
     def _captured(self, state: ShellState | None, program: str) -> SandboxSnapshot:
-        from sandboxgym.sandbox import full
+        from sandboxgym.sandbox.checkpoint import capture
 
         shell = self._parts.shell
         assert shell is not None and isinstance(self.backend, OverlayBackend)
-        tree, whole = full.snapshot(self.backend, shell, program, obstacles=self._obstacles)
-        return SandboxSnapshot(tree, state, whole=whole)
+        tree, checkpoint = capture.snapshot(self.backend, shell, program, obstacles=self._obstacles)
+        return SandboxSnapshot(tree, state, checkpoint=checkpoint)
 
     def restore(self, snap: SandboxSnapshot) -> None:
-        """Become what was captured; all that runs is ended.
+        """Return to a captured state; all running processes are ended.
 
         Raises:
             SnapshotReleased: the snapshot is gone; the sandbox is as it was.
@@ -471,17 +476,17 @@ class Sandbox:
         tree = snap.tree
         if tree.base != self._base():
             raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {tree.base}")
-        if snap.whole is not None and self._program is None:
+        if snap.checkpoint is not None and self._program is None:
             raise SnapshotMismatch(
                 f"expected a snapshot of files for a sandbox made with snapshot={self.mode!r}, found one with running "
                 "processes; its files() can be restored"
             )
         shell, self._parts.shell = self._parts.shell, None
-        if shell is not None and snap.whole is not None:  # the copy's may have the same directory
+        if shell is not None and snap.checkpoint is not None:  # the copy's may have the same directory
             shell.close()
             shell = None
         try:
-            self._park(tree.retain(), snap.shell, snap.whole)
+            self._start_from(tree.retain(), snap.shell, snap.checkpoint)
             self.lost = snap.lossy
             self.start()
         finally:
@@ -489,10 +494,10 @@ class Sandbox:
                 shell.close()  # last, for by now its processes have ended
 
     def fork(self, k: int, *, strict: bool = False, start: bool = False) -> list[Sandbox]:
-        """New sandboxes at this state, independent of each other and of this one. All or nothing.
+        """Make new sandboxes at this state, independent of each other and of this one. All or nothing.
 
         Args:
-            k: how many.
+            k: number of sandboxes.
             strict: refuse to lose anything; else each child's ``lost`` tells.
             start: start them now, rather than when they are first used.
 
@@ -506,9 +511,9 @@ class Sandbox:
         children: list[Sandbox] = []
         try:
             for _ in range(k):
-                twin = self.backend.twin()
+                sibling = self.backend.sibling()
                 child = Sandbox(
-                    twin,
+                    sibling,
                     env=self._env,
                     workdir=self._workdir,
                     limits=self.limits,
@@ -516,7 +521,7 @@ class Sandbox:
                     lazy_pages=self._lazy_pages,
                 )
                 children.append(child)
-                child._park(snap.tree.retain(), snap.shell, snap.whole)
+                child._start_from(snap.tree.retain(), snap.shell, snap.checkpoint)
                 child.lost = snap.lossy
                 if start:
                     child.start()
@@ -529,7 +534,7 @@ class Sandbox:
         return children
 
     def unpack(self, data: bytes) -> SandboxSnapshot:
-        """The inverse of `SandboxSnapshot.pack`. Nothing of it runs before a `restore`, and then in the sandbox only.
+        """Decode the bytes of `SandboxSnapshot.pack`. Nothing of it runs before a `restore`, and then only inside.
 
         Raises:
             SnapshotCorrupt: not an intact packed snapshot.
@@ -537,7 +542,7 @@ class Sandbox:
             SandboxFull: its files are more than the sandbox may write, or than the disk has room for.
         """
         self._check_open()
-        content = durable.unpack(data)
+        content = serialization.unpack(data)
         match content:
             case {
                 "version": int(version),
@@ -555,7 +560,7 @@ class Sandbox:
         return SandboxSnapshot(self.backend.unpack(archive), shell, tuple(lossy))
 
     def close(self) -> None:
-        """End everything and give it back; snapshots stay. Idempotent."""
+        """End all processes and give up all resources; snapshots stay. Idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -580,44 +585,44 @@ class Sandbox:
         finally:
             tree.release()
 
-    def _park(self, tree: Tree, state: ShellState | None, whole: Whole | None = None) -> None:
-        """Let the next use start on ``tree``, with copies of the processes of ``whole``."""
-        whole = None if whole is None else whole.retain()
+    def _start_from(self, tree: Tree, state: ShellState | None, checkpoint: Checkpoint | None = None) -> None:
+        """Let the next use start on ``tree``, with copies of the processes of ``checkpoint``."""
+        checkpoint = None if checkpoint is None else checkpoint.retain()
         parts = self._parts
         if parts.shell is not None:
             parts.shell.close()
             parts.shell = None
-        for held in (parts.tree, parts.whole):
+        for held in (parts.tree, parts.checkpoint):
             if held is not None:
                 held.release()
-        parts.tree, parts.whole, self._state, self._waiting = tree, whole, state, True
+        parts.tree, parts.checkpoint, self._state, self._waiting = tree, checkpoint, state, True
 
     def _live(self) -> None:
         self._check_open()
         if self._waiting:
-            if self._parts.whole is None:
+            if self._parts.checkpoint is None:
                 self.backend.start(self._parts.tree)
             else:
-                self._revive(self._parts.whole)
+                self._revive(self._parts.checkpoint)
             self._waiting = False
         elif not self.backend.live:
             self.backend.processes()  # raises what the backend knows of its end
             raise SandboxClosed("the processes of the sandbox were ended from outside")
 
-    def _revive(self, whole: Whole) -> None:
-        from sandboxgym.sandbox import revive
+    def _revive(self, checkpoint: Checkpoint) -> None:
+        from sandboxgym.sandbox.checkpoint import restore as revive
 
         backend, parts = self.backend, self._parts
         assert isinstance(backend, OverlayBackend) and isinstance(parts.tree, OverlayTree)
         if self._program is None:
             raise SandboxUnavailable(f"a sandbox made with snapshot={self.mode!r} cannot restore running processes")
         backend.part().give_back()
-        process = revive.fork(backend, parts.tree, whole.image, self._program)
+        process = revive.fork(backend, parts.tree, checkpoint.image, self._program)
         parts.shell = Shell.restored(
-            backend, process, whole.seat, env=self._env, cwd=self._workdir, output=self.limits.output
+            backend, process, checkpoint.session, env=self._env, cwd=self._workdir, output=self.limits.output
         )
-        parts.whole = None
-        whole.release()
+        parts.checkpoint = None
+        checkpoint.release()
 
     def _shell(self) -> Shell:
         self._live()
@@ -643,19 +648,19 @@ def make_sandbox(
     snapshot: SnapshotMode = "filesystem",
     lazy_pages: int | None = LAZY_PAGES,
 ) -> Sandbox:
-    """A sandbox, not started yet.
+    """Make a sandbox, not started yet.
 
     Args:
         backend: ``"overlay"`` (needs root), ``"overlay-rootless"``, ``"docker"``, ``"copy"`` (isolates nothing), or
             ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``; or one that was
             registered (`backends.register`, or an entry point of the group ``sandboxgym.sandbox_backends``).
         rootfs: ``"host"`` for this machine's tool chain, ``"docker:IMAGE"``, the path of an unpacked root file system.
-        limits: what it may use.
+        limits: on its resources.
         network: give it the machine's network.
         allow_unsafe: permit a backend without isolation.
         env: added to a clean environment; nothing is taken over from this process.
-        workdir: where the shell and `Sandbox.run` start; default: as the root file system says.
-        snapshot: what its snapshots hold, see `Sandbox`.
+        workdir: starting directory of the shell and `Sandbox.run`; default: that of the root file system.
+        snapshot: content of its snapshots, see `Sandbox`.
         lazy_pages: see there.
 
     Raises:
@@ -683,7 +688,7 @@ def make_sandbox(
 
 
 def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> str | None:
-    """The CRIU for a sandbox whose snapshots hold processes, and its backend made ready for that."""
+    """The CRIU for a sandbox whose snapshots hold processes, with its backend made ready for it."""
     if mode not in get_args(SnapshotMode):
         raise ValueError(f"expected snapshots of {', '.join(get_args(SnapshotMode))}, found {mode!r}")
     if mode == "filesystem":

@@ -161,7 +161,7 @@ def test_the_command_ends_with_the_status_of_what_it_found(
 
 @pytest.fixture
 def overlay() -> str:
-    from sandboxgym.sandbox.namespace import why_unavailable
+    from sandboxgym.sandbox.overlay.backend import why_unavailable
 
     kind = "overlay" if os.geteuid() == 0 else "overlay-rootless"
     if reason := why_unavailable(rootless=kind == "overlay-rootless"):

@@ -1,6 +1,6 @@
-"""Small random checkpoints as the hub has large ones: architecture, tokenizer class, chat template, special tokens.
+"""Small random checkpoints in the form of the hub's: architecture, tokenizer class, chat template, special tokens.
 
-The templates are written for these tests: they lay out turns as the families' own do, traps included.
+The templates are written for these tests: they lay out turns as the model families' own do, traps included.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FAMILIES = ("qwen2", "llama", "thinking")
 
 
 def trained(texts: list[str], size: int, specials: list[str]) -> Tokenizer:
-    """A byte-level BPE with the pattern of Qwen and Llama 3, newline merges included."""
+    """Train a byte-level BPE with the pattern of Qwen and Llama 3, newline merges included."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -77,7 +77,7 @@ def trained(texts: list[str], size: int, specials: list[str]) -> Tokenizer:
 
 
 def tokenizer_of(family: str, *, size: int = 500) -> PreTrainedTokenizerBase:
-    """``qwen2``, ``llama``, ``thinking``, or ``opened``: its template begins the reasoning itself."""
+    """Make a tokenizer: ``qwen2``, ``llama``, ``thinking``, or ``opened``, whose template begins the reasoning."""
     if family == "llama":
         specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
         return PreTrainedTokenizerFast(
@@ -102,7 +102,7 @@ def tokenizer_of(family: str, *, size: int = 500) -> PreTrainedTokenizerBase:
 
 
 def small_checkpoint(family: str, folder: Path, *, seed: int = 0, positions: int = 4096, hidden: int = 32) -> Path:
-    """A folder that transformers loads as it loads the real ones."""
+    """Make a folder that transformers loads like the real ones."""
     tokenizer = tokenizer_of(family)
     shape = {
         "vocab_size": len(tokenizer) + 12,  # the real ones are padded, too

@@ -1,4 +1,4 @@
-"""Makes ``tabular`` importable, and keeps PyTorch to one thread: the machine is shared by the test processes."""
+"""Make ``tabular`` importable, and keep PyTorch to one thread: test processes share the machine."""
 
 from __future__ import annotations
 

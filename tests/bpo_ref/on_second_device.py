@@ -1,4 +1,4 @@
-"""The trainer on the `second_device`: pytest runs this in a process of its own, started by `test_second_device`."""
+"""Tests of the trainer on the `second_device`, run in a process of their own that `test_second_device` starts."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _steps_of_attention() -> Iterator[None]:
-    """On both devices, so that they round alike."""
+    """Use the same steps of attention on both devices, so that they round alike."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         yield
 
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Trainers that are made now are on the second device; as on CUDA, one has bf16 weights to sample with."""
+    """Put new trainers on the second device; as on CUDA, one has bf16 weights to sample with."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: DEVICE))
     monkeypatch.setattr(TrainingSession, "lower_once", True)
     monkeypatch.setattr(ContinuousSession, "_batching", little_memory)
@@ -72,7 +72,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def little_memory(session: ContinuousSession, rows: int, rngs: Any) -> ContinuousBatchingConfig:
-    """By default the paged cache takes most of what there is; graphs are CUDA's."""
+    """Limit the paged cache, which by default takes most of the memory; graphs need CUDA."""
     pages = {"num_blocks": 16 * rows, "max_batch_tokens": 512, "page_size": 32}
     plain = dict.fromkeys(("use_cuda_graph", "use_async_batching", "auto_switch_to_flash"), False)
     seed = None if not rngs else int(rngs[0].integers(2**31))
@@ -84,7 +84,7 @@ def trainer_of(out: Path, model: Path, **options: Any) -> Trainer:
 
 
 def strays(trainer: Trainer) -> list[str]:
-    """What the trainer keeps from step to step, and not on its device."""
+    """Find state of the trainer, kept from step to step, that is not on its device."""
     network = trainer.session.network
     kept: dict[str, Any] = dict(network.named_parameters()) | dict(network.named_buffers())
     for i, state in enumerate(trainer.session.strategy.optimizer.state_dict()["state"].values()):
@@ -126,7 +126,7 @@ def test_a_run_that_was_resumed_is_that_of_the_cpu(model: Path, tmp_path: Path, 
 
 
 def learnt(trainer: Trainer) -> list[tuple[str, Tensor]]:
-    """What is trained, but for the adapters' first halves: their start is not 0."""
+    """Trained weights, except the adapters' first halves, whose start is not 0."""
     every = trainer.session.policy.named_parameters()
     return [(name, weight) for name, weight in every if weight.requires_grad and "lora_A" not in name]
 
@@ -135,7 +135,7 @@ def learnt(trainer: Trainer) -> list[tuple[str, Tensor]]:
 
 
 class OnHost(TorchDispatchMode):
-    """Counts fp32 numbers that are made in the CPU's memory."""
+    """Counter of fp32 numbers made in the CPU's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class OnHost(TorchDispatchMode):
 
 @pytest.fixture
 def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint in bf16 as the hub has them, none of whose weights is large beside all of them."""
+    """Make a checkpoint in bf16, like the hub's, without any weight that is large beside the total."""
     folder = small_checkpoint("qwen2", tmp_path / "deep")
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers, config.layer_types = 24, ["full_attention"] * 24
@@ -166,7 +166,7 @@ def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_cpu_never_holds_the_weights_of_a_trainer_in_fp32(
     deep: Path, tmp_path: Path, on_device: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Eight processes of a machine would hold eight times as much: each takes its weights to its device one by one."""
+    """Eight processes per machine would hold eight times as much: each moves its weights to its device one by one."""
     loaded: list[int] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def small(model: Path, *, dtype: torch.dtype | None = None) -> CausalLM:
 
 
 def layered(model: Path, layers: int) -> CausalLM:
-    """The model with its layers again and again."""
+    """Repeat the model's layers several times."""
     policy = small(model)
     stack = policy.model.layers
     policy.config.layer_types = ["full_attention"] * layers
@@ -229,7 +229,7 @@ def waits_of_a_turn(policy: CausalLM, *, rows: int, tokens: int) -> int:
 
 
 def test_sampling_waits_twice_for_each_token_whatever_the_rows_and_layers(model: Path) -> None:
-    """Once for the tokens and all that is told of them, and once in transformers, which looks for padding."""
+    """Once for the tokens with all their data, and once in transformers, which looks for padding."""
     few = waits_of_a_turn(small(model), rows=2, tokens=4)
     assert waits_of_a_turn(small(model), rows=7, tokens=9) == few + 2 * 5
     assert waits_of_a_turn(layered(model, 5), rows=2, tokens=4) == few
@@ -254,7 +254,7 @@ def test_a_pass_waits_as_often_whatever_the_rows_and_layers(model: Path, packed:
 
 
 def waits_of_annotate(trainer: Trainer, prompts: int) -> int:
-    """Until everything is known of trees, all of them in one batch."""
+    """Count waits until trees are fully rescored, all of them in one batch."""
     trees = trainer._rollouts((prompts,))[:prompts]
     args = replace(trainer.args, tis=1.0, kl=0.1, kl_in="reward", micro_tokens=10**6)
     measure = lambda batch: trainer._forward(trainer.session.network, batch)  # noqa: E731
@@ -274,7 +274,7 @@ def test_measuring_waits_as_often_whatever_the_actions(model: Path, tmp_path: Pa
 
 
 def kept_in(policy: CausalLM) -> set[torch.dtype]:
-    """Of keys and values."""
+    """Dtypes of keys and values."""
     session = Generator(policy, stop_ids=[10**6], max_new_tokens=2).open(contexts(2))
     session.generate([0, 1])
     return {part.dtype for layer in session._store.parts for part in layer}
@@ -288,7 +288,7 @@ def test_keys_and_values_are_kept_in_the_type_that_attention_computes_in(model: 
 
 
 def test_flex_attention_is_given_one_type(model: Path, on_device: pytest.MonkeyPatch) -> None:
-    """What packed rows take on CUDA, as far as its mask and what it is given."""
+    """Inputs that packed rows give FlexAttention on CUDA, as far as mask and tensors go."""
     given: list[tuple[torch.device, torch.dtype]] = []
 
     def flex(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
@@ -363,7 +363,7 @@ def test_numbers_read_one_by_one_are_found(
 
 
 def test_a_bias_in_fp32_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is added outside of the layer, in bf16 under autocast, makes fp32 of all that comes after it."""
+    """A bias that is added outside of the layer, in bf16 under autocast, turns everything after it to fp32."""
     policy = small(model)
     bias = torch.zeros(16, device=DEVICE)
     for layer in policy.model.layers:

@@ -1,5 +1,5 @@
-"""Trains as bpo_ref/train.py does and writes, of every optimizer step, the gradients, before AdamW has seen them, and
-how many batches each process made of its part."""
+"""Train as bpo_ref/train.py does and write, for every optimizer step, the gradients before AdamW uses them, and the
+number of batches that each process made of its part."""
 
 from __future__ import annotations
 

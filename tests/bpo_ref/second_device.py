@@ -1,15 +1,15 @@
-"""A second device, ``second:0``, made of the memory of the CPU: what breaks on a GPU for being elsewhere breaks here.
+"""A second device, ``second:0``, in the CPU's memory: code that breaks on a GPU by mixing devices breaks here too.
 
-PyTorch keeps a dispatch key for devices of third parties (``PrivateUse1``). Its tensors here lie in ordinary memory,
-where every operator is run on them by the CPU; but they are of another device, as far as PyTorch, autograd and autocast
-can tell. What this module promises:
+PyTorch keeps a dispatch key for devices of third parties (``PrivateUse1``). Its tensors here are in ordinary memory,
+and the CPU runs every operator on them; but for PyTorch, autograd and autocast they are on another device.
+What this module promises:
 
 1. Values are those of the CPU. Autocast takes the lists of operators that it takes on CUDA.
 2. An operator that is given tensors of both devices is refused as on CUDA. Numbers (tensors of no dimension) are let
    through, where CUDA does so. Indices on the CPU are refused as well: CUDA takes some, and copies them every time.
-3. `waits` tells what would have made the program wait for the device: numbers, shapes and tensors read back from it.
+3. `waits` lists operations that would make the program wait for the device: reading numbers, shapes or tensors back.
 
-To be used in a process of its own: `register` has to come before the first backward pass, and is never undone.
+Use it in a process of its own: `register` has to come before the first backward pass, and is never undone.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "second"
 CPU, EXTENSION = 1, 12
-"""Kinds of devices in DLPack."""
+"""DLPack's types of devices."""
 
 COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_copy_from_and_resize")
 READING = (
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique_consecutive", "aten::_unique2",
     "aten::unique_dim", "aten::repeat_interleave.Tensor", "aten::bincount", "aten::equal", "aten::is_nonzero",
 )  # fmt: skip
-"""A number, or the shape of the result, is known once the device has computed it."""
+"""Operators with a number, or the shape of the result, that is known once the device has computed it."""
 
 LOWER = (
     "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "einsum", "conv1d", "conv2d",
     "_convolution", "scaled_dot_product_attention",
 )  # fmt: skip
-"""What autocast computes in the lower type on CUDA."""
+"""Operators that autocast computes in the lower precision on CUDA."""
 SINGLE = (
     "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
     "pow.Scalar", "softplus", "layer_norm", "group_norm", "norm.Scalar", "norm.ScalarOpt_dim", "cosine_similarity",
     "nll_loss", "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod", "prod.dim_int", "sum",
     "sum.dim_IntList", "linalg_vector_norm",
 )  # fmt: skip
-"""What it computes in fp32 there."""
+"""Operators that autocast computes in fp32 on CUDA."""
 
 
 def _module() -> types.ModuleType:
-    """``torch.second``."""
+    """The module ``torch.second``."""
     made = types.ModuleType(f"torch.{NAME}")
     told: dict[str, Any] = {
         "is_initialized": True,
@@ -78,7 +78,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 def register() -> torch.device:
-    """Make the device, once in a process."""
+    """Register the device, once per process."""
     if not _libraries:
         _setup_privateuseone_for_python_backend(NAME, _module())
         everything = torch.library.Library("_", "IMPL")
@@ -99,7 +99,7 @@ def register() -> torch.device:
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Names of operators that wait for the device, in a list that grows."""
+    """Record the names of operators that wait for the device, in a list that grows."""
     found: list[str] = []
     _waits.append(found)
     try:
@@ -109,7 +109,7 @@ def waits() -> Iterator[list[str]]:
 
 
 def _elsewhere(tensor: Tensor, kind: int) -> Tensor:
-    """The same memory as a tensor of the other device."""
+    """View the memory of a tensor as a tensor of the other device."""
     capsule = torch._C._to_dlpack(tensor)
     device = (ctypes.c_int32 * 2).from_address(_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p))
     device[0], device[1] = kind, 0
@@ -122,7 +122,7 @@ def _is_here(value: Any) -> bool:
 
 
 def _mapped(function: Any, value: Any) -> Any:
-    """Of an argument, or of each in a list of them."""
+    """Apply a function to an argument, or to each in a list."""
     if isinstance(value, list | tuple):
         return type(value)(_mapped(function, part) for part in value)
     return function(value)
@@ -130,7 +130,7 @@ def _mapped(function: Any, value: Any) -> Any:
 
 @functools.cache
 def _told(op: Any) -> tuple[str, bool, bool, list[tuple[int, str]]]:
-    """An operator's name, whether it copies, whether it reads back what it has computed, and what it writes to."""
+    """Describe an operator: its name, whether it copies, whether it reads its result back, and what it writes to."""
     name, schema = op.name(), op._schema
     copies = name.partition(".")[0] in COPIES
     changes = any(returned.alias_info is not None and returned.alias_info.is_write for returned in schema.returns)
@@ -143,7 +143,7 @@ def _told(op: Any) -> tuple[str, bool, bool, list[tuple[int, str]]]:
 
 
 def _run(op: Any, *args: Any, **options: Any) -> Any:
-    """An operator, on the CPU."""
+    """Run an operator on the CPU."""
     name, copies, reads, places = _told(op)
     if name.startswith("aten::set_.source_Storage"):
         args[0].data = _elsewhere(_lying_in(*args[1:], like=args[0]), EXTENSION)
@@ -198,7 +198,7 @@ def _listed(value: Any) -> Sequence[Tensor]:
 
 
 def _lying_in(storage: Any, offset: int = 0, size: Any = None, stride: Any = None, *, like: Tensor) -> Tensor:
-    """A tensor of the CPU in the memory of one of the device's storages."""
+    """Make a CPU tensor in the memory of one of the device's storages."""
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     memory.owner = storage
     flat = torch.frombuffer(memory, dtype=like.dtype)
@@ -206,7 +206,7 @@ def _lying_in(storage: Any, offset: int = 0, size: Any = None, stride: Any = Non
 
 
 def _cloned(clone: Any) -> Any:
-    """A copy of a storage: of this device's, too, whose memory PyTorch has no allocator for."""
+    """Copy a storage, of this device too, for whose memory PyTorch has no allocator."""
 
     def cloned(storage: Any) -> Any:
         if storage.device.type != NAME:
@@ -218,7 +218,7 @@ def _cloned(clone: Any) -> Any:
 
 
 def _autocast(name: str, *, lower: bool) -> Any:
-    """An operator's rule for autocast."""
+    """Make an operator's rule for autocast."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)

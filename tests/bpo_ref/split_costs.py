@@ -1,8 +1,8 @@
-"""What splits cost with look-ahead: noise of the gradient times environment steps, on random tabular MDPs.
+"""Cost of splits with look-ahead: noise of the gradient times environment steps, on random tabular MDPs.
 
     python tests/bpo_ref/split_costs.py --mdps 8 --batches 400
 
-Printed is each variant's cost relative to `bpo` with look-ahead, the geometric mean over MDPs and its standard error.
+Prints each variant's cost relative to `bpo` with look-ahead: the geometric mean over MDPs and its standard error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def cost(mdp: MDP, args: Args, batches: int) -> float:
-    """Noise of a batch's gradient times its steps."""
+    """Noise of a batch's gradient times its environment steps."""
     memory, steps = taught(mdp, args), []
 
     def sampled() -> Iterator[list[RolloutTree]]:

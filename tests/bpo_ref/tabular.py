@@ -17,7 +17,7 @@ from sandboxgym.tree import Action, Context, Envs, RolloutTree, Schedule, rollou
 
 @dataclass(frozen=True)
 class MDP:
-    """States 0..S-1; the end is state S. An episode is truncated after ``horizon`` steps."""
+    """An MDP with states 0..S-1 and the end as state S. An episode is truncated after ``horizon`` steps."""
 
     transitions: np.ndarray  # [S, A, S + 1]
     rewards: np.ndarray  # [S, A, S + 1]
@@ -34,11 +34,11 @@ class MDP:
 
     @property
     def entropies(self) -> np.ndarray:
-        """Of the action distribution in every state [S], in nats."""
+        """Entropy of the action distribution in every state [S], in nats."""
         return -(self.policy * np.log(self.policy)).sum(axis=1)
 
     def action_values(self, gamma: float = 1.0) -> np.ndarray:
-        """Q[t, s, a] by dynamic programming from the horizon backwards."""
+        """Action values Q[t, s, a] by dynamic programming from the horizon backwards."""
         states, actions = self.logits.shape
         values = np.zeros((self.horizon + 1, states + 1))
         q = np.zeros((self.horizon, states, actions))
@@ -48,7 +48,7 @@ class MDP:
         return q
 
     def occupancy(self) -> np.ndarray:
-        """P(s_t = s), [t, s], the mean over tasks."""
+        """State probabilities P(s_t = s), [t, s], averaged over tasks."""
         visits = np.zeros((self.horizon, len(self.logits)))
         for start in self.starts:
             visits[0, start] += 1 / len(self.starts)
@@ -57,7 +57,7 @@ class MDP:
         return visits
 
     def gradient(self, gamma: float = 1.0) -> np.ndarray:
-        """E Σ_t ∇log π(a_t|s_t) A_t(s_t, a_t), [S, A]; for γ = 1 the gradient of the expected return.
+        """Exact gradient E Σ_t ∇log π(a_t|s_t) A_t(s_t, a_t), [S, A]; for γ = 1 the gradient of the expected return.
 
         As in every published trainer the state distribution is not discounted (no factor γ^t).
         """
@@ -145,7 +145,7 @@ def random_mdp(*, seed: int = 0, states: int = 5, actions: int = 2, horizon: int
 
 
 def telling_mdp() -> MDP:
-    """The later state's entropy tells which action was taken first, and the first action decides the return.
+    """Make an MDP whose later state's entropy reveals the first action, which decides the return.
 
     Action 0 leads to state 1 (nearly uniform) and reward 1, action 1 to state 2 (nearly certain) and reward 0: ranking
     a finished path's steps by entropy picks state 1 after action 0, and the root after action 1.
@@ -159,13 +159,13 @@ def telling_mdp() -> MDP:
 
 
 Credit = Callable[[Sequence[RolloutTree]], None]
-"""Sets advantages and weights of a batch: `bpo_ref.train.assign_credit` with its settings, or one with an error."""
+"""Function that sets a batch's advantages and weights: `bpo_ref.train.assign_credit`, or a faulty version."""
 
 
 def batches_of(
     mdp: MDP, schedule: Callable[[int], Schedule], *, batches: int, prompts: int = 4, first: int = 0
 ) -> Iterator[list[RolloutTree]]:
-    """Batches of rolled-out trees, the tasks in turn; ``schedule`` makes that of a batch, ``first`` numbers them."""
+    """Roll out batches of trees, the tasks in turn; ``schedule`` makes that of a batch, ``first`` is its number."""
     envs, policy = Envs(lambda: TabularEnv(mdp)), TabularPolicy(mdp)
     tasks = [i % len(mdp.starts) for i in range(prompts)]
     for batch in range(first, first + batches):
@@ -197,11 +197,11 @@ class Comparison:
     """Sample gradients against the exact one."""
 
     z: float
-    """Largest |z| of a parameter."""
+    """Largest |z| of all parameters."""
     critical: float
-    """What ``z`` exceeds with probability ``alpha`` or less if there is no bias (normal, Bonferroni)."""
+    """Bound that ``z`` exceeds with probability ``alpha`` or less if there is no bias (normal, Bonferroni)."""
     bias: float
-    """‖mean - exact‖ / ‖exact‖; Monte-Carlo error included."""
+    """Relative bias ‖mean - exact‖ / ‖exact‖, Monte Carlo error included."""
 
     @property
     def biased(self) -> bool:

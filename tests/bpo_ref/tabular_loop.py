@@ -29,11 +29,11 @@ from bpo_ref.train import Trainer
 from sandboxgym.tree import Action, Context, Envs
 
 LR = 1e-3
-"""Small enough that the second minibatch of an update meets the policy that has sampled it, all but."""
+"""Learning rate, so small that the second mini-batch of an update still meets almost the policy that has sampled it."""
 
 
 class SeveralTasks(TabularEnv):
-    """An `MDP` that says how many tasks it has."""
+    """An `MDP` that gives its number of tasks."""
 
     @property
     def num_tasks(self) -> int:
@@ -41,7 +41,7 @@ class SeveralTasks(TabularEnv):
 
 
 class Table(nn.Module):
-    """Logits of the actions by the token that went before: the least of a causal model."""
+    """The smallest causal model: a table of the actions' logits by the previous token."""
 
     device = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class Table(nn.Module):
 
 
 class TokenPolicy(TabularPolicy):
-    """The policy of an `MDP` with what the trainer keeps of a turn; ``silent``: without the log-probabilities."""
+    """Policy of an `MDP` with the trainer's data of a turn; ``silent``: without the log-probabilities."""
 
     prefilled = reused = None
 
@@ -78,7 +78,7 @@ class TokenPolicy(TabularPolicy):
 
 
 class LoopSession(TrainingSession):
-    """A session whose weights and optimizer are given, with no text, no files and no evaluations."""
+    """Session with given weights and optimizer, without text, files and evaluations."""
 
     def __init__(
         self, args: Args, mdp: MDP, *, reference: np.ndarray | None, values: np.ndarray | None, silent: bool
@@ -132,7 +132,7 @@ class LoopSession(TrainingSession):
 
 
 class LoopTrainer(Trainer):
-    """`Trainer` whose weights and optimizer are given; every update begins at the same weights.
+    """`Trainer` with given weights and optimizer; every update begins at the same weights.
 
     Args:
         args: not resolved.
@@ -164,6 +164,6 @@ class LoopTrainer(Trainer):
 
 
 def penalised(mdp: MDP, reference: np.ndarray, kl: float) -> MDP:
-    """The MDP with the divergence from a reference taken off the rewards, as at the present policy."""
+    """Make the MDP whose rewards are less the divergence from a reference, at the present policy."""
     log_ratio = np.log(mdp.policy) - np.log(replace(mdp, logits=reference).policy)
     return replace(mdp, rewards=mdp.rewards - kl * log_ratio[:, :, None])

@@ -186,7 +186,7 @@ def test_a_failing_update_tells_where_to_go_on(
         patch.setattr(train, "policy_loss", failing)
         patch.setattr(TrainingSession, "catch_signals", lambda self: sessions.append(self))
         trained(tmp_path)
-    assert f"what was learnt up to rl step 2 is in {tmp_path / 'checkpoint'}" in str(error.value)
+    assert f"what was learned up to rl step 2 is in {tmp_path / 'checkpoint'}" in str(error.value)
     trained(tmp_path, resume=True)
     assert metrics(tmp_path) == metrics(finished)
     assert_same_weights(tmp_path, finished)

@@ -28,8 +28,8 @@ from bpo_ref.sampling.generate import Generation, Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy, Turn
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import assign_credit
+from sandboxgym.adapters.prompts import Prompt, React, make_prompt
 from sandboxgym.core import Transition
-from sandboxgym.prompts import Prompt, React, make_prompt
 from sandboxgym.tree import Action, Context, Edge, Envs, Node, RolloutTree, Schedule, rollout
 from sandboxgym.wrappers import outcomes
 

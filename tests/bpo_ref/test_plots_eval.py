@@ -65,11 +65,11 @@ def test_a_panel_shared_by_processes_is_the_whole_panel(envs: Envs) -> None:
     assert score == evaluate(Talker(), envs, 20)
 
 
-def test_environment_arguments_are_yaml() -> None:
+def test_environment_arguments_are_written_as_everywhere() -> None:
     env = make_env("toys/Corridor-v0", ["length=3"], 7)
     assert env.unwrapped.length == 3
     assert env.spec is not None and env.spec.max_episode_steps == 7
-    with pytest.raises(ValueError, match=r"name=value.*length"):
+    with pytest.raises(ValueError, match=r"NAME=VALUE.*length"):
         make_env("toys/Corridor-v0", ["length"], 7)
 
 

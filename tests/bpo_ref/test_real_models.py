@@ -41,7 +41,7 @@ from bpo_ref.sampling.chat import ChatFormat, TemplateError
 from bpo_ref.sampling.generate import Generator, token_logps
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations
 from bpo_ref.train import Trainer
-from sandboxgym.prompts import make_prompt
+from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.tree import Envs
 
 needs_peft = pytest.mark.usefixtures("peft")

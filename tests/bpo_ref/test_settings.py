@@ -55,7 +55,8 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "betas": ((0.9, 0.95), (0.0, 0.0), (0.9, 1.0)), "adam_eps": (1e-8, 0.0, 1e-3), "max_grad_norm": (1.0, 1e-3, 0.0),
     "updates": (1, 1, 2), "lora_alpha": (32, 1), "threads": (1, 2), "process_timeout": (24.0, 0.5, 0.0),
     "backend": ("hf", "hf", "hf", "transformers-continuous"), "model": ("tiny:0.2M", "tiny:0.2M", "tiny:none"),
-    "init_from": (None, None, "./no-such-folder"), "resume": (False, False, True), "trackers": ((), ("none-such",)),
+    "init_from": (None, None, "./no-such-folder"), "resume": (False, False, True), "overwrite": (False, False, True),
+    "trackers": ((), ("none-such",)),
     "env_id": (wordgame.ENV_ID, wordgame.ENV_ID, wordgame.ENV_ID, "no-such/Env-v0"),
     "env_kwargs": ((), (), ("no_such=1",), ("no equals sign",)), "eval_kwargs": ((), (), ("no_such=1",)),
     "expert_kwargs": ((), (), ("no equals sign",)), "sft_data": (None, None, "./no-such-file.jsonl"),
@@ -129,7 +130,7 @@ def outcome(options: dict[str, Any], out: Path) -> str:
         assert named in fields, f"the message begins with no field: {error}"
         return f"refused: {named}"
     logged: list[dict[str, float]] = []
-    trainer.session.log.scalars = lambda metrics, step: logged.append(dict(metrics))  # type: ignore[method-assign]
+    trainer.session.log.scalars = lambda metrics, stage, step: logged.append(dict(metrics))  # type: ignore[method-assign]
     try:
         if trainer.args.algo == "sft":
             return "updated"

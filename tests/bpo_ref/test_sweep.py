@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,13 @@ def test_finished_runs_are_not_repeated_and_interrupted_ones_go_on(tmp_path: Pat
         {"rloo": "--algo rloo"}, tmp_path, config="c.yaml", seeds=range(3, 8), launch="python", extra=[], starts=2
     )
     assert [command[command.index("--seed") + 1] for command in starts] == ["1"]  # 0 has finished
+    (tmp_path / "grpo-seed0").mkdir()
+    (tmp_path / "grpo-seed0" / "metrics.jsonl").write_text("{}")  # stopped before its first checkpoint
+    (tmp_path / "grpo-seed1" / "checkpoint.old").mkdir(parents=True)  # between the two renames of a save
+    _, again = commands(variants, tmp_path, config="c.yaml", seeds=[0, 1], launch="python", extra=[])
+    ends = {sweep.folder_of(command).name: command[-2:] for command in again}
+    assert ends["grpo-seed0"] == ["--overwrite", "True"] and ends["grpo-seed1"] == ["--resume", "True"]
+    assert "--overwrite" not in shlex.join([*again[0], *again[2]])
     begun = [command[command.index("--init-from") + 1][-len("seedN/checkpoint") :] for command in runs]
     assert begun == [f"seed{seed % 2}/checkpoint" for seed in range(3, 8)]
 
@@ -201,20 +210,27 @@ def test_a_rollout_of_several_processes_costs_their_time_together(tmp_path: Path
 
 
 def test_a_run_that_was_stopped_does_not_count_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer exits with 0 when it is asked to stop; from a start that was, no variant may begin."""
+    """From a start that was asked to stop no variant may begin."""
     begun: list[Path] = []
 
     def stopping(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
         begun.extend(map(sweep.folder_of, commands))
 
     monkeypatch.setattr(sweep, "run_all", stopping)
-    with pytest.raises(SystemExit, match=r"stopped before the end: .*start-seed0.*; the same command goes on"):
+    with pytest.raises(SystemExit, match=r"stopped early: .*start-seed0.*; run the same command to continue"):
         main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
     assert begun == [tmp_path / "start-seed0"]
     (tmp_path / "start-seed0").mkdir()
     (tmp_path / "start-seed0" / "results.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"stopped before the end: .*bpo-paper-0\.0-seed0"):
+    with pytest.raises(SystemExit, match=r"stopped early: .*bpo-paper-0\.0-seed0"):
         main(["lambda", "--config", "c.yaml", "--seeds", "0", "--only", "bpo-paper-0.0", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize(("status", "failed"), [(0, False), (130, False), (143, False), (1, True)])
+def test_a_run_that_was_asked_to_stop_has_not_failed(tmp_path: Path, status: int, failed: bool) -> None:
+    command = [sys.executable, "-c", f"raise SystemExit({status})"]
+    with pytest.raises(SystemExit, match="failed") if failed else nullcontext():
+        sweep.run_all([command], tmp_path / "log.txt", 1)
 
 
 @pytest.mark.slow

@@ -76,5 +76,5 @@ def test_features_that_are_no_numbers_are_refused(told: object) -> None:
 
 
 def test_states_with_more_or_fewer_features_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"as many in every state, found \[2, 3\]"):
+    with pytest.raises(ConfigError, match=r"the same number in every state, found \[2, 3\]"):
         taught(1).values([Features((1.0, 0.3, 0.1), 2, 0, "find")])

@@ -1,4 +1,4 @@
-"""Trains by several lists of arguments, one after another, as bpo_ref/train.py does by one: a launcher's start takes
+"""Train with several lists of arguments in sequence, as bpo_ref/train.py does with one: starting a launcher takes
 longer than two updates. A random model's answers are all wrong, so the reward here is drawn by their first tokens."""
 
 from __future__ import annotations

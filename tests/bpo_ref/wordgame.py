@@ -1,4 +1,4 @@
-"""A text game that an untrained policy wins every other time: whole training runs in seconds, every seed learning."""
+"""A text game that an untrained policy wins half of the time: training runs in seconds, and learns with every seed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WordGame(SnapshotEnv[str, str]):
 
 
 class Expert:
-    """Always says a word of four letters."""
+    """Expert that always answers with a word of four letters."""
 
     noisy = False
 
@@ -73,10 +73,10 @@ if "toys/WordGame-v0" not in gym.registry:
 
 
 class Perishing(WordGame):
-    """The same in an environment that does not live for ever."""
+    """The game in an environment that can die."""
 
     fate: ClassVar[Callable[[WordGame, str], bool]] = staticmethod(lambda env, action: False)
-    """Whether it dies of an action."""
+    """Tell whether an action kills it."""
 
     def step(self, action: str):
         if Perishing.fate(self, action):
@@ -89,7 +89,7 @@ if "toys/Perishing-v0" not in gym.registry:
 
 
 class Talkative(WordGame):
-    """The same, where some tasks begin with a text of hundreds of words."""
+    """The game with some tasks that begin with a text of hundreds of words."""
 
     long: ClassVar[frozenset[int]] = frozenset((1, 4))
 
@@ -103,7 +103,7 @@ if "toys/Talkative-v0" not in gym.registry:
 
 
 class Keyed(WordGame):
-    """The same with another kind of ``progress_key``."""
+    """The game with another kind of ``progress_key``."""
 
     key: ClassVar[Callable[[int], Any]] = staticmethod(lambda parity: parity)
 
@@ -117,12 +117,12 @@ if "toys/Keyed-v0" not in gym.registry:
 
 
 class Masking(WordGame):
-    """The same where an action may end the episode so that its reward says nothing."""
+    """The game with actions that end the episode so that its reward is meaningless."""
 
     fate: ClassVar[Callable[[WordGame, str], str]] = staticmethod(lambda env, action: "")
-    """The verdict with which an action ends it; empty if it does not."""
+    """Verdict with which an action ends the episode; empty if it does not."""
     mark: ClassVar[bool] = True
-    """Whether the environment says that these are to be left out."""
+    """True if the environment marks these episodes as masked."""
     suspected: ClassVar[Callable[[WordGame], bool]] = staticmethod(lambda env: False)
 
     def step(self, action: str):
@@ -139,7 +139,7 @@ if "toys/Masking-v0" not in gym.registry:
 
 
 class FreeText(SnapshotEnv[str, str]):
-    """Three turns of text that no word list foresees; repeating the last word wins. The least that training needs of
+    """Three turns of text outside any word list; repeating the last word wins. The least that training needs of
     an environment: no ``num_tasks``, no ``success``, no ``progress_key``, no list of actions.
     """
 
@@ -175,7 +175,7 @@ class FreeText(SnapshotEnv[str, str]):
 
 
 class Repeater:
-    """Says the last word, in two lines."""
+    """Policy that says the last word, in two lines."""
 
     noisy = False
 

@@ -41,21 +41,21 @@ def run(monkeypatch, capsys):
 
 @dataclass
 class Files:
-    """What the server serves, and how badly."""
+    """Files of the server, and its misbehaviour."""
 
     url: str = ""
     content: dict[str, bytes] = field(default_factory=dict)
     cut_after: list[int] = field(default_factory=list)
-    """How many bytes to send before cutting the next answers; then whole ones."""
+    """Number of bytes after which the next answers are cut; later ones are whole."""
     ranges: bool = True
     tags: bool = True
     failures: list[int] = field(default_factory=list)
     """Statuses of the next answers."""
     media: str = "application/octet-stream"
     stall: threading.Event | None = None
-    """Wait for this after the first half of an answer."""
+    """Seconds to wait after the first half of an answer."""
     asked: list[str | None] = field(default_factory=list)
-    """The Range header of every request."""
+    """Range header of every request."""
     sent: int = 0
 
 

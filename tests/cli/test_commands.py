@@ -8,17 +8,19 @@ import re
 import subprocess
 import sys
 import types
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import sandboxgym
 from sandboxgym import cli, data
-from sandboxgym.cli import doctor, environments, passing, probes
+from sandboxgym.cli import doctor, environments, passing
 from sandboxgym.cli.doctor import summary
-from sandboxgym.cli.probes import Finding
+from sandboxgym.cli.support import doctor_checks
 from sandboxgym.core import SnapshotSpec
+from sandboxgym.registration import card_of, data_set
+from sandboxgym.system.findings import Finding
 
 ROOT = Path(__file__).parents[2]
 STATUSES = {"ok", "limited", "missing"}
@@ -75,8 +77,19 @@ def test_list_shows_ours_and_others_on_demand(run):
     assert "toys/Corridor-v0" in out and "CartPole" not in out
 
 
+def test_an_environment_of_this_folder_is_named_with_its_module(run, tmp_path, monkeypatch):
+    (tmp_path / "here_env.py").write_text(
+        "import gymnasium as gym\ngym.register('Here-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, out, err = run("info", "here_env:Here-v0")
+    assert status == 0 and out.startswith("Here-v0"), err
+
+
 def test_list_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr("sandboxgym.cli.environments._NEEDS", {"sandboxgym/WebShop-v0": ("webshop", "no_such_module")})
+    card = replace(card_of("sandboxgym/WebShop-v0"), module="no_such_module")
+    monkeypatch.setattr("sandboxgym.envs.webshop.card.CARD", card)
     _, out, _ = run("list")
     assert re.search(r"^sandboxgym/WebShop-v0 .* pip install 'sandboxgym\[webshop\]'", out, re.MULTILINE)
 
@@ -85,8 +98,8 @@ def test_the_trainer_is_a_command_and_says_what_it_lacks(run, monkeypatch):
     status, _, err = run("train", "--config", "alfworld-tinny")
     assert status == 1 and "did you mean 'alfworld-tiny'?" in err
     monkeypatch.setattr(passing, "find_spec", lambda name: None if name == "torch" else object())
-    for command in ("train", "eval"):
-        status, _, err = run(command, "--help")
+    for command, *more in (("train",), ("eval", "--checkpoint", "folder")):
+        status, _, err = run(command, *more, "--help")
         assert status == 1 and err == f"sandboxgym {command}: needs torch: pip install 'sandboxgym[train]'\n"
 
 
@@ -117,7 +130,7 @@ def test_info_describes_arguments_snapshots_and_data(run, tmp_path):
     arguments = {argument["name"]: argument for argument in about["arguments"]}
     assert arguments["limit"]["default"] == "None" and "so many games" in arguments["limit"]["about"]
     assert about["data"][0]["directory"] == str(tmp_path / "data" / "alfworld") and about["data"][0]["found"] == []
-    game = data.directory("alfworld") / "json_2.1.1/valid_seen/task/trial/game.tw-pddl"
+    game = data.directory(data_set("alfworld")) / "json_2.1.1/valid_seen/task/trial/game.tw-pddl"
     game.parent.mkdir(parents=True)
     game.write_text("{}")
     _, out, _ = run("info", "ALFWorld-v0")
@@ -166,8 +179,8 @@ def test_doctor_finds_something_about_everything_and_leaves_nothing(run, tmp_pat
 
 @pytest.fixture
 def found(monkeypatch):
-    ok = probes.Finding("docker", "ok", "27.0", "containers")
-    limited = probes.Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
+    ok = Finding("docker", "ok", "27.0", "containers")
+    limited = Finding("criu", "limited", "too old " * 30, "full snapshots", "a newer one")
     monkeypatch.setattr(doctor, "PROBES", (lambda: ok, lambda: iter([limited])))
 
 
@@ -183,7 +196,7 @@ def test_a_trial_that_breaks_does_not_hide_the_others(run, monkeypatch):
     def broken():
         raise RuntimeError("unheard of")
 
-    monkeypatch.setattr(doctor, "PROBES", (broken, probes.cores))
+    monkeypatch.setattr(doctor, "PROBES", (broken, doctor_checks.cores))
     status, out, _ = run("doctor")
     assert status == 0 and "RuntimeError: unheard of" in out and "cores" in out
 
@@ -203,22 +216,22 @@ def test_docker_is_asked_over_its_socket(monkeypatch, tmp_path):
         thread = threading.Thread(target=daemon.handle_request)
         thread.start()
         monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
-        finding = probes.docker()
+        finding = doctor_checks.docker()
         thread.join()
     assert finding.status == "ok" and "27.3.1" in finding.detail
-    finding = probes.docker()
+    finding = doctor_checks.docker()
     assert finding.status == "missing" and finding.fix
 
 
 def test_a_trial_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(probes, "SECONDS", 0.2)
-    assert probes._run(["sleep", "30"]) is None
-    assert probes._why(probes._unshare(script="sleep 30")) == "no answer within 0.2 s"
+    monkeypatch.setattr(doctor_checks, "SECONDS", 0.2)
+    assert doctor_checks._run(["sleep", "30"]) is None
+    assert doctor_checks._why(doctor_checks._unshare(script="sleep 30")) == "no answer within 0.2 s"
 
 
 def test_overlay_says_why_it_does_not_work(monkeypatch):
-    monkeypatch.setattr(probes, "_OVERLAY", "echo 'mount: unknown filesystem type' >&2; exit 32")
-    finding = probes.overlay()
+    monkeypatch.setattr(doctor_checks, "_OVERLAY", "echo 'mount: unknown filesystem type' >&2; exit 32")
+    finding = doctor_checks.overlay()
     assert finding.status == "missing" and finding.fix
-    monkeypatch.setattr(probes.shutil, "which", lambda name: None)
-    assert probes.overlay().detail == "no `unshare` command"
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: None)
+    assert doctor_checks.overlay().detail == "no `unshare` command"

@@ -14,10 +14,13 @@ import time
 import zipfile
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
-from sandboxgym import data
-from sandboxgym.cli import download, transfer
+from sandboxgym import EnvCard, SnapshotWrapper, TaskEnv, data
+from sandboxgym.cli import download
+from sandboxgym.cli.support import transfer
+from sandboxgym.registration import data_set
 
 ROOT = Path(__file__).parents[2]
 TREE = {f"json_2.1.1/valid_seen/pick_and_place_simple-{n}/trial/game.tw-pddl": os.urandom(40_000) for n in range(5)}
@@ -38,10 +41,12 @@ def toy(monkeypatch, server):
     server.content = {"games.zip": zipped(TREE), "rows.parquet": ROWS}
     archive = data.DataFile("games.zip", f"{server.url}/games.zip", holds=("json_2.1.1/*/*/*/game.tw-pddl",))
     rows = data.DataFile("rows.parquet", f"{server.url}/rows.parquet", other_names=("rows.jsonl",))
-    dataset = data.DataSet("toy", "toys/Toy-v0", "a toy", "none", {"games": (archive,), "rows": (rows,)})
-    monkeypatch.setitem(data.DATASETS, "toy", dataset)
+    dataset = data.DataSet("toy", "a toy", "none", {"games": (archive,), "rows": (rows,)})
+    toy = type("Toy", (TaskEnv,), {"card": EnvCard(data_sets=(dataset,))})
+    gym.register("toys/Toy-v0", entry_point=toy, additional_wrappers=(SnapshotWrapper.wrapper_spec(),))
     monkeypatch.setattr(transfer.time, "sleep", lambda seconds: None)
-    return data.directory("toy")
+    yield data.directory(dataset)
+    del gym.registry["toys/Toy-v0"]
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -55,7 +60,7 @@ def test_an_archive_is_fetched_unpacked_recorded_and_nothing_else_stays(run, toy
     record = json.loads(found.pop("downloads.json"))
     assert found == TREE
     assert record["games.zip"]["sha256"] == hashlib.sha256(server.content["games.zip"]).hexdigest()
-    assert data.parts_found("toy") == ["games"] and data.find("toy") == toy
+    assert data.parts_found(data_set("toy")) == ["games"] and data.find(data_set("toy")) == toy
 
 
 def test_what_is_there_is_not_fetched_again(run, toy, server):
@@ -114,7 +119,7 @@ def test_a_killed_download_goes_on_in_the_next_process(run, toy, server, tmp_pat
         process.wait()
     server.stall.set()
     had = part.stat().st_size
-    assert data.parts_found("toy") == []
+    assert data.parts_found(data_set("toy")) == []
     assert run("download", "toy")[0] == 0
     assert server.asked[-1] == f"bytes={had}-"
     found = contents(toy)
@@ -136,7 +141,7 @@ def test_an_interruption_while_files_are_put_in_place_is_repaired(run, toy, serv
     with monkeypatch.context() as patch:
         patch.setattr(download, "merge", interrupted)
         assert run("download", "toy", *source)[0] == 130
-    assert data.parts_found("toy") == ["games"]  # one game is there
+    assert data.parts_found(data_set("toy")) == ["games"]  # one game is there
     assert run("download", "toy", *source)[0] == 0
     found = contents(toy)
     del found["downloads.json"]
@@ -161,14 +166,14 @@ def test_files_at_hand_replace_the_network(run, toy, tmp_path, server):
     status, _, err = run("download", "toy", "--part", "games", "rows", "--from", str(tmp_path))
     assert status == 0, err
     assert server.asked == []
-    assert (toy / "rows.jsonl").exists() and data.parts_found("toy") == ["games", "rows"]
+    assert (toy / "rows.jsonl").exists() and data.parts_found(data_set("toy")) == ["games", "rows"]
     assert (tmp_path / "games.zip").exists()
 
 
 def test_one_file_at_hand_may_have_any_name(run, toy, tmp_path, server):
     (tmp_path / "mine.zip").write_bytes(server.content["games.zip"])
     assert run("download", "toy", "--from", str(tmp_path / "mine.zip"))[0] == 0
-    assert data.parts_found("toy") == ["games"]
+    assert data.parts_found(data_set("toy")) == ["games"]
     server.content["games.zip"] = zipped(TREE | {"more": b""})  # what is published need not be that file
     assert run("download", "toy", "--force")[0] == 0
 
@@ -199,7 +204,7 @@ def test_offline_the_error_says_how_to_do_it_by_hand(run, toy, server):
     assert status == 1
     assert f"{url}/elsewhere/games.zip: HTTP 404" in err
     assert f"curl -L -C - -o games.zip '{url}/games.zip'" in err and "--from DIRECTORY" in err
-    assert not toy.exists() and data.find("toy") is None
+    assert not toy.exists() and data.find(data_set("toy")) is None
 
 
 def test_a_full_disk_is_found_out_first(run, toy, server, monkeypatch):
@@ -228,7 +233,7 @@ def test_wrong_usage_is_told_apart(run, arguments, message):
 
 
 def test_official_games_are_opened_as_the_environment_does(run, tmp_path, server, monkeypatch):
-    from sandboxgym.envs.alfworld.generate import generate_game
+    from sandboxgym.envs.alfworld.games.generate import generate_game
 
     name = "json_2.1.1/valid_seen/pick_and_place_simple-Mug/trial/game.tw-pddl"
     server.content["json_2.1.2_tw-pddl.zip"] = zipped({name: generate_game("train", 0)})
@@ -241,9 +246,41 @@ def test_official_games_are_opened_as_the_environment_does(run, tmp_path, server
     assert (tmp_path / "named").is_dir()
 
 
+def test_a_data_set_of_another_package_is_fetched_once_that_is_imported(run, tmp_path, server, monkeypatch):
+    (tmp_path / "others.py").write_text(f"""
+import gymnasium
+from sandboxgym import EnvCard, SnapshotWrapper, TaskEnv
+from sandboxgym.data import DataFile, DataSet
+
+FILE = DataFile("rows.parquet", "{server.url}/rows.parquet")
+ROWS = DataSet("others", "rows", "none", {{"rows": (FILE,)}}, check="others:check")
+
+def check(root):
+    if (root / "broken").exists():
+        raise ValueError("no rows that can be played")
+    return ["1 row"]
+
+class Others(TaskEnv):
+    card = EnvCard(data_sets=(ROWS,))
+
+gymnasium.register("others/Others-v0", entry_point=Others, additional_wrappers=(SnapshotWrapper.wrapper_spec(),))
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "invalid choice: 'others'" in run("download", "others")[2]
+    try:
+        status, out, err = run("download", "others", "--import", "others")
+        assert status == 0 and "1 row" in out, err
+        assert data.parts_found(data_set("others")) == ["rows"]
+        (data.directory(data_set("others")) / "broken").touch()
+        status, _, err = run("download", "--import", "others", "--", "others")
+        assert status == 1 and "no rows that can be played" in err
+    finally:
+        gym.registry.pop("others/Others-v0", None)
+
+
 @pytest.mark.parametrize("name", ["alfworld", "webshop", "swebench"])
 def test_every_known_data_set_is_described_in_full(name):
-    dataset = data.DATASETS[name]
+    dataset = data_set(name)
     assert dataset.about and dataset.licence and dataset.about_parts.keys() == dataset.parts.keys()
     for file in (file for files in dataset.parts.values() for file in files):
         assert file.url.startswith("https://") and "/" not in file.name

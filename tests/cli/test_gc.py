@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym import data, format, leftovers
-from sandboxgym.leftovers import claim, give_back, reap, register_reaper, runtime_dir
+from sandboxgym import data, serialization
+from sandboxgym.registration import data_set
+from sandboxgym.system import run_directories
+from sandboxgym.system.run_directories import claim, give_back, reap, register_reaper, runtime_dir
 
 ROOT = Path(__file__).parents[2]
 CLAIM = """
 import sys, os
-from sandboxgym.leftovers import claim
+from sandboxgym.system.run_directories import claim
 path = claim("test")
 (path / "scratch").mkdir()
 (path / "scratch" / "file").write_bytes(bytes(1000))
@@ -42,7 +44,7 @@ def owner(*arguments):
 
 
 def old(path: Path) -> Path:
-    before = time.time() - leftovers.STALE_SECONDS - 60
+    before = time.time() - run_directories.STALE_SECONDS - 60
     os.utime(path, (before, before))
     return path
 
@@ -77,7 +79,7 @@ def test_a_forked_child_does_not_take_its_parents_directory_with_it():
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            leftovers._give_back_all()
+            run_directories._give_back_all()
         os._exit(0)
     os.waitpid(child, 0)
     assert path.exists()
@@ -100,7 +102,7 @@ def test_a_forked_child_does_not_take_its_parents_directory_with_it():
 )
 def test_who_counts_as_gone(change, reaped):
     path = claim("test")
-    record = path / leftovers.OWNER
+    record = path / run_directories.OWNER
     record.write_text(json.dumps({**json.loads(record.read_text()), **change}))
     assert [item.path for item in reap()] == ([path] if reaped else [])
     assert path.exists() is not reaped
@@ -111,22 +113,22 @@ def test_who_counts_as_gone(change, reaped):
 def test_a_directory_without_an_intact_owner_is_not_touched(content):
     path = runtime_dir() / "something-of-yours"
     path.mkdir()
-    (path / leftovers.OWNER).write_bytes(content)
+    (path / run_directories.OWNER).write_bytes(content)
     assert reap() == [] and path.exists()
 
 
 def test_a_reaper_sees_the_directory_first_and_its_failure_keeps_it(monkeypatch):
-    monkeypatch.setattr(leftovers, "_reapers", {})
+    monkeypatch.setattr(run_directories, "_reapers", {})
     seen = []
 
     def reaper(path):
-        seen.append((path / leftovers.OWNER).exists())
+        seen.append((path / run_directories.OWNER).exists())
         if len(seen) == 1:
             raise RuntimeError("still busy")
 
     register_reaper("test", reaper)
     path = claim("test")
-    record = path / leftovers.OWNER
+    record = path / run_directories.OWNER
     record.write_text(json.dumps({**json.loads(record.read_text()), "started": "1"}))
     (kept,) = reap()
     assert (kept.removed, kept.note) == (False, "still busy") and path.exists()
@@ -137,9 +139,9 @@ def test_a_reaper_sees_the_directory_first_and_its_failure_keeps_it(monkeypatch)
 def test_nothing_is_deleted_through_a_mount(monkeypatch):
     path = claim("test")
     (path / "mounted").mkdir()
-    monkeypatch.setattr(leftovers, "mount_points", lambda: [Path("/"), path / "mounted"])
+    monkeypatch.setattr(run_directories, "mount_points", lambda: [Path("/"), path / "mounted"])
     with pytest.raises(OSError, match="still mounted"):
-        leftovers.remove_tree(path)
+        run_directories.remove_tree(path)
     assert (path / "mounted").exists()
     monkeypatch.undo()
 
@@ -150,8 +152,8 @@ def test_a_removal_that_is_interrupted_anywhere_is_finished_by_the_next(monkeypa
         for name in ("a", "b/c", "z"):
             (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_bytes(b"x")
-        record = json.loads((path / leftovers.OWNER).read_text())
-        (path / leftovers.OWNER).write_text(json.dumps({**record, "started": "1"}))
+        record = json.loads((path / run_directories.OWNER).read_text())
+        (path / run_directories.OWNER).write_text(json.dumps({**record, "started": "1"}))
         left = iter(range(steps))
 
         def dying(call, left=left):
@@ -179,7 +181,7 @@ def test_two_do_not_reap_at_once():
         process.kill()
         process.wait()
         with open(runtime_dir() / ".lock", "ab") as lock:
-            assert leftovers.try_lock(lock)
+            assert run_directories.try_lock(lock)
             assert reap() == [] and path.exists()
         assert len(reap()) == 1
 
@@ -202,7 +204,7 @@ def test_kinds_are_plain_names(kind):
 @pytest.fixture
 def litter():
     """(what is left behind, what must stay)."""
-    downloads = data.directory("webshop") / ".downloads"
+    downloads = data.directory(data_set("webshop")) / ".downloads"
     cache = data.cache_dir() / "alfworld"
     for folder in (downloads, cache, runtime_dir()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,7 +236,7 @@ def test_gc_says_first_and_then_removes_what_is_stale(run, litter):
 def test_a_running_download_is_left_alone(run, litter):
     left, _ = litter
     with open(left[0].parent / "lock", "ab") as lock:
-        assert leftovers.try_lock(lock)
+        assert run_directories.try_lock(lock)
         run("gc")
         assert left[0].exists() and not left[1].exists()
     run("gc")
@@ -257,9 +259,9 @@ def test_the_names_of_atomic_writes_are_those_that_gc_knows(tmp_path, monkeypatc
         seen.append(Path(source).name)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(format.os, "replace", stop)
+    monkeypatch.setattr(serialization.os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        format.write_atomic(tmp_path / "a.snap", b"x")
+        serialization.write_atomic(tmp_path / "a.snap", b"x")
     assert _TEMPORARY.fullmatch(seen[0])
 
 

@@ -13,9 +13,9 @@ from gymnasium import spaces
 
 import sandboxgym
 from sandboxgym import Unicode
-from sandboxgym.cli.exploration import CannotGo, Exploration, draw
 from sandboxgym.cli.play import Player, parse_action
-from sandboxgym.cli.screen import Screen
+from sandboxgym.cli.support.history import CannotGo, Exploration, draw
+from sandboxgym.cli.support.terminal import Screen
 
 
 def statuses(out: str) -> list[str]:

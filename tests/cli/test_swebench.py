@@ -19,9 +19,12 @@ from pathlib import Path
 import pytest
 from components import missing
 
-from sandboxgym.cli import swebench, swebench_jobs
-from sandboxgym.cli.screen import harmless
-from sandboxgym.envs.swebench import mini, prepared, record
+from sandboxgym.cli import swebench
+from sandboxgym.cli.support import swebench_jobs
+from sandboxgym.cli.support.terminal import harmless
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.rows import record
+from sandboxgym.envs.swebench.workspaces import prepared
 
 ROOT = Path(__file__).parents[2]
 UNSAFE = ("--backend", "copy", "--allow-unsafe")
@@ -124,7 +127,7 @@ def test_a_worker_that_dies_costs_one_row(run, monkeypatch):
 def test_a_worker_ends_with_its_owner_however_that_ended():
     code = """
 import sys, time
-from sandboxgym.cli import swebench_jobs
+from sandboxgym.cli.support import swebench_jobs
 def work(*_):
     try:
         print("works", flush=True)
@@ -174,7 +177,7 @@ def test_processes_prepare_at_the_same_time_what_is_then_there_once(own_director
 def test_an_interruption_takes_everything_down(own_directories):
     code = """
 import sys
-from sandboxgym.cli import main, swebench_jobs
+from sandboxgym.cli import main; from sandboxgym.cli.support import swebench_jobs
 work = swebench_jobs.carry_out
 def told(*arguments, **options):
     for number, answer in enumerate(work(*arguments, **options)):

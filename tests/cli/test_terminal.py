@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.cli.progress import BarProgress, PlainProgress, progress
+from sandboxgym.cli.support.progress import BarProgress, PlainProgress, progress
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sandboxgym.cli.transfer import TransferError, fetch
+from sandboxgym.cli.support.transfer import TransferError, fetch
 
 CONTENT = random.Random(0).randbytes(300_000)
 

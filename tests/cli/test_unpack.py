@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from sandboxgym.cli.unpack import UnsafeArchive, merge, unpack
+from sandboxgym.cli.support.unpack import UnsafeArchive, merge, unpack
 
 
 def zip_of(path, members):

@@ -1,4 +1,4 @@
-"""Lets the tests of the suite import the faulty environments beside them."""
+"""Let the tests of the suite import the faulty environments beside them."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ import gymnasium as gym
 from toy_envs import Corridor, Dice
 
 from sandboxgym import SnapshotSpec
-from sandboxgym.conformance.adapters import DeepCopySnapshots
+from sandboxgym.conformance.baselines import DeepCopySnapshots
 
 
 class Shared(Corridor):
-    """The log of visited cells is one for an environment and its snapshots."""
+    """Fault: an environment and its snapshots share the log of visited cells."""
 
     def snapshot(self):
         snap = super().snapshot()
@@ -25,7 +25,7 @@ class Shared(Corridor):
 
 
 class Unseeded(Dice):
-    """A restore leaves the random stream where it is."""
+    """Fault: a restore leaves the random stream unchanged."""
 
     def restore(self, snap, *, seed=None):
         before = self.np_random.bit_generator.state if self._was_reset else None
@@ -36,7 +36,7 @@ class Unseeded(Dice):
 
 
 class Flaky(Corridor):
-    """Every 40th restore forgets the way."""
+    """Fault: every 40th restore forgets the way."""
 
     restores = 0
 
@@ -46,7 +46,7 @@ class Flaky(Corridor):
 
 
 class Replaying(Corridor):
-    """Declares constant cost, and takes time for each step of the episode."""
+    """Fault: declares constant cost, and takes time for each step of the episode."""
 
     def __init__(self, length: int = 500, render_mode: str | None = None) -> None:
         super().__init__(length, render_mode)
@@ -58,7 +58,7 @@ class Replaying(Corridor):
 
 
 class Foreign(gym.Env[int, int]):
-    """A third party's: nothing of the package but the protocol."""
+    """A third party's environment, which uses nothing of the package but the protocol."""
 
     snapshot_spec = SimpleNamespace(kind="memory", cost="constant", rng=True, cross_process=False, cross_host=False)
     observation_space = gym.spaces.Discrete(100)
@@ -111,13 +111,13 @@ def deep_copied(id: str = "FrozenLake-v1", **arguments: Any) -> DeepCopySnapshot
 
 
 class Undeclared(Dice):
-    """Says that random streams are not captured."""
+    """Environment that declares random streams as not captured."""
 
     snapshot_spec = SnapshotSpec(rng=False)
 
 
 class Pickled:
-    """A handle that unpickles whatever file it is given."""
+    """Fault: a handle that unpickles any file it is given."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -130,7 +130,7 @@ class Pickled:
         return cls(pickle.loads(Path(path).read_bytes()))
 
     def release(self) -> None:
-        """Forgets to."""
+        """Forget to release."""
 
 
 class RunsFiles(Foreign):
@@ -145,7 +145,7 @@ NeverReleases = RunsFiles
 
 
 class AcceptsAll(Corridor):
-    """Takes what it is given for a snapshot of its own."""
+    """Fault: accepts any object as a snapshot of its own."""
 
     def restore(self, snap, *, seed=None):
         try:
@@ -155,7 +155,7 @@ class AcceptsAll(Corridor):
 
 
 class LeaksThreads(Corridor):
-    """Every fork starts a thread that nothing stops."""
+    """Fault: every fork starts a thread that nothing stops."""
 
     def fork(self, k, *, seed=None):
         threading.Thread(target=threading.Event().wait, daemon=True).start()  # not for a time: rounds may take long
@@ -163,7 +163,7 @@ class LeaksThreads(Corridor):
 
 
 class KeepsChildren(Foreign):
-    """All forks ever made are in a list until a fork is complete."""
+    """Fault: all forks ever made stay in a list until a fork is complete."""
 
     made: list[Any] = []
 
@@ -178,7 +178,7 @@ class KeepsChildren(Foreign):
 
 
 class CountsTogether(Corridor):
-    """The steps of all environments are counted in one attribute of the class."""
+    """Fault: the steps of all environments are counted in one attribute of the class."""
 
     steps = [0]
 
@@ -200,7 +200,7 @@ class CountsTogether(Corridor):
 
 
 class HashDependent(Corridor):
-    """A name is chosen by the order of a set."""
+    """Fault: a name is chosen by the order of a set."""
 
     def reset(self, *, seed=None, options=None):
         self.names = list({f"name {number}" for number in range(20)})

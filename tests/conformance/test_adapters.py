@@ -6,7 +6,7 @@ import pytest
 
 from sandboxgym import Snapshot
 from sandboxgym.conformance import check_snapshot
-from sandboxgym.conformance.adapters import ReplaySnapshots, deep_copied
+from sandboxgym.conformance.baselines import ReplaySnapshots, deep_copied
 
 EXACT = ["restore.trace_equality", "restore.seeded", "restore.random_streams", "fork.seeded_independent"]
 

@@ -19,10 +19,10 @@ from sandboxgym.conformance import ConformanceError, MakeSpec, Subject, Verdict,
 from sandboxgym.conformance.check import REGISTRY, Budget, Check, Failed, Inconclusive, Level, Skipped, check
 from sandboxgym.conformance.checks.restore import in_time
 from sandboxgym.conformance.checks.snapshot import scribble
-from sandboxgym.conformance.recording import Scene
-from sandboxgym.conformance.reports import write_json
+from sandboxgym.conformance.harness.canonical import canonical, difference
+from sandboxgym.conformance.harness.scenario import Scene
+from sandboxgym.conformance.reports.formats import write_json
 from sandboxgym.conformance.runner import pace, run_check
-from sandboxgym.conformance.values import canonical, difference
 
 SMALL = Budget("small", traces=2, steps=30, repeats=30, forks=3, cycles=5, depth=20, samples=50, seconds=0.2)
 

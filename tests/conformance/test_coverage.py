@@ -16,12 +16,13 @@ import toy_envs
 from gymnasium import spaces
 
 from sandboxgym import SnapshotEnv
-from sandboxgym.conformance import Subject, Verdict, elsewhere, run
-from sandboxgym.conformance.branching import branches
+from sandboxgym.conformance import Subject, Verdict, run
 from sandboxgym.conformance.check import Budget
-from sandboxgym.conformance.coverage import CALLS, coverage, ending
-from sandboxgym.conformance.recording import Scene, opened, seed_spaces
-from sandboxgym.conformance.values import canonical
+from sandboxgym.conformance.harness import other_process
+from sandboxgym.conformance.harness.branching import branches
+from sandboxgym.conformance.harness.canonical import canonical
+from sandboxgym.conformance.harness.coverage import CALLS, coverage, ending
+from sandboxgym.conformance.harness.scenario import Scene, opened, seed_spaces
 
 SMALL = Budget("small", traces=2, steps=30, repeats=30, forks=3, cycles=5, depth=20, samples=50, seconds=0.3)
 SEARCHING = replace(SMALL, seconds=20.0)
@@ -252,22 +253,22 @@ def test_spaces_of_one_run_have_different_streams() -> None:
 def test_a_saver_ends_and_its_files_stay(tmp_path: Path, stays: bool) -> None:
     subject = Subject(toy_envs.Corridor)
     control = subject.control(0, 8)
-    job = elsewhere.Job(control.seed, control.ops, points=(1, 2))
-    with elsewhere.saver(subject, [job], tmp_path, closes=False, stays=stays, variables={}) as (saved, end):
+    job = other_process.Job(control.seed, control.ops, points=(1, 2))
+    with other_process.saver(subject, [job], tmp_path, closes=False, stays=stays, variables={}) as (saved, end):
         end()
     ((parcels, outcomes),) = saved
     assert list(outcomes) == list(control.outcomes[: len(outcomes)]) and len(parcels) == 2
     assert sorted(os.listdir(tmp_path)) == ["saved-1-1", "saved-1-2"]
     with Scene(subject) as scene:
         env = scene.start(control)
-        scene.restore(env, scene.adopt(elsewhere.arrived(parcels[1]), "loaded"))
+        scene.restore(env, scene.adopt(other_process.arrived(parcels[1]), "loaded"))
         assert scene.play(env, control.ops[2:]) == list(control.outcomes[2:])
 
 
 def test_a_saver_that_breaks_says_so(tmp_path: Path) -> None:
     subject = Subject.named("toy_envs:Corridor", {"no_such": 1})
-    saver = elsewhere.saver(
-        subject, [elsewhere.Job(1, (), points=(1,))], tmp_path, closes=True, stays=True, variables={}
+    saver = other_process.saver(
+        subject, [other_process.Job(1, (), points=(1,))], tmp_path, closes=True, stays=True, variables={}
     )
-    with pytest.raises(elsewhere.Broken, match="no_such"), saver:
+    with pytest.raises(other_process.Broken, match="no_such"), saver:
         pass

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.conformance import reports
 from sandboxgym.conformance.__main__ import main as command
-from sandboxgym.conformance.__main__ import parse_kwargs, parse_levels, parse_only, parse_reset_options
+from sandboxgym.conformance.__main__ import parse_levels, parse_only, parse_reset_options
+from sandboxgym.conformance.reports import formats as reports
 
 HERE = Path(__file__).parent
 
@@ -126,14 +126,10 @@ def test_the_list_of_checks(capsys):
 def test_arguments():
     assert parse_levels(None) == (0, 1, 2, 3, 4, 5, 6)
     assert parse_levels(["0-2", "5"]) == (0, 1, 2, 5)
-    assert parse_kwargs(['{"a": [1]}', "b=2", "c=x", "d=true"]) == {"a": [1], "b": 2, "c": "x", "d": True}
     assert "restore.many" in (parse_only(["restore"]) or [])
     for wrong in (["x"], ["3-9"], ["-1"]):
         with pytest.raises(ValueError):
             parse_levels(wrong)
-    for wrong in ("{", "novalue", "1a=2"):
-        with pytest.raises(ValueError):
-            parse_kwargs([wrong])
     with pytest.raises(ValueError):
         parse_only(["restore.nothing"])
 

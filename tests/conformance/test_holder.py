@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.conformance import holder
+from sandboxgym.conformance.sandbox_probes import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what it holds is Linux's")
 
@@ -25,7 +25,7 @@ class Held:
     def __init__(self, folder: Path, value: str) -> None:
         self.folder = folder / "held"
         self.folder.mkdir()
-        (folder / "holder.py").write_text(Path(holder.__file__).read_text())
+        (folder / "holder.py").write_text(Path(process_state.__file__).read_text())
         os.mkfifo(self.folder / "in")
         self.end = os.open(self.folder / "in", os.O_RDWR)
         command = [sys.executable, "-q", "-i", "../holder.py", value]
@@ -66,7 +66,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
 def test_looking_changes_nothing(held: Held) -> None:
     held.type("typed = [1, 'two']")
     first = held.answers()
-    assert first.keys() == {"repl", *holder.MAKERS}
+    assert first.keys() == {"repl", *process_state.MAKERS}
     assert first["repl"] == "[1, 'two']"
     assert first["tcp"] == "((b'queued one', b'?'), True)"
     assert first["lock"] == "[b'one', True, True]"

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from components import missing
 
-from sandboxgym.conformance import Subject, Verdict, attacks, place_probes
+from sandboxgym.conformance import Subject, Verdict
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.runner import all_checks, run_check
-from sandboxgym.conformance.shell_probes import start
+from sandboxgym.conformance.sandbox_probes import attacks
+from sandboxgym.conformance.sandbox_probes import places as place_probes
+from sandboxgym.conformance.sandbox_probes.shell import start
 
 sys.path.append(str(Path(__file__).parents[2] / "conformance"))
 
@@ -213,6 +215,6 @@ def test_survivors_are_seen_and_ended(sandbox: Any, tmp_path: Path) -> None:
 def test_the_hook_of_limits_is_on_the_command_line() -> None:
     from sandboxgym.conformance.__main__ import parse_hooks
 
-    name = "sandboxgym.envs.swebench.probing:limits"
+    name = "sandboxgym.envs.swebench.conformance_hooks:limits"
     assert parse_hooks([f"limits={name}"])["limits"].__name__ == "limits"
     assert shlex.split(name) == [name]

@@ -17,11 +17,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "conformance"))
 from zoo import corridor, late
 
 from sandboxgym import SnapshotEnv
-from sandboxgym.conformance import Budget, Subject, Verdict, markdown, reports, run
-from sandboxgym.conformance.caveats import options_read, reset_options
-from sandboxgym.conformance.unrestored import unrestored
-from sandboxgym.conformance.verdicts import headline
-from sandboxgym.conformance.whole import whole_episodes
+from sandboxgym.conformance import Budget, Subject, Verdict, run
+from sandboxgym.conformance.harness.unrestored import unrestored
+from sandboxgym.conformance.harness.whole import whole_episodes
+from sandboxgym.conformance.reports import formats as reports
+from sandboxgym.conformance.reports import markdown
+from sandboxgym.conformance.reports.caveats import options_read, reset_options
+from sandboxgym.conformance.reports.verdicts import headline
 
 SHORT = ("api.protocol", "restore.trace_equality", "restore.other_env", "restore.after_done")
 LONG = ("restore.whole_episode", "restore.many_held")

@@ -22,8 +22,10 @@ import pytest
 import toy_envs
 from gymnasium import spaces
 
-from sandboxgym.conformance import Subject, ambient, clock, generators, masks, processes, run, watching
+from sandboxgym.conformance import Subject, run
 from sandboxgym.conformance.check import Budget
+from sandboxgym.conformance.harness import generators, masks, process_globals
+from sandboxgym.conformance.supervision import clock, processes, watching
 
 SMALL = Budget("small", traces=2, steps=30, repeats=30, forks=3, cycles=5, depth=20, samples=50, seconds=0.2)
 
@@ -162,8 +164,8 @@ def test_what_a_check_changed_is_put_back():
     import decimal
     import logging
 
-    before = ambient.surroundings()
-    with ambient.put_back():
+    before = process_globals.surroundings()
+    with process_globals.put_back():
         os.umask(0o077)
         decimal.getcontext().prec = 5
         np.seterr(divide="raise")
@@ -171,8 +173,8 @@ def test_what_a_check_changed_is_put_back():
         logging.disable(logging.CRITICAL)
         sys.setrecursionlimit(sys.getrecursionlimit() + 10)
         threading.excepthook = lambda *_: None
-        assert len(ambient.changed(before, ambient.surroundings())) == 7
-    assert ambient.changed(before, ambient.surroundings()) == []
+        assert len(process_globals.changed(before, process_globals.surroundings())) == 7
+    assert process_globals.changed(before, process_globals.surroundings()) == []
 
 
 # Files.

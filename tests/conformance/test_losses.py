@@ -14,9 +14,10 @@ import pytest
 from test_probes import Sandbox, Taken, pytestmark, shell  # noqa: F401 - the mark is for this module too
 
 from sandboxgym import SnapshotSpec
-from sandboxgym.conformance import Subject, Verdict, losses
+from sandboxgym.conformance import Subject, Verdict
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.runner import all_checks, run_check
+from sandboxgym.conformance.sandbox_probes import declared_losses
 
 INSIDE = ("traced", "other_user", "detached")
 OUTSIDE = ("outer_tcp", "outer_unix", "outer_fifo")
@@ -122,10 +123,10 @@ def _ends() -> Iterator[None]:
 
 
 def measured(make: Any, kinds: tuple[str, ...], **hooks: Any) -> tuple[Any, dict[str, str]]:
-    chosen = tuple(snag for snag in losses.SNAGS if snag.kind in kinds)
+    chosen = tuple(snag for snag in declared_losses.SNAGS if snag.kind in kinds)
     (check,) = all_checks(only=["probes.losses"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "SNAGS", chosen)
+        patch.setattr(declared_losses, "SNAGS", chosen)
         result = run_check(check, Subject(make, shell=shell, **hooks), Budget.named("quick"), 0)
     return result, {row["probe"].removeprefix("snag."): row["measured"] for row in result.evidence.get("matrix", ())}
 
@@ -182,6 +183,6 @@ def test_what_cannot_be_set_up_is_skipped_with_the_reason() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bash on Linux")
 def test_every_kind_is_there_or_has_a_reason() -> None:
-    _, found = measured(Honest, tuple(snag.kind for snag in losses.SNAGS))
-    assert found.keys() == set(losses.snags.MAKERS)
+    _, found = measured(Honest, tuple(snag.kind for snag in declared_losses.SNAGS))
+    assert found.keys() == set(declared_losses.uncapturable.MAKERS)
     assert set(found.values()) <= {"declared", "skipped"}

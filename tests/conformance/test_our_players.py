@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sandboxgym.envs.alfworld import probing as household
-from sandboxgym.envs.webshop import probing as shop
+from sandboxgym.envs.alfworld import conformance_hooks as household
+from sandboxgym.envs.webshop import conformance_hooks as shop
 
 
 @pytest.mark.parametrize("play", [household.actions, shop.actions])

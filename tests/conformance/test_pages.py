@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.conformance import html, markdown, sidebyside
+from sandboxgym.conformance.reports import comparison, html, markdown
 
 HOSTILE = "</script><script>alert(1)</script> | `x`"
 
@@ -136,16 +136,16 @@ def compared(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_side_by_side_names_what_differs(compared: dict[str, Any]) -> None:
-    assert sidebyside.labels(compared) == ["mode=files", "mode=all"]
-    rows = {row.name: row for row in sidebyside.matrices(compared)["probes.matrix"]}
+    assert comparison.labels(compared) == ["mode=files", "mode=all"]
+    rows = {row.name: row for row in comparison.matrices(compared)["probes.matrix"]}
     assert rows["process.log"].cells == ("lost", "kept") and rows["process.log"].differs
     assert not rows["file.mode"].differs
-    assert [row.name for row in sidebyside.verdicts(compared) if row.differs] == ["restore.many"]
+    assert [row.name for row in comparison.verdicts(compared) if row.differs] == ["restore.many"]
 
 
 def test_a_probe_that_one_report_lacks_differs(compared: dict[str, Any]) -> None:
     del compared["beside"][0]["results"][4]["evidence"]["matrix"][1]
-    rows = {row.name: row for row in sidebyside.matrices(compared)["probes.matrix"]}
+    rows = {row.name: row for row in comparison.matrices(compared)["probes.matrix"]}
     assert rows["file.mode"].cells == ("kept", "") and rows["file.mode"].differs
 
 

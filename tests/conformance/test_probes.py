@@ -23,7 +23,7 @@ from sandboxgym import ResetNeeded, SnapshotSpec, Unicode
 from sandboxgym.conformance import Subject, Verdict
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.runner import all_checks, run_check
-from sandboxgym.conformance.shell_probes import MARK, PROBES, Probe, parse, same, script
+from sandboxgym.conformance.sandbox_probes.shell import MARK, PROBES, Probe, parse, same, script
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("bash"), reason="the sandbox is bash on Linux"

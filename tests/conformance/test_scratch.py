@@ -7,8 +7,10 @@ import tempfile
 
 import pytest
 
-from sandboxgym import leftovers
-from sandboxgym.conformance import ambient, place_probes, scratch
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.sandbox_probes import places as place_probes
+from sandboxgym.conformance.supervision import scratch
+from sandboxgym.system import run_directories
 
 
 @pytest.fixture
@@ -19,10 +21,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path / "runs"))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(scratch, "_run", None)
-    claimed = leftovers.claim(scratch.KIND)
+    claimed = run_directories.claim(scratch.KIND)
     scratch.use(claimed)
     yield claimed
-    leftovers.give_back(claimed)
+    run_directories.give_back(claimed)
 
 
 def test_all_folders_of_a_run_go_and_no_others(run, tmp_path, monkeypatch):
@@ -41,7 +43,7 @@ def test_all_folders_of_a_run_go_and_no_others(run, tmp_path, monkeypatch):
 
 
 def test_folders_of_every_use_are_recorded_and_go_by_themselves(run, tmp_path):
-    with place_probes.own_folders() as folders, ambient.private_temporary() as temporary:
+    with place_probes.own_folders() as folders, process_globals.private_temporary() as temporary:
         inner = scratch.folder()
         assert all(run.name.rpartition("-")[2] in path.name for path in (*folders, temporary))
         recorded = {record.read_text() for record in run.glob("in-*")}

@@ -16,10 +16,10 @@ from toy_envs import Corridor
 
 from sandboxgym import SnapshotEnv
 from sandboxgym.conformance import Budget, Subject, run
-from sandboxgym.conformance.causes import causes
-from sandboxgym.conformance.shrink import shrunk
-from sandboxgym.conformance.values import canonical, literal, rows
-from sandboxgym.format import pack, unpack
+from sandboxgym.conformance.harness.canonical import canonical, literal, rows
+from sandboxgym.conformance.harness.shrink import shrunk
+from sandboxgym.conformance.reports.causes import causes
+from sandboxgym.serialization import pack, unpack
 
 HERE = Path(__file__).parent
 SMALL = replace(Budget.named("quick"), traces=2, steps=20, repeats=20, cycles=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-st = pytest.importorskip("sandboxgym.conformance.statistics")
+st = pytest.importorskip("sandboxgym.conformance.stats.tests")
 pytest.importorskip("scipy")
 
 

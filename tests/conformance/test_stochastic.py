@@ -197,7 +197,7 @@ def test_no_false_alarm_over_many_seeds(make):
 
 
 def test_numbers_are_compared_as_numbers():
-    from sandboxgym.conformance.futures import _numbers
+    from sandboxgym.conformance.harness.continuations import _numbers
 
     values = list(_numbers({"a": np.arange(3.0), "b": "text"}, (1, True)))
     assert values == [0.0, 1.0, 2.0, 1.0, 1.0]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym import leftovers
-from sandboxgym.conformance import supervised
 from sandboxgym.conformance.__main__ import main
 from sandboxgym.conformance.check import Verdict
 from sandboxgym.conformance.runner import all_checks
+from sandboxgym.conformance.supervision import supervised
+from sandboxgym.system import run_directories
 
 HERE = Path(__file__).parent
 CALL_LIMIT = ["--call-limit", "30"]
@@ -200,7 +200,7 @@ def test_a_killed_run_leaves_nothing(killed, tmp_path, monkeypatch):
     assert process.wait(60) == (1 if killed == "the run" else -signal.SIGKILL)
     if inside:
         assert folder.exists()
-        leftovers.reap(temporary / f"sandboxgym-{os.getuid()}")
+        run_directories.reap(temporary / f"sandboxgym-{os.getuid()}")
     assert until(lambda: not folder.exists() and not list(temporary.glob("sandboxgym-*/[!.]*")))
     assert until(lambda: not any(map(supervised.started, children)))
 

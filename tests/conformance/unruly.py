@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from sandboxgym import SnapshotEnv, leftovers
+from sandboxgym import SnapshotEnv
+from sandboxgym.system import run_directories
 
 
 class Counter(SnapshotEnv[int, int]):
-    """Correct."""
+    """A correct environment."""
 
     metadata = {"render_modes": []}
 
@@ -57,7 +58,7 @@ class Aborts(Counter):
 
 
 class AbortsInCrowds(Counter):
-    """Wide forks only: all other checks can run."""
+    """Aborts in wide forks only: all other checks can run."""
 
     def fork(self, k: int, *, seed: int | None = None) -> Any:
         if k > 40:
@@ -66,7 +67,7 @@ class AbortsInCrowds(Counter):
 
 
 class AbortsAlways(Counter):
-    """Any fork, in a check of its own each time."""
+    """Aborts in any fork, in a check of its own each time."""
 
     def fork(self, k: int, *, seed: int | None = None) -> Any:
         os.abort()
@@ -110,7 +111,7 @@ class Large(Counter):
 
 
 class LeavesAChild(Counter):
-    """A process of its own is there when the interpreter ends."""
+    """Leaves a process of its own when the interpreter ends."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Any:
         process = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -120,14 +121,14 @@ class LeavesAChild(Counter):
 
 
 class WaitsInAFolder(Counter):
-    """Has files in a temporary folder of the suite, some of which are locked away, and never goes on."""
+    """Keeps files in a temporary folder of the suite, some of them locked away, and hangs."""
 
     def snapshot(self) -> Any:
         folder = tempfile.gettempdir()
         if "sandboxgym-conformance-" in folder:
             os.makedirs(os.path.join(folder, "mine", "locked"))
             os.chmod(os.path.join(folder, "mine"), 0)
-            claimed = leftovers.claim("copy")
+            claimed = run_directories.claim("copy")
             with open(os.environ["UNRULY_PID"], "w") as file:
                 file.write(str(claimed))
             threading.Event().wait()
@@ -135,7 +136,7 @@ class WaitsInAFolder(Counter):
 
 
 class TwoGigabytes(Counter):
-    """Correct; a snapshot takes as many MiB as a variable says, 2048 without it."""
+    """A correct environment whose snapshots take as many MiB as a variable says, 2048 without it."""
 
     def _capture(self) -> Any:
         mib = int(os.environ.get("UNRULY_MIB", "2048"))

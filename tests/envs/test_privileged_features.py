@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import sandboxgym
-from sandboxgym.envs.alfworld.library import open_library
+from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.envs.alfworld.games.library import open_library
 from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
-from sandboxgym.prompts import make_prompt
 
 ENVS = ("ALFWorld", "WebShop")
 

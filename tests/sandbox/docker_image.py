@@ -1,4 +1,4 @@
-"""A small Docker image, made of this machine's programs by ``docker import``: there may be no registry to ask.
+"""A small Docker image, made of this machine's programs by ``docker import``, because there may be no registry to use.
 
 It holds bash, coreutils, git and a Python with pytest, and is removed at the end of the session.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from components import missing
 
-from sandboxgym.bench.small_image import fill as fill
+from sandboxgym.bench.tools.small_image import fill as fill
 
 REPOSITORY = "sandboxgym-test-base"
 SETTINGS = (

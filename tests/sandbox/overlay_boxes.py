@@ -1,4 +1,4 @@
-"""What the tests of overlay sandboxes share: a root file system, a maker of backends, a user without privileges."""
+"""Shared parts of the tests of overlay sandboxes: a root file system, a maker of backends, an unprivileged user."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from components import missing
 
-from sandboxgym import directories
-from sandboxgym.sandbox import kernel
 from sandboxgym.sandbox.base import RootFS
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend, why_unavailable
+from sandboxgym.sandbox.overlay import kernel
+from sandboxgym.sandbox.overlay.backend import OverlayBackend, why_unavailable
+from sandboxgym.sandbox.overlay.runtime import runtime
+from sandboxgym.system import directories
 
 NOBODY = 65534
 CHECKOUT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ Maker = Callable[..., OverlayBackend]
 
 
 def make_rootfs(folder: Path, name: str = "test") -> RootFS:
-    """Hardly more than the host's ``/usr``."""
+    """Make a root file system with little more than the host's ``/usr``."""
     folder.mkdir(exist_ok=True)
     folder.chmod(0o755)
     for link in ("bin", "sbin", "lib", "lib32", "lib64"):
@@ -39,12 +39,12 @@ def make_rootfs(folder: Path, name: str = "test") -> RootFS:
 
 
 def sh(backend: OverlayBackend, command: str, **arguments: Any) -> str:
-    """Output of a command in a box, without the last newline."""
+    """Run a command in a container; returns its output without the last newline."""
     return run(backend, command, **arguments)[1]
 
 
 def run(backend: OverlayBackend, command: str, **arguments: Any) -> tuple[int | None, str]:
-    """Exit status and output."""
+    """Run a command; returns exit status and output."""
     process = backend.spawn(["bash", "-c", command], env=backend.env, **arguments)
     assert process.output is not None
     output = b""
@@ -57,7 +57,7 @@ def run(backend: OverlayBackend, command: str, **arguments: Any) -> tuple[int | 
 
 @pytest.fixture(params=["root", "rootless"])
 def rootless(request: pytest.FixtureRequest) -> bool:
-    """Both kinds of boxes. A process that is root can make both; see `as_nobody` for one that is not."""
+    """Kind of containers, rootless or not; a root process can make both, see `as_nobody` for one that is not root."""
     wanted = request.param == "rootless"
     if not wanted and os.geteuid() != 0:
         missing("overlay", "this process is not root")
@@ -68,7 +68,7 @@ def rootless(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def make(rootless: bool, tmp_path: Path) -> Iterator[Maker]:
-    """Makes backends, and closes them."""
+    """Make backends, and close them afterwards."""
     made: list[OverlayBackend] = []
     rootfs = make_rootfs(tmp_path / "lower")
 
@@ -101,7 +101,7 @@ def runtime_folder() -> Iterator[Path]:
 
 
 def python(folder: Path, program: str, *arguments: str, nobody: bool = False) -> subprocess.Popen[str]:
-    """A Python process with this checkout, whose run directories are in ``folder``."""
+    """Run Python with this checkout, with run directories in ``folder``."""
     environment = {
         "PATH": os.environ["PATH"],
         "SANDBOXGYM_RUNTIME": str(folder),
@@ -124,7 +124,7 @@ def python(folder: Path, program: str, *arguments: str, nobody: bool = False) ->
 
 
 def _become_nobody() -> None:
-    """Give up root. An interpreter in a home directory is shown where it is, without the rest of the home."""
+    """Drop root. An interpreter in a home directory is mounted at its path, without the rest of the home."""
     kernel.unshare(kernel.NEWNS)
     kernel.make_private()
     closed: dict[Path, list[tuple[Path, int]]] = {}

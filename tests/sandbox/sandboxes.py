@@ -1,4 +1,4 @@
-"""The sandboxes that the tests of shells and snapshots run on: each kind that works on this machine."""
+"""Sandboxes for the tests of shells and snapshots: each kind that works on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Maker = Callable[..., Sandbox]
 
 
 def check(kind: str) -> None:
-    """Skip what cannot run here."""
+    """Skip backends that cannot run here."""
     if kind == "overlay" and os.geteuid() != 0:
         missing("overlay", "this process is not root")
     if kind.startswith("overlay"):
-        from sandboxgym.sandbox.namespace import why_unavailable
+        from sandboxgym.sandbox.overlay.backend import why_unavailable
 
         if reason := why_unavailable(rootless=kind == "overlay-rootless"):
             missing("overlay", reason)
@@ -27,14 +27,14 @@ def check(kind: str) -> None:
 
 @pytest.fixture(scope="module", params=["overlay", "overlay-rootless", "copy"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """The name of a backend."""
+    """Name of a backend."""
     check(request.param)
     return str(request.param)
 
 
 @pytest.fixture
 def make(kind: str) -> Iterator[Maker]:
-    """Makes sandboxes, and closes them."""
+    """Make sandboxes, and close them afterwards."""
     made: list[Sandbox] = []
 
     def maker(**arguments: Any) -> Sandbox:
@@ -54,6 +54,6 @@ def box(make: Maker) -> Sandbox:
 
 @pytest.fixture(scope="module")
 def any_box() -> Iterator[Sandbox]:
-    """One sandbox for a whole module, of whichever kind: for what has nothing to do with the backend."""
+    """Sandbox of any kind, one per module, for tests that do not depend on the backend."""
     with make_sandbox(allow_unsafe=True) as sandbox:
         yield sandbox

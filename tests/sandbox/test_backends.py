@@ -16,7 +16,7 @@ from components import missing
 import sandboxgym  # noqa: F401  registers the ids
 from sandboxgym.sandbox import backends, make_sandbox
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxUnavailable, clean_environment
-from sandboxgym.sandbox.plain import CopyBackend
+from sandboxgym.sandbox.copy.backend import CopyBackend
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +122,7 @@ def test_an_installed_package_brings_one_by_its_entry_point(tmp_path: Path) -> N
     own = Path(__file__).read_text(encoding="utf-8")
     begin, end = own.index("class Counted"), own.index("@pytest.fixture")
     head = "from sandboxgym.sandbox import backends\nfrom sandboxgym.sandbox.base import RootFS, clean_environment\n"
-    head += "from sandboxgym.sandbox.plain import CopyBackend\n"
+    head += "from sandboxgym.sandbox.copy.backend import CopyBackend\n"
     (tmp_path / "counted_sandboxes.py").write_text(head + own[begin:end])
     program = """
 from sandboxgym.sandbox import backends, make_sandbox

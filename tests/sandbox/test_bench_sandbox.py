@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from components import missing
 
-from sandboxgym.bench import against, sandbox
-from sandboxgym.bench.against import Unavailable, compare, interval, revision, table
-from sandboxgym.sandbox.namespace import why_unavailable
+from sandboxgym.bench import sandbox
+from sandboxgym.bench.tools import against
+from sandboxgym.bench.tools.against import Unavailable, compare, interval, revision, table
+from sandboxgym.sandbox.overlay.backend import why_unavailable
 
 ROOT = Path(__file__).parents[2]
 FAKE = """
@@ -140,7 +141,7 @@ def test_what_is_no_checkout_is_a_sentence(tmp_path: Path, capsys: pytest.Captur
 LAYERS = """
     import sys
     from sandboxgym.bench import sandbox
-    from sandboxgym.sandbox.rootfs import resolve
+    from sandboxgym.sandbox.files.rootfs import resolve
     times = sandbox.layers(resolve("host"), "echo 1 > /root/f", 1)
     assert times["tar"].seconds and times["cp -a"].seconds, times
 """

@@ -18,13 +18,14 @@ from sandbox.docker_image import docker_image  # noqa: F401 - fixture
 from sandbox.sandboxes import check
 
 from sandboxgym.errors import SnapshotCorrupt
-from sandboxgym.sandbox import process_table, shell_process
+from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.base import LONGEST_COMMAND, READ_LIMIT, FileTooLarge, SandboxError
-from sandboxgym.sandbox.reading import FLAGS, beginning, regular_file
+from sandboxgym.sandbox.files.reading import FLAGS, beginning, regular_file
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
-from sandboxgym.sandbox.shell_process import MAX_STATE, Report, parse_reports
-from sandboxgym.sandbox.shell_state import SECTIONS, ShellState
-from sandboxgym.sandbox.terminal import plain_text
+from sandboxgym.sandbox.shell import bash as shell_process
+from sandboxgym.sandbox.shell.bash import MAX_STATE, Report, parse_reports
+from sandboxgym.sandbox.shell.state import SECTIONS, ShellState
+from sandboxgym.sandbox.shell.terminal import plain_text
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
@@ -120,7 +121,8 @@ def test_a_file_of_proc_that_never_ends_is_read_to_the_limit(box: Sandbox) -> No
 
 
 def test_programs_that_were_replaced_do_not_hold_the_owner(docker_image: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sandboxgym.sandbox import docker_exec, docker_files
+    from sandboxgym.sandbox.docker import exec as docker_exec
+    from sandboxgym.sandbox.docker import files as docker_files
 
     monkeypatch.setattr(docker_files, "_READING", 2.0)
     monkeypatch.setattr(docker_exec, "_SECONDS", 2.0)
@@ -256,8 +258,8 @@ def test_a_state_takes_a_time_and_a_memory_that_grow_with_its_length(section: st
     program = f"""
 import time
 from sandbox.test_bounds import dump
-from sandboxgym.sandbox.shell_state import ShellState
-from sandboxgym.sandbox.shell_process import MAX_STATE
+from sandboxgym.sandbox.shell.state import ShellState
+from sandboxgym.sandbox.shell.bash import MAX_STATE
 n = MAX_STATE - 1000
 content = dump({section})
 # from here

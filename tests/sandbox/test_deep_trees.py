@@ -11,11 +11,11 @@ import pytest
 from sandbox.overlay_boxes import CHECKOUT, python, runtime_folder  # noqa: F401 - fixture
 from sandbox.sandboxes import Maker, check, kind, make  # noqa: F401 - fixtures
 
-from sandboxgym import leftovers
-from sandboxgym.sandbox import squash
 from sandboxgym.sandbox.base import SandboxError
-from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.layers import squash
+from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.system import run_directories
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="such trees are made by Linux's sandboxes")
 # ruff: noqa: F811
@@ -126,7 +126,7 @@ def test_a_shell_in_a_deep_directory_can_be_snapshotted(make: Maker) -> None:
 def leftovers_of_this_process() -> None:
     """What was to be removed is gone."""
     runtime().settle()
-    assert leftovers.reap() == []
+    assert run_directories.reap() == []
 
 
 OWNER = """
@@ -191,7 +191,7 @@ def test_an_ordinary_user_clears_them_too(unprivileged: str, how: str, runtime_f
     output = _ended(runtime_folder, unprivileged, how, nobody=True)
     assert output.endswith("\n0\n") and "Traceback" not in output
     if how == "kill":
-        reap = "from sandboxgym import leftovers; print([left.note for left in leftovers.reap()])"
+        reap = "from sandboxgym.system import run_directories; print([left.note for left in run_directories.reap()])"
         assert python(runtime_folder, reap, nobody=True).communicate(timeout=600)[0] == "['']\n"
     assert _runs(runtime_folder) == []
 
@@ -200,7 +200,7 @@ FORK = """
 import os, sys
 sys.path[:0] = [sys.argv[2]]
 from sandbox import test_deep_trees as deep
-from sandboxgym.sandbox import squash
+from sandboxgym.sandbox.layers import squash
 from sandboxgym.sandbox.sandbox import make_sandbox
 squash.squash.__kwdefaults__ = {"deepest": 1, "kept": 0}
 with make_sandbox(sys.argv[1], allow_unsafe=True) as box:

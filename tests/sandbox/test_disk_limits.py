@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from sandbox.overlay_boxes import CHECKOUT, Maker, make, python, rootless, runtime_folder, sh  # noqa: F401 - fixtures
 
-from sandboxgym.sandbox import accountant
-from sandboxgym.sandbox.accountant import FLOOR, NONE, Watch, hold_to_limits, nameless, unexplained
 from sandboxgym.sandbox.base import Limits, SandboxFull
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.layers import accountant
+from sandboxgym.sandbox.layers.accountant import FLOOR, NONE, Watch, hold_to_limits, nameless, unexplained
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk is limited by overlay sandboxes only")
 # ruff: noqa: F811
@@ -178,7 +178,7 @@ sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
 from sandbox import test_disk_limits as tests
 from sandbox.overlay_boxes import make_rootfs
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 rootfs = make_rootfs(Path(os.environ["HOME"], "lower"))
 for evasion in sys.argv[2:]:
     backend = OverlayBackend(rootfs, limits=tests.SMALL)
@@ -215,7 +215,7 @@ def enforce(
     """One look at boxes with these limits of bytes; what is known then."""
     watched = {}
     for backend, nbytes in limits.items():
-        box = backend.box
+        box = backend.container
         assert box is not None
         init, groups = _whose(backend)
         watched[init] = Watch(str(box.layer.files), nbytes=nbytes, files=NONE, pidfd=box.pidfd, groups=groups)
@@ -232,7 +232,7 @@ def enforce(
 def ended(backend: OverlayBackend) -> bool:
     """Whether a box was killed, which takes a moment."""
     deadline = time.monotonic() + 5
-    note = Path(backend.box.layer.path, accountant.FULL)  # type: ignore[union-attr]
+    note = Path(backend.container.layer.path, accountant.FULL)  # type: ignore[union-attr]
     while note.exists() and backend.live and time.monotonic() < deadline:
         time.sleep(0.01)
     return not backend.live
@@ -274,7 +274,7 @@ def test_who_hides_growth_is_ended_and_not_the_largest(make: Maker) -> None:
 
 
 def _whose(backend: OverlayBackend) -> tuple[int, list[str]]:
-    box = backend.box
+    box = backend.container
     assert box is not None
     return box.pid, box.group.paths if box.group else []
 

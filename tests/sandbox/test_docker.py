@@ -18,22 +18,14 @@ from typing import Any
 import pytest
 from sandbox.docker_image import docker_image  # noqa: F401 - a fixture
 
-from sandboxgym import leftovers
 from sandboxgym.bench.faults import Relay
 from sandboxgym.errors import SnapshotMismatch
-from sandboxgym.sandbox import docker as docker_backend
-from sandboxgym.sandbox import docker_images
-from sandboxgym.sandbox.base import (
-    CONTROL,
-    Backend,
-    Limits,
-    SandboxClosed,
-    SandboxFull,
-    SandboxUnavailable,
-    Tree,
-)
-from sandboxgym.sandbox.docker import DockerBackend, DockerTree
-from sandboxgym.sandbox.tree_archive import Header, Reader, Writer
+from sandboxgym.sandbox.base import CONTROL, Backend, Limits, SandboxClosed, SandboxFull, SandboxUnavailable, Tree
+from sandboxgym.sandbox.docker import backend as docker_backend
+from sandboxgym.sandbox.docker import images as docker_images
+from sandboxgym.sandbox.docker.backend import DockerBackend, DockerTree
+from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.system import run_directories
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = dict(os.environ)  # of before the tests that name another daemon
@@ -200,7 +192,7 @@ def test_an_ordinary_user_kills_through_the_daemon(backend: DockerBackend, monke
     def refuse(pids: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("sandboxgym.sandbox.docker_exec.kill_all", refuse)
+    monkeypatch.setattr("sandboxgym.sandbox.docker.exec.kill_all", refuse)
     process = backend.spawn(["sleep", "326"], env=PATH)
     until(lambda: [info.command for info in backend.processes()] == ["sleep 326"])
     process.kill()
@@ -361,7 +353,7 @@ def test_a_tree_restores_any_number_of_times_after_any_detour(backend: DockerBac
 def test_twins_do_not_see_each_other(backend: DockerBackend) -> None:
     run(backend, "echo parent >/file")
     tree = backend.freeze(keep_processes=True)
-    twin = backend.twin()
+    twin = backend.sibling()
     twin.start(tree)
     run(twin, "echo child >/file; echo child >/tmp/file; echo x >/dev/shm/file")
     assert backend.read_file("/file") == b"parent\n"
@@ -382,7 +374,7 @@ def test_freezing_with_processes_disturbs_none(backend: DockerBackend) -> None:
     later = int(backend.read_file("/tmp/count"))
     until(lambda: int(backend.read_file("/tmp/count")) > later)
     assert process.wait(0) is None
-    twin = backend.twin()
+    twin = backend.sibling()
     twin.start(tree)
     assert int(twin.read_file("/tmp/count")) <= later and twin.processes() == []
     twin.close()
@@ -494,11 +486,11 @@ def test_archives_of_another_base_are_refused(backend: DockerBackend) -> None:
 
 OWNER = """
 import os, signal, sys
-from sandboxgym.sandbox.docker import DockerBackend
+from sandboxgym.sandbox.docker.backend import DockerBackend
 backend = DockerBackend(sys.argv[1])
 backend.start()
 trees = [backend.freeze(keep_processes=True)]
-twin = backend.twin()
+twin = backend.sibling()
 twin.start(trees[0])
 trees.append(twin.freeze(keep_processes=True))
 print(backend._ownership.path.name, flush=True)
@@ -516,7 +508,7 @@ def test_a_dead_owners_containers_and_images_go(docker_image: str, how: str, tmp
     assert name, done.stderr
     if how == "killed":
         assert len(containers(name)) == len(images(name)) == 2
-        assert {item.removed for item in leftovers.reap()} == {True}
+        assert {item.removed for item in run_directories.reap()} == {True}
     assert images(name) == [] == containers(name)
     assert list((tmp_path / "runtime").glob("docker-*")) == []
     assert docker("images", "-q", docker_image)
@@ -527,14 +519,14 @@ def test_a_killed_owners_run_directory_stays_until_a_daemon_answers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_directory = leftovers.claim(docker_images.KIND)
-    owner = json.loads((run_directory / leftovers.OWNER).read_text())
-    (run_directory / leftovers.OWNER).write_text(json.dumps({**owner, "started": "1"}))
+    run_directory = run_directories.claim(docker_images.KIND)
+    owner = json.loads((run_directory / run_directories.OWNER).read_text())
+    (run_directory / run_directories.OWNER).write_text(json.dumps({**owner, "started": "1"}))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    (kept,) = leftovers.reap()
+    (kept,) = run_directories.reap()
     assert not kept.removed and "no Docker daemon answers" in kept.note and run_directory.exists()
     monkeypatch.setenv("DOCKER_HOST", ENVIRONMENT.get("DOCKER_HOST", ""))
-    (gone,) = leftovers.reap()
+    (gone,) = run_directories.reap()
     assert gone.removed and not run_directory.exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from sandbox.sandboxes import check
 
 from sandboxgym.bench import faults
-from sandboxgym.bench.traces import Folder, Traces
+from sandboxgym.bench.tools.traces import Folder, Traces
 
 
 @pytest.mark.slow

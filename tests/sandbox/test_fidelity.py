@@ -7,8 +7,8 @@ from sandbox.docker_image import docker_image  # noqa: F401 - fixture
 from sandbox.sandboxes import check
 
 from sandboxgym.bench import fidelity
-from sandboxgym.conformance.checks.probes import ABSENT, KEPT, LEAKED
-from sandboxgym.conformance.shell_probes import PROBES
+from sandboxgym.conformance.checks.sandbox.probes import ABSENT, KEPT, LEAKED
+from sandboxgym.conformance.sandbox_probes.shell import PROBES
 from sandboxgym.sandbox.base import Capabilities
 from sandboxgym.sandbox.sandbox import make_sandbox
 

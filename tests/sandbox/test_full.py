@@ -18,8 +18,8 @@ from components import missing
 from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
 
 from sandboxgym.errors import SnapshotMismatch, SnapshotNotSupported
-from sandboxgym.sandbox import criu, full
 from sandboxgym.sandbox.base import CONTROL, SandboxFull, SandboxUnavailable, SnapshotLossy
+from sandboxgym.sandbox.checkpoint import capture, criu
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -389,10 +389,10 @@ def test_if_the_copy_fails_the_sandbox_goes_on(box: Sandbox, monkeypatch: pytest
         raise SandboxUnavailable("made to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(full, "revive", fails)
+        patch.setattr(capture, "revive", fails)
         snap = box.snapshot()
         assert "made to fail" in snap.lossy[0]
-        assert snap.whole is None
+        assert snap.checkpoint is None
         with pytest.raises(SnapshotLossy, match="made to fail"):
             box.snapshot(strict=True)
     snap.release()
@@ -437,7 +437,7 @@ def test_a_process_that_outlived_its_shell_is_refused(box: Sandbox) -> None:
     with pytest.raises(SnapshotLossy, match="not a descendant of the shell: sleep 3000"):
         box.snapshot(strict=True)
     snap = box.snapshot()
-    assert snap.whole is None
+    assert snap.checkpoint is None
     assert "background: sleep 3000" in snap.lossy
     snap.release()
 
@@ -468,7 +468,7 @@ def test_a_unix_socket_to_outside_is_refused(make: Maker) -> None:
         with end:
             assert any(reason.startswith("a unix socket is connected with one outside") for reason in box.lossy())
             snap = box.snapshot()
-            assert snap.whole is None and any("one outside" in reason for reason in snap.lossy)
+            assert snap.checkpoint is None and any("one outside" in reason for reason in snap.lossy)
             snap.release()
             typed(box, "s.send(b'still here')\n")
             assert end.recv(100) == b"still here"
@@ -484,7 +484,7 @@ def test_a_socket_that_outside_connects_to_is_refused(box: Sandbox) -> None:
     typed(box, "import os; os.unlink('/tmp/socket'); l.close(); l = socket.socket(socket.AF_UNIX);"
           " l.bind('/tmp/socket'); l.listen()\n")  # fmt: skip
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(f"/proc/{backend.box.pid}/root/tmp/socket")
+        client.connect(f"/proc/{backend.container.pid}/root/tmp/socket")
         typed(box, "s, _ = l.accept()\n")
         with pytest.raises(SnapshotLossy, match="a unix socket is connected with one outside"):
             box.snapshot(strict=True)
@@ -546,14 +546,14 @@ def test_auto_takes_the_cheaper_way_where_it_loses_nothing(make: Maker) -> None:
     box = make("auto")
     said(box, "x=1")
     idle = box.snapshot(strict=True)
-    assert idle.whole is None
+    assert idle.checkpoint is None
     said(box, "sleep 1000 &")
     assert box.lossy() == ()
     busy = box.snapshot(strict=True)
-    assert busy.whole is not None
+    assert busy.checkpoint is not None
     assert busy.nbytes > idle.nbytes + 100_000
     files = box.snapshot(mode="filesystem")
-    assert files.whole is None
+    assert files.checkpoint is None
     assert files.lossy == ("background: sleep 1000",)
     for snap in (idle, busy, files):
         snap.release()
@@ -593,7 +593,7 @@ def test_a_sandbox_that_was_not_made_for_processes(box: Sandbox) -> None:
 def test_a_full_disk_is_noticed_before(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     said(box, "sleep 1000 &")
     with monkeypatch.context() as patch:
-        patch.setattr("sandboxgym.sandbox.layers.FLOOR", 1 << 60)
+        patch.setattr("sandboxgym.sandbox.layers.store.FLOOR", 1 << 60)
         with pytest.raises(SandboxFull):
             box.snapshot(strict=True)
     assert said(box, "jobs -pr | wc -l") == "1\n"
@@ -606,8 +606,8 @@ def test_a_full_disk_is_noticed_before(box: Sandbox, monkeypatch: pytest.MonkeyP
 def test_a_released_snapshot_leaves_nothing(box: Sandbox) -> None:
     said(box, "sleep 1000 &")
     snap = box.snapshot(strict=True)
-    assert snap.whole is not None
-    place = snap.whole.image.path
+    assert snap.checkpoint is not None
+    place = snap.checkpoint.image.path
     other = snap.retain()
     snap.release()
     assert place.exists()
@@ -620,7 +620,7 @@ def test_a_released_snapshot_leaves_nothing(box: Sandbox) -> None:
 OWNER = """
 import os, sys
 os.environ["SANDBOXGYM_CRIU"] = sys.argv[1]
-from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import make_sandbox
 box = make_sandbox("overlay", snapshot="full")
 box.execute("sleep 1000 & setsid -f sleep 1000", timeout=120)
@@ -631,7 +631,11 @@ print(runtime().directory, runtime().process.pid, *pids, flush=True)
 while True:
     box.snapshot(strict=True).release()
 """
-REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:
@@ -680,7 +684,7 @@ def test_a_sandbox_can_neither_see_nor_end_what_captures_it(box: Sandbox) -> Non
     said(box, "python3 /tmp/enemy.py & " + WAIT % "[ -e /tmp/ready ]")
     for _ in range(5):
         snap = box.snapshot(strict=True)
-        assert snap.whole is not None
+        assert snap.checkpoint is not None
         box.restore(snap)
         snap.release()
     shown = box.read_file("/tmp/seen").decode()

@@ -11,13 +11,14 @@ import pytest
 from components import missing
 
 from sandboxgym.bench.fidelity import Terminal
-from sandboxgym.conformance import Subject, Verdict, holder
+from sandboxgym.conformance import Subject, Verdict
 from sandboxgym.conformance.check import Budget, Result
-from sandboxgym.conformance.checks import probes
+from sandboxgym.conformance.checks.sandbox import probes
 from sandboxgym.conformance.runner import all_checks, run_check
-from sandboxgym.conformance.shell_probes import MARK, NEEDS_PROCESSES, PROBES
+from sandboxgym.conformance.sandbox_probes import process_state
+from sandboxgym.conformance.sandbox_probes.shell import MARK, NEEDS_PROCESSES, PROBES
 from sandboxgym.core import SnapshotSpec
-from sandboxgym.sandbox import criu
+from sandboxgym.sandbox.checkpoint import criu
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
 
 pytestmark = [
@@ -93,7 +94,7 @@ def lost(env: Any, snap: Any) -> tuple[str, ...]:
 def test_all_that_runs_is_kept() -> None:
     result, found = probed("probes.matrix", Whole)
     assert result.verdict is Verdict.PASS, result.message
-    assert {f"held.{name}" for name in holder.MAKERS} <= found.keys()
+    assert {f"held.{name}" for name in process_state.MAKERS} <= found.keys()
     running = {name: found[name] for name in found if name.startswith((*NEEDS_PROCESSES, "shell.", "identity.shell"))}
     assert set(running.values()) == {"kept"}, running
 

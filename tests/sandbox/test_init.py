@@ -12,16 +12,16 @@ import pytest
 from components import missing
 from sandbox.overlay_boxes import Maker, box, make, rootless, sh  # noqa: F401 - fixtures
 
-from sandboxgym.sandbox import box as box_module
-from sandboxgym.sandbox import supervisor, wire
+from sandboxgym.sandbox.overlay import init as box_module
+from sandboxgym.sandbox.overlay import init_binary, ipc
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
 
 SCRIPT = """
 import json, os, sys, time
-from sandboxgym.sandbox.namespace import OverlayBackend
-from sandboxgym.sandbox.rootfs import host
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.files.rootfs import host
 
 backend = OverlayBackend(host(), rootless=sys.argv[1] == "rootless")
 backend.start()
@@ -86,7 +86,7 @@ print(json.dumps(results))
 
 
 def results_with(init: str, rootless: bool) -> dict[str, object]:
-    environment = {**os.environ, supervisor.VARIABLE: init}
+    environment = {**os.environ, init_binary.VARIABLE: init}
     command = [sys.executable, "-c", SCRIPT, "rootless" if rootless else "root"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def results_with(init: str, rootless: bool) -> dict[str, object]:
 
 @pytest.fixture
 def compiled() -> Path:
-    program = supervisor.program()
+    program = init_binary.program()
     if program is None:
         missing("cc", "no C compiler, or none that links statically")
         raise AssertionError
@@ -118,7 +118,7 @@ def test_the_small_one_takes_little_memory(make: Maker, compiled: Path) -> None:
     box = make()
     box.start()
     assert sh(box, "echo up") == "up"  # an answer, so the program runs
-    lines = Path(f"/proc/{box.box.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
+    lines = Path(f"/proc/{box.container.pid}/smaps_rollup").read_text().splitlines()  # type: ignore[union-attr]
     private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
     assert 0 < private < 300  # kB
 
@@ -131,28 +131,28 @@ def test_one_that_is_gone_is_done_without(compiled: Path) -> None:
 def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert supervisor.program() is None
-    monkeypatch.setenv(supervisor.VARIABLE, "python")
-    assert supervisor.program() is None
+    assert init_binary.program() is None
+    monkeypatch.setenv(init_binary.VARIABLE, "python")
+    assert init_binary.program() is None
 
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: Path) -> None:
     monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path / "cache"))
-    first = supervisor.program()
+    first = init_binary.program()
     assert first is not None
     made = first.stat().st_mtime_ns
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert supervisor.program() == first and first.stat().st_mtime_ns == made
+    assert init_binary.program() == first and first.stat().st_mtime_ns == made
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_requests_are_read_as_they_were_written(terminal: bool) -> None:
     env = {"PATH": "/bin", "EMPTY": "", "LINES": "a\nb", "BYTES": os.fsdecode(b"\xff")}
-    packed = wire.pack_spawn(["sh", "", "-c"], env, cwd="/a b", terminal=terminal, adopts=True)
-    read = wire.unpack_spawn(packed)
+    packed = ipc.pack_spawn(["sh", "", "-c"], env, cwd="/a b", terminal=terminal, adopts=True)
+    read = ipc.unpack_spawn(packed)
     assert (read["argv"], read["env"], read["cwd"], read["path"]) == (["sh", "", "-c"], env, "/a b", "/bin")
     assert (read["terminal"], read["adopts"]) == (terminal, terminal)
     for bad in ({"A=B": ""}, {"": "x"}, {"A": "\0"}):
         with pytest.raises(ValueError, match="expected"):
-            wire.pack_spawn(["true"], bad, cwd="/", terminal=False, adopts=False)
+            ipc.pack_spawn(["true"], bad, cwd="/", terminal=False, adopts=False)

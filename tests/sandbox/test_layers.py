@@ -14,11 +14,12 @@ import pytest
 from sandbox.overlay_boxes import Maker, box, make, rootless, run, sh  # noqa: F401 - fixtures
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym.sandbox import archive, squash
 from sandboxgym.sandbox.base import RootFS, SandboxClosed
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.layers import LayerStore, OverlayTree
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.files import archive
+from sandboxgym.sandbox.layers import squash
+from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="overlay file systems are Linux's")
 # ruff: noqa: F811

@@ -15,9 +15,9 @@ import pytest
 from components import missing
 from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
 
-from sandboxgym.sandbox import criu
 from sandboxgym.sandbox.base import SandboxClosed
-from sandboxgym.sandbox.processes import readable
+from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -85,7 +85,7 @@ def typed(sandbox: Sandbox, text: str) -> str:
 
 def box_of(sandbox: Sandbox) -> Any:
     backend: Any = sandbox.backend
-    return backend.box
+    return backend.container
 
 
 def bringers() -> set[int]:
@@ -152,8 +152,8 @@ def test_what_it_is_brought_from_stays_until_it_is_there(make: Maker) -> None:
     box = make()
     digest = typed(box, DIGEST)
     snap = box.snapshot(strict=True)
-    assert snap.whole is not None
-    place = snap.whole.image.path
+    assert snap.checkpoint is not None
+    place = snap.checkpoint.image.path
     box.restore(snap)
     snap.release()
     pages = box_of(box).pages
@@ -214,18 +214,22 @@ def test_nothing_is_left_of_what_brings_it(make: Maker, fork: Fork) -> None:
 OWNER = """
 import os, sys
 os.environ["SANDBOXGYM_CRIU"] = sys.argv[1]
-from sandboxgym.sandbox.boxes import runtime
+from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import make_sandbox
 box = make_sandbox("overlay", snapshot="full")
 box.interact("python3 -q -i", timeout=300, until=">>> $")
 box.interact("x = bytes([7]) * (200 << 20)\\n", timeout=300, until=">>> $")
 (child,) = box.fork(1, strict=True, start=True)
 pids = [info.pid for one in (box, child) for info in one.backend.processes()]
-assert child.backend.box.pages >= 0
+assert child.backend.container.pages >= 0
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 os.kill(os.getpid(), 9)
 """
-REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def test_nothing_outlives_a_killed_owner(runtime_folder: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 from components import missing
 from sandbox.overlay_boxes import Maker, box, make, python, rootless, run, runtime_folder, sh  # noqa: F401 - fixtures
 
-from sandboxgym.sandbox import disk, limits
 from sandboxgym.sandbox.base import Limits, SandboxFull
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.layers import LayerStore
-from sandboxgym.sandbox.limits import Groups, remove_groups, rlimits
+from sandboxgym.sandbox.layers import disk
+from sandboxgym.sandbox.layers.store import LayerStore
+from sandboxgym.sandbox.overlay import cgroups
+from sandboxgym.sandbox.overlay.cgroups import Groups, remove_groups, rlimits
+from sandboxgym.sandbox.overlay.runtime import runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 # ruff: noqa: F811
@@ -50,7 +51,7 @@ from pathlib import Path
 import os
 from sandbox.overlay_boxes import make_rootfs, run
 from sandboxgym.sandbox.base import Limits
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 backend = OverlayBackend(make_rootfs(Path(os.environ["HOME"], "lower")), limits=Limits(memory=200 * 2**20))
 backend.start()
 print("memory" in backend.capabilities.limits, run(backend, "python3 -c 'x = bytearray(500 * 2**20)' 2>/dev/null")[0])
@@ -129,12 +130,12 @@ def test_a_box_that_fills_the_disk_is_ended_and_says_why(make: Maker) -> None:
 
 def test_no_box_is_started_on_a_full_disk(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make()
-    monkeypatch.setattr("sandboxgym.sandbox.layers.FLOOR", 1 << 62)
+    monkeypatch.setattr("sandboxgym.sandbox.layers.store.FLOOR", 1 << 62)
     with pytest.raises(SandboxFull, match="SANDBOXGYM_RUNTIME"):
         backend.start()
     assert not backend.live
     monkeypatch.undo()
-    monkeypatch.setattr("sandboxgym.sandbox.layers.FLOOR_FILES", 1 << 61)
+    monkeypatch.setattr("sandboxgym.sandbox.layers.store.FLOOR_FILES", 1 << 61)
     with pytest.raises(SandboxFull, match="inodes"):
         backend.start()
     monkeypatch.undo()
@@ -148,7 +149,7 @@ def test_groups_go_with_their_boxes(make: Maker) -> None:
     made = [make() for _ in range(5)]
     for backend in made:
         backend.start()
-    used = [path for backend in made for path in backend.box.group.paths]  # type: ignore[union-attr]
+    used = [path for backend in made for path in backend.container.group.paths]  # type: ignore[union-attr]
     assert all(os.path.isdir(path) for path in used)
     for backend in made:
         backend.close()
@@ -198,13 +199,13 @@ def test_the_groups_of_this_process_are_found(
 ) -> None:
     files = {"/proc/self/cgroup": cgroup, "/proc/self/mountinfo": mounts}
     monkeypatch.setattr(Path, "read_text", lambda path, **_: files[str(path)])
-    found = limits._hierarchies()
+    found = cgroups._hierarchies()
     assert found == [(names, Path("/sys/fs/cgroup", place), unified) for names, place, unified in expected]
 
 
 def test_what_no_group_holds_is_limited_per_process() -> None:
     wanted = Limits(memory=100, processes=10, disk=1000)
-    counted = dict(limits._COUNTED_BY_USER)
+    counted = dict(cgroups._COUNTED_BY_USER)
     assert dict(rlimits(wanted, grouped=frozenset())) == {
         **counted,
         resource.RLIMIT_CORE: 0,
@@ -244,7 +245,7 @@ def test_a_hostile_layer_is_deleted_without_privileges(runtime_folder: Path) -> 
     program = """
 import os
 from pathlib import Path
-from sandboxgym.sandbox import disk
+from sandboxgym.sandbox.layers import disk
 top = Path(os.environ["HOME"], "top")
 (top / "a/b").mkdir(parents=True)
 (top / "a/b/c").touch()

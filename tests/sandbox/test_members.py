@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from sandboxgym import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym import format as durable
-from sandboxgym.sandbox import archive, members
+from sandboxgym import SnapshotCorrupt, SnapshotMismatch, serialization
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxFull
-from sandboxgym.sandbox.layers import LayerStore
-from sandboxgym.sandbox.plain import CopyBackend
+from sandboxgym.sandbox.copy.backend import CopyBackend
+from sandboxgym.sandbox.files import archive, members
+from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.sandbox.layers.store import LayerStore
 from sandboxgym.sandbox.sandbox import Sandbox
-from sandboxgym.sandbox.shell_state import SECTIONS, ShellState
-from sandboxgym.sandbox.tree_archive import Header, Reader, Writer
+from sandboxgym.sandbox.shell.state import SECTIONS, ShellState
 
 ROOTLESS = os.geteuid() != 0
 LIMIT = 2**20
@@ -225,7 +224,7 @@ def test_the_number_of_members_is_bounded_before_the_first_is_written(
     make: Callable[..., bytes], store: Store, backend: CopyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "MOST", 50)
-    monkeypatch.setattr("sandboxgym.sandbox.tree_archive.MOST", 50)
+    monkeypatch.setattr("sandboxgym.sandbox.files.portable.MOST", 50)
     data = make(many(60))
     with pytest.raises(SnapshotCorrupt, match="at most 50 members"):
         if make is overlay:
@@ -359,7 +358,7 @@ def test_a_shells_state_with_other_words_is_corrupt(changes: dict[str, Any]) -> 
 
 
 def packed(**changes: Any) -> bytes:
-    return durable.pack({"version": 1, "base": "empty", "tree": plain([]), "shell": None, "lossy": [], **changes})
+    return serialization.pack({"version": 1, "base": "empty", "tree": plain([]), "shell": None, "lossy": [], **changes})
 
 
 @pytest.mark.parametrize(

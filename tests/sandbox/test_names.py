@@ -10,15 +10,15 @@ import pytest
 from sandbox.docker_image import docker_image  # noqa: F401 - a fixture
 from sandbox.sandboxes import check
 
-from sandboxgym.sandbox import names
 from sandboxgym.sandbox.base import SandboxFull
-from sandboxgym.sandbox.docker import DockerBackend
+from sandboxgym.sandbox.docker.backend import DockerBackend
+from sandboxgym.sandbox.files import name_files
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
 
-BOTH = ("localhost", names.HOST)
+BOTH = ("localhost", name_files.HOST)
 SERVED = """
 import http.server, socket, threading, urllib.request
 server = http.server.HTTPServer(("0.0.0.0", 0), http.server.BaseHTTPRequestHandler)
@@ -48,15 +48,15 @@ def served(box: Sandbox) -> str:
 
 
 def test_a_server_is_reached_by_both_names(box: Sandbox) -> None:
-    assert served(box) == f"localhost 501\n{names.HOST} 501\n"
-    assert box.execute("hostname; cat /etc/hostname; cat /etc/resolv.conf").output == f"{names.HOST}\n" * 2
+    assert served(box) == f"localhost 501\n{name_files.HOST} 501\n"
+    assert box.execute("hostname; cat /etc/hostname; cat /etc/resolv.conf").output == f"{name_files.HOST}\n" * 2
     assert box.execute("getent hosts localhost >/dev/null && echo found").output == "found\n"
 
 
 def test_with_the_hosts_network_its_resolver_is_asked(kind: str) -> None:
     with make_sandbox(kind, network=True, allow_unsafe=True) as box:
         assert box.run("cat /etc/resolv.conf").output == Path("/etc/resolv.conf").read_text()
-        assert served(box) == f"localhost 501\n{names.HOST} 501\n"
+        assert served(box) == f"localhost 501\n{name_files.HOST} 501\n"
 
 
 def test_what_is_written_is_part_of_the_files(box: Sandbox) -> None:
@@ -94,7 +94,7 @@ def test_a_link_of_the_image_leads_nowhere_outside(kind: str, link: str, tmp_pat
     (root / "etc").mkdir() if name != "/etc" else None
     (root / name.strip("/")).symlink_to(target.format(precious))
     before = sorted(path for path in tmp_path.rglob("*"))
-    made = names.layer(tmp_path, (root,), names.contents(network=False))
+    made = name_files.layer(tmp_path, (root,), name_files.contents(network=False))
     after = sorted(path for path in tmp_path.rglob("*") if not path.is_relative_to(made))
     assert after == before and precious.read_text() == "kept"
     folder = made / ("usr/etc" if target.endswith("usr/etc") else "etc")
@@ -109,7 +109,7 @@ def test_deleted_and_replaced_directories_of_lower_layers_are_not_seen(tmp_path:
     (tmp_path / "top" / "etc").mkdir(parents=True, mode=0o711)
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "etc").symlink_to("elsewhere")
-    made = names.layer(tmp_path, (tmp_path / "top", tmp_path / "below"), names.contents(network=False))
+    made = name_files.layer(tmp_path, (tmp_path / "top", tmp_path / "below"), name_files.contents(network=False))
     assert os.listdir(made) == ["etc"]
 
 
@@ -118,9 +118,9 @@ def test_deleted_and_replaced_directories_of_lower_layers_are_not_seen(tmp_path:
 def test_an_image_without_these_files(docker_image: str, backend: str) -> None:
     check(backend)
     with make_sandbox(backend, rootfs=f"docker:{docker_image}", allow_unsafe=True) as box:
-        assert served(box) == f"localhost 501\n{names.HOST} 501\n"
-        usual = names.contents(network=False)
-        assert {name: box.read_file(f"/etc/{name}") for name in names.FILES} == usual
+        assert served(box) == f"localhost 501\n{name_files.HOST} 501\n"
+        usual = name_files.contents(network=False)
+        assert {name: box.read_file(f"/etc/{name}") for name in name_files.FILES} == usual
 
 
 def test_without_isolation_they_are_the_machines() -> None:
@@ -136,7 +136,7 @@ def container(docker_image: str) -> Iterator[Sandbox]:
 
 
 HELD = "cat /etc/hosts | tail -n 1; cat /etc/hostname /etc/resolv.conf"
-USUAL = f"{names.OWN_ADDRESS}\t{names.HOST}\n{names.HOST}\n"
+USUAL = f"{name_files.OWN_ADDRESS}\t{name_files.HOST}\n{name_files.HOST}\n"
 LOOKED_UP = "import socket; print(socket.gethostbyname('other'))"
 
 
@@ -180,10 +180,10 @@ def test_they_are_written_from_outside_too(container: Sandbox) -> None:
 
 @pytest.mark.slow
 def test_what_is_too_large_to_be_kept_is_refused(container: Sandbox) -> None:
-    container.execute(f"head -c {names.LONGEST + 1} /dev/zero >/etc/hosts")
+    container.execute(f"head -c {name_files.LONGEST + 1} /dev/zero >/etc/hosts")
     with pytest.raises(SandboxFull, match="/etc/hosts cannot be kept"):
         container.snapshot()
-    container.execute(f"truncate -s {names.LONGEST} /etc/hosts")
+    container.execute(f"truncate -s {name_files.LONGEST} /etc/hosts")
     container.snapshot().release()
 
 
@@ -191,7 +191,7 @@ def test_what_is_too_large_to_be_kept_is_refused(container: Sandbox) -> None:
 def test_with_a_network_the_daemons_resolver_is_kept_only_where_it_was_changed(docker_image: str) -> None:
     with make_sandbox("docker", rootfs=f"docker:{docker_image}", network=True) as box:
         usual = box.execute("cat /etc/resolv.conf").output
-        assert served(box) == f"localhost 501\n{names.HOST} 501\n"
+        assert served(box) == f"localhost 501\n{name_files.HOST} 501\n"
         backend = box.backend
         assert isinstance(backend, DockerBackend)
         tree = backend.freeze(keep_processes=True)

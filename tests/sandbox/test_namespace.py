@@ -28,10 +28,10 @@ from sandbox.overlay_boxes import (  # noqa: F401 - fixtures
 
 import sandboxgym
 from sandboxgym.errors import SnapshotMismatch
-from sandboxgym.sandbox import kernel, seccomp, wire
 from sandboxgym.sandbox.base import CONTROL, Backend, Limits, SandboxClosed, Tree
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay import ipc, kernel, seccomp
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 
@@ -340,7 +340,7 @@ def test_a_tree_keeps_everything_that_was_written(box: OverlayBackend) -> None:
 @pytest.mark.parametrize("stopped_by", ["group", "signals"])
 def test_processes_go_on_while_they_are_copied(box: OverlayBackend, stopped_by: str) -> None:
     if stopped_by == "signals":
-        box.box.group = None  # type: ignore[union-attr]
+        box.container.group = None  # type: ignore[union-attr]
     run(box, FILES)
     before = sh(box, LIST)
     process = box.spawn(["bash", "-c", "for ((i = 0; ; i++)); do echo $i >> /n; sleep 0.001; done"], env=box.env)
@@ -349,7 +349,7 @@ def test_processes_go_on_while_they_are_copied(box: OverlayBackend, stopped_by: 
     count = sh(box, "wc -l < /n")
     _until(lambda: sh(box, "wc -l < /n") != count)
     assert process.wait(0) is None
-    other = box.twin()
+    other = box.sibling()
     other.start(tree)
     assert sh(other, LIST) == before
     lines = sh(other, "cat /n").split("\n")
@@ -459,7 +459,7 @@ def test_a_layer_is_written_only_once(box: OverlayBackend) -> None:
     sh(box, "echo 2 >> /f; rm /f; echo 3 > /f")
     assert (tree.layers[0].files / "f").stat() == content
     assert (tree.layers[0].files / "f").read_text() == "1\n"
-    untouched = box.twin()
+    untouched = box.sibling()
     untouched.start(tree)
     assert untouched.freeze().layers == tree.layers  # nothing was written: no new layer
 
@@ -523,7 +523,7 @@ def test_links_do_not_lead_out(box: OverlayBackend, tmp_path: Path) -> None:
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_another(box: OverlayBackend) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "receive", lambda channel: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(ipc, "receive", lambda channel: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             box.spawn(["echo", "interrupted"], env=box.env)
     with pytest.raises(SandboxClosed):
@@ -535,7 +535,7 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_another(box: OverlayB
 def test_closing_ends_everything_and_can_be_repeated(make: Maker, rootless: bool) -> None:
     backend = make()
     backend.start()
-    layer, groups = backend.box.layer.path, backend.box.group  # type: ignore[union-attr]
+    layer, groups = backend.container.layer.path, backend.container.group  # type: ignore[union-attr]
     control = backend.control
     process = backend.spawn(["sleep", "100"], env=backend.env)
     pid = process.pid
@@ -558,7 +558,7 @@ def test_what_is_forgotten_is_cleared_away(make: Maker, tmp_path: Path, rootless
     sh(backend, "echo > /f")
     tree = backend.freeze()
     backend.start(tree)
-    below, top, pid = tree.layers[0].path, backend.box.layer.path, backend.box.pid  # type: ignore[union-attr]
+    below, top, pid = tree.layers[0].path, backend.container.layer.path, backend.container.pid  # type: ignore[union-attr]
     del backend, tree
     gc.collect()
     runtime().settle()
@@ -567,7 +567,7 @@ def test_what_is_forgotten_is_cleared_away(make: Maker, tmp_path: Path, rootless
 
 def test_a_box_that_was_killed_from_outside_says_so(box: OverlayBackend) -> None:
     tree = box.base()
-    os.kill(box.box.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(box.container.pid, signal.SIGKILL)  # type: ignore[union-attr]
     _until(lambda: not box.live)
     with pytest.raises(SandboxClosed, match="killed from outside"):
         box.spawn(["true"], env=box.env)
@@ -616,13 +616,13 @@ WITHOUT_PRIVILEGES = """
 from pathlib import Path
 from sandbox.overlay_boxes import make_rootfs, run, sh
 from sandboxgym.sandbox.base import Limits
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 import os, sys
 backend = OverlayBackend(make_rootfs(Path(os.environ["HOME"], "lower")), limits=Limits(processes=20))
 backend.start()
 print(backend.capabilities.name, sh(backend, "id -u; echo 1 > /f; rm -r /old; echo 2 > /tmp/t; echo 3 > /dev/shm/s"))
 tree = backend.freeze()
-twin = backend.twin()
+twin = backend.sibling()
 twin.start(tree)
 backend.start(backend.unpack(tree.pack()))
 for one in (backend, twin):

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym import leftovers
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym.sandbox import plain
 from sandboxgym.sandbox.base import Backend, Limits, RootFS, SandboxClosed, SandboxUnavailable, Tree
-from sandboxgym.sandbox.plain import CopyBackend
-from sandboxgym.sandbox.tree_archive import Header, Reader, Writer
+from sandboxgym.sandbox.copy import backend as plain
+from sandboxgym.sandbox.copy.backend import CopyBackend
+from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.system import run_directories
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +226,7 @@ def test_a_tree_restores_any_number_of_times_after_any_detour(backend: CopyBacke
 def test_twins_do_not_see_each_other_not_even_through_absolute_links(backend: CopyBackend) -> None:
     run(backend, 'echo parent >file; ln -s "$SANDBOX_ROOT/file" link')
     tree = backend.freeze(keep_processes=True)
-    twin = backend.twin()
+    twin = backend.sibling()
     twin.start(tree)
     run(twin, "echo child >link")
     assert twin.read_file("/file") == b"child\n"
@@ -312,7 +312,7 @@ def test_memory_of_a_process_is_limited() -> None:
 
 OWNER = """
 import os, signal, sys
-from sandboxgym.sandbox.plain import CopyBackend
+from sandboxgym.sandbox.copy.backend import CopyBackend
 backend = CopyBackend(None, allow_unsafe=True)
 backend.start()
 tree = backend.freeze(keep_processes=True)
@@ -329,7 +329,7 @@ def test_after_the_owner_was_killed_nothing_is_left(runtime: Path) -> None:
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) >= 4, done.stderr
     assert all(is_running(pid) for pid in pids)
-    assert {item.removed for item in leftovers.reap()} == {True}
+    assert {item.removed for item in run_directories.reap()} == {True}
     until(lambda: not any(is_running(pid) for pid in pids))
     assert [path.name for path in runtime.iterdir() if not path.name.startswith(".")] == []
 

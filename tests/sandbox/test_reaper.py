@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from sandbox.overlay_boxes import Maker, box, make, python, rootless, runtime_folder, sh  # noqa: F401 - fixtures
 
-from sandboxgym.sandbox import reaper
 from sandboxgym.sandbox.base import SandboxClosed, SandboxUnavailable
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay import reaper
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 # ruff: noqa: F811
@@ -26,8 +26,8 @@ OWNER = """
 import json, os, sys, time
 from pathlib import Path
 from sandbox.overlay_boxes import make_rootfs, sh
-from sandboxgym.sandbox.boxes import runtime
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.runtime import runtime
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 rootfs = make_rootfs(Path(os.environ["HOME"], f"lower-{os.getpid()}"))
 backends = [OverlayBackend(rootfs, rootless=sys.argv[1] == "rootless") for _ in range(3)]
 for backend in backends:
@@ -35,7 +35,7 @@ for backend in backends:
     command = "setsid sleep 1000 & sleep 1000 & mkdir -p " + "deep/" * 500 + "; sleep 1000"
     backend.spawn(["bash", "-c", command], env=backend.env)
 groups = runtime().groups
-pids = [runtime().process.pid, *(backend.box.pid for backend in backends)]
+pids = [runtime().process.pid, *(backend.container.pid for backend in backends)]
 print(json.dumps({
     "processes": [(pid, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) for pid in pids],
     "zygote": runtime().process.pid,
@@ -48,7 +48,11 @@ while True:
     trees = [*trees[-5:], backends[0].freeze(keep_processes=len(trees) % 3 == 0)]
     backends[0].start(trees[-1])
 """
-REAP = "from sandboxgym import leftovers; import sandboxgym.sandbox.boxes; print(len(leftovers.reap()))"
+REAP = """
+import sandboxgym.sandbox.overlay.runtime
+from sandboxgym.system import run_directories
+print(len(run_directories.reap()))
+"""
 
 
 def _owner(folder: Path, rootless: bool) -> tuple[subprocess.Popen[str], dict[str, object]]:
@@ -213,7 +217,7 @@ def test_a_killed_init_ends_one_box_only(make: Maker) -> None:
         backend.start()
     for _ in range(20):
         victim = rng.choice(boxes)
-        os.kill(victim.box.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(victim.container.pid, signal.SIGKILL)  # type: ignore[union-attr]
         with pytest.raises((SandboxClosed, SandboxUnavailable)):
             for _ in range(1000):
                 sh(victim, "true")

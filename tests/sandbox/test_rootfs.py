@@ -18,8 +18,8 @@ from sandbox.docker_image import docker_image  # noqa: F401 - a fixture
 
 import sandboxgym
 from sandboxgym import data
-from sandboxgym.sandbox import rootfs
 from sandboxgym.sandbox.base import RootFS, SandboxUnavailable, clean_environment
+from sandboxgym.sandbox.files import rootfs
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the host's tool chain is bound on Linux only")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sandbox.sandboxes import Maker, box, kind, make  # noqa: F401 - fixtures
 
-from sandboxgym import format as durable
+from sandboxgym import serialization
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotReleased
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxUnavailable, SnapshotLossy
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
@@ -325,22 +325,22 @@ def test_a_packed_snapshot_restores_in_another_sandbox(make: Maker, home: Sandbo
 def test_what_was_not_packed_here_is_refused(home: Sandbox) -> None:
     home.execute("x=1")
     data = home.snapshot().pack()
-    content = durable.unpack(data)
+    content = serialization.unpack(data)
     for wrong in (
         b"",
         b"not packed",
         data[:-10],
-        durable.pack([1]),
-        durable.pack({**content, "version": 99}),
-        durable.pack({**content, "shell": {"cwd": 1}}),
-        durable.pack({**content, "tree": b"no archive"}),
-        durable.pack({**content, "tree": 1}),
-        durable.pack({name: value for name, value in content.items() if name != "lossy"}),
+        serialization.pack([1]),
+        serialization.pack({**content, "version": 99}),
+        serialization.pack({**content, "shell": {"cwd": 1}}),
+        serialization.pack({**content, "tree": b"no archive"}),
+        serialization.pack({**content, "tree": 1}),
+        serialization.pack({name: value for name, value in content.items() if name != "lossy"}),
     ):
         with pytest.raises(SnapshotCorrupt):
             home.unpack(wrong)
     with pytest.raises(SnapshotMismatch, match="other"):
-        home.unpack(durable.pack({**content, "base": "other"}))
+        home.unpack(serialization.pack({**content, "base": "other"}))
     assert home.execute("echo $x").output == "1\n"
 
 

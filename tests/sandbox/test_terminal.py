@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxgym.sandbox.terminal import Capture, plain_text
+from sandboxgym.sandbox.shell.terminal import Capture, plain_text
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from components import missing
 from sandbox.docker_image import docker_image  # noqa: F401 - fixture
 from sandbox.sandboxes import check
 
-from sandboxgym.sandbox.aftermath import Moment, birth_of, end_started, started_since
 from sandboxgym.sandbox.base import ProcessInfo, Result
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.shell.aftermath import Moment, birth_of, end_started, started_since
 
 # fixtures of another module are arguments of the tests below
 
@@ -56,11 +56,11 @@ def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
             missing("overlay", "there is no python3 or setsid in the sandbox")
         sandbox.execute("while :; do sleep 0.05; done & looping=$!; (setsid sleep 8888 &); sleep 0.1")
         if without:
-            assert isinstance(sandbox.backend, OverlayBackend) and sandbox.backend.box is not None
-            sandbox.backend.box.group, kept = None, sandbox.backend.box.group
+            assert isinstance(sandbox.backend, OverlayBackend) and sandbox.backend.container is not None
+            sandbox.backend.container.group, kept = None, sandbox.backend.container.group
         yield sandbox
         if without:
-            sandbox.backend.box.group = kept  # type: ignore[attr-defined]
+            sandbox.backend.container.group = kept  # type: ignore[attr-defined]
 
 
 def left(sandbox: Sandbox) -> set[str]:

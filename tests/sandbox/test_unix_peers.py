@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.sandbox.unix_peers import unix_sockets
+from sandboxgym.sandbox.checkpoint.unix_sockets import unix_sockets
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(os, "geteuid") or os.geteuid() != 0, reason="entering a network needs root"

@@ -13,11 +13,11 @@ import pytest
 from components import missing
 from sandbox.overlay_boxes import Maker, make, rootless, run, runtime_folder, sh  # noqa: F401
 
-from sandboxgym.sandbox import ids, kernel, seccomp
 from sandboxgym.sandbox.base import CONTROL, Limits, RootFS, SandboxFull, SnapshotLossy
-from sandboxgym.sandbox.boxes import VARIABLE, runtime
-from sandboxgym.sandbox.mounts import CONTROL_BYTES, NODES, SHELL, WRITABLE
-from sandboxgym.sandbox.namespace import OverlayBackend
+from sandboxgym.sandbox.overlay import ids, kernel, seccomp
+from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.mounts import CONTROL_BYTES, NODES, SHELL, WRITABLE
+from sandboxgym.sandbox.overlay.runtime import VARIABLE, runtime
 from sandboxgym.sandbox.sandbox import make_sandbox
 
 # fixtures of another module are arguments of the tests below
@@ -112,8 +112,8 @@ def test_root_inside_is_nobody_outside(make: Maker, rootless: bool) -> None:
     assert sh(backend, "id -u; touch /old/own; chown 1000:7 /old/own; stat -c %u:%g /old/own; cat /old/file") == (
         "0\n1000:7\nfrom below"
     )
-    assert backend.box is not None
-    on_disk = os.stat(backend.box.layer.files / "old/own")
+    assert backend.container is not None
+    on_disk = os.stat(backend.container.layer.files / "old/own")
     assert (on_disk.st_uid, on_disk.st_gid) == (1000, 7)
 
 

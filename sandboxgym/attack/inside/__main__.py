@@ -4,7 +4,7 @@ from . import disk, files, kernel, load, marks, network, privileges, shared
 from .answers import serve
 
 MODULES = (disk, files, kernel, load, marks, network, privileges, shared)
-"""Imported for what they register."""
+"""Modules that are imported because they register attempts."""
 
 if __name__ == "__main__":
     serve()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "@attack "
-"""Before every answer: programs and kernels may write to the same pipe."""
+"""Prefix of every answer, because programs and kernels may write to the same pipe."""
 REFUSED, WORKED, ABSENT = "refused", "worked", "absent"
 SECONDS = 8.0
 
@@ -21,7 +21,7 @@ ATTEMPTS = {}  # type: dict[str, Callable[..., Answer]]
 
 
 class Answer(Exception):
-    """What came of an attempt; raised or returned."""
+    """Answer of an attempt; raised or returned."""
 
     def __init__(self, verdict: str, detail: str = "", hold: bool = False, **facts: Any) -> None:
         super().__init__(verdict, detail)
@@ -29,22 +29,22 @@ class Answer(Exception):
 
 
 def refused(detail: str, **facts: Any) -> Answer:
-    """The attempt was made and failed."""
+    """Answer of an attempt that was made and failed."""
     return Answer(REFUSED, detail, **facts)
 
 
 def worked(detail: str = "", **facts: Any) -> Answer:
-    """The attempt was made and did what it was to do."""
+    """Answer of an attempt that was made and succeeded."""
     return Answer(WORKED, detail, **facts)
 
 
 def held(detail: str = "", **facts: Any) -> Answer:
-    """As `worked`; the process stays, with all it has, until it is told to let go."""
+    """Answer of an attempt that succeeded and whose process stays, with all it holds, until told to release it."""
     return Answer(WORKED, detail, hold=True, **facts)
 
 
 def absent(detail: str) -> Answer:
-    """The attempt could not be made: something that it needs is not there."""
+    """Answer of an attempt that could not be made: something that it needs is missing."""
     return Answer(ABSENT, detail)
 
 
@@ -55,7 +55,7 @@ def attempt(function: "Callable[..., Answer]") -> "Callable[..., Answer]":
 
 
 def name_of(code: int) -> str:
-    """The name of an error number."""
+    """Name of an error number."""
     return errno.errorcode.get(code, str(code))
 
 
@@ -82,7 +82,7 @@ def _child(request: "dict[str, Any]", out: int) -> None:
 
 
 def _run(request: "dict[str, Any]") -> "tuple[bytes, int]":
-    """The answer of an attempt, and the process that holds something; 0 if none does."""
+    """Run an attempt; returns its answer, and the process that holds something (0 if none does)."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -133,7 +133,7 @@ def _let_go(pids: "list[int]") -> None:
 
 
 def serve() -> None:
-    """Answer until there are no more requests."""
+    """Serve requests until there are no more."""
     holding = []  # type: list[int]
     sys.stdout.write(MARK + json.dumps({"verdict": "ready", "detail": sys.version.split()[0], "facts": {}}) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Attempts at the limit of disk space: ways to have bytes on the host's disk that nobody counts."""
+"""Attempts to exceed the limit of disk space: ways to have bytes on the host's disk that no limit counts."""
 
 import ctypes
 import mmap
@@ -49,7 +49,7 @@ def _too_deep(folder: str, number: int) -> int:
 
 
 def _in_flight(folder: str, number: int) -> int:
-    """A deleted file whose only reference is a message that nobody reads."""
+    """Send a deleted file in a message that no one reads: its only reference."""
     descriptor = _deleted(folder, number)
     os.write(descriptor, b"x" * CHUNK)
     os.fsync(descriptor)
@@ -61,7 +61,7 @@ def _in_flight(folder: str, number: int) -> int:
 
 
 def _mapped(folder: str, number: int) -> int:
-    """A deleted file that is only mapped, and open nowhere."""
+    """Map a deleted file that is open nowhere."""
     path = f"{_place(folder)}/{number}"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     os.unlink(path)
@@ -90,7 +90,7 @@ def _kept_size(folder: str, number: int) -> int:
 
 
 def _linked(folder: str, number: int) -> int:
-    """A file that another name, in a hidden place, keeps."""
+    """Link a file under a second name in a hidden place."""
     descriptor = _plain(folder, number)
     path = f"{_place(folder)}/{number}"
     os.makedirs(_place(folder) + "/.h", exist_ok=True)
@@ -100,7 +100,7 @@ def _linked(folder: str, number: int) -> int:
 
 
 def _without_rights(folder: str, number: int) -> int:
-    """Below a directory that nobody may read or enter."""
+    """Write below a directory that no one may read or enter."""
     place = _place(folder) + f"/closed-{number}"
     os.mkdir(place)
     descriptor = os.open(place + "/file", os.O_CREAT | os.O_WRONLY, 0)
@@ -137,7 +137,7 @@ def _fallocate(descriptor: int, mode: int, size: int) -> None:
 
 @attempt
 def _take_disk(how: str, folder: str, megabytes: int, pause: float) -> Answer:
-    """Have as much on disk as asked for, 8 MiB per file, a little slower than the limit is looked at."""
+    """Take the requested space on disk, 8 MiB per file, a little slower than the limit is checked."""
     if not os.path.isdir(folder):
         return absent(f"there is no {folder}")
     had = 0
@@ -163,7 +163,7 @@ def _take_disk(how: str, folder: str, megabytes: int, pause: float) -> Answer:
 
 @attempt
 def _at_once(folder: str, megabytes: int, keep_size: bool) -> Answer:
-    """One call for much more than the limit."""
+    """Ask for much more than the limit in one call."""
     descriptor = os.open(f"{folder}/attack-once", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     try:
         _fallocate(descriptor, 1 if keep_size else 0, megabytes * 2**20)
@@ -178,7 +178,7 @@ def _at_once(folder: str, megabytes: int, keep_size: bool) -> Answer:
 
 @attempt
 def _many_files(folder: str, number: int, what: str) -> Answer:
-    """Empty files, directories or links: no bytes, but entries that a small file system has few of."""
+    """Make empty files, directories or links: no bytes, but entries, of which a small file system has few."""
     place = _place(folder)
     made = 0
     try:
@@ -199,7 +199,7 @@ def _many_files(folder: str, number: int, what: str) -> Answer:
 
 @attempt
 def _attributes(folder: str, megabytes: int) -> Answer:
-    """Bytes in extended attributes: no file grows."""
+    """Store bytes in extended attributes, so that no file grows."""
     place = _place(folder)
     had = 0
     try:

@@ -1,4 +1,4 @@
-"""Attempts at the host's files: device nodes, locks and notifications, ways out of the root, what /proc gives away."""
+"""Attempts on the host's files: device nodes, locks and notifications, ways out of the root, information in /proc."""
 
 import ctypes
 import errno
@@ -56,7 +56,7 @@ def _lock(path: str, kind: str) -> Answer:
 
 @attempt
 def _watch(path: str) -> Answer:
-    """Hold a watch that says, to the next request, whether somebody opened the file."""
+    """Hold a watch that tells the next request whether someone opened the file."""
     descriptor = check("inotify_init1", os.O_NONBLOCK)
     check("inotify_add_watch", descriptor, ctypes.create_string_buffer(os.fsencode(path)), 0x20)
     pid = os.fork()
@@ -99,7 +99,7 @@ def _make_node(path: str, kind: str, major: int, minor: int) -> Answer:
 
 @attempt
 def _open(path: str, write: bool, read_bytes: int) -> Answer:
-    """Open something that a sandbox must not have; reading proves it, writing is not done."""
+    """Open a file that a sandbox must not have; reading proves it, nothing is written."""
     descriptor = os.open(path, (os.O_WRONLY if write else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOCTTY)
     kind = os.fstat(descriptor)
     if stat.S_ISCHR(kind.st_mode) and os.major(kind.st_rdev) == 1 and os.minor(kind.st_rdev) == 3:
@@ -116,7 +116,7 @@ def _open(path: str, write: bool, read_bytes: int) -> Answer:
 
 @attempt
 def _follow(folder: str) -> Answer:
-    """Open what the links of a directory of /proc lead to."""
+    """Open the targets of the links in a directory of /proc."""
     why = "it is empty"
     for name in os.listdir(folder):
         try:
@@ -156,7 +156,7 @@ def _tokens(path: str, token: str) -> bool:
 
 @attempt
 def _secret_by_roots(secret: str, token: str, link: str) -> Answer:
-    """The host's secret file through ``root`` or ``cwd`` of any process."""
+    """Read the host's secret file through ``root`` or ``cwd`` of any process."""
     tried = 0
     for pid in os.listdir("/proc"):
         if pid.isdigit():
@@ -172,7 +172,7 @@ def _secret_by_roots(secret: str, token: str, link: str) -> Answer:
 
 @attempt
 def _secret_by_descriptors(secret: str, token: str) -> Answer:
-    """The host's secret file through the descriptors of any process, or from directories that they are."""
+    """Read the host's secret file through the descriptors of any process, directories included."""
     tried = 0
     for pid in os.listdir("/proc"):
         try:
@@ -199,7 +199,7 @@ def _secret_by_path(secret: str, token: str, prefix: str) -> Answer:
 
 @attempt
 def _secret_by_chroot(secret: str, token: str) -> Answer:
-    """The classic way out: a root below the current directory, then upwards."""
+    """Read the host's secret file by the classic escape: a root below the current directory, then upwards."""
     keep = os.open("/", os.O_RDONLY)
     os.makedirs("/tmp/attack-root", exist_ok=True)
     os.chroot("/tmp/attack-root")
@@ -225,7 +225,7 @@ def _secret_by_link(secret: str, token: str, hard: bool) -> Answer:
 
 @attempt
 def _secret_by_handle(secret: str, token: str, source: str) -> Answer:
-    """The root directory of the file system below (inode 2), by its handle, from a bound directory."""
+    """Open the root directory of the file system below (inode 2) by its handle, from a bound directory."""
     base = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
     for kind, size, body in (
         (1, 8, struct.pack("II", 2, 0)),
@@ -249,7 +249,7 @@ def _get_handle(path: str) -> Answer:
 
 @attempt
 def _inherited_descriptors() -> Answer:
-    """What this program was started with beside its input and output."""
+    """List the descriptors that this program inherited beside its input and output."""
     found = []
     parent = os.getppid()
     for number in os.listdir(f"/proc/{parent}/fd"):
@@ -262,7 +262,7 @@ def _inherited_descriptors() -> Answer:
 
 @attempt
 def _write_below(path: str) -> Answer:
-    """Write to a file or directory that is the host's."""
+    """Write to a file or directory of the host."""
     if os.path.isdir(path):
         name = os.path.join(path, f"attack-{os.getpid()}")
         os.close(os.open(name, os.O_CREAT | os.O_WRONLY, 0o600))
@@ -273,7 +273,7 @@ def _write_below(path: str) -> Answer:
 
 @attempt
 def _path_tells(words: "list[str]") -> Answer:
-    """Paths of the host and process ids of the owner, in the table of mounts."""
+    """Find paths of the host and process ids of the owner in the table of mounts."""
     with open("/proc/self/mountinfo") as file:
         text = file.read()
     found = [word for word in words if word in text]

@@ -1,4 +1,4 @@
-"""Attempts at the kernel that need more than one call: namespaces, foreign calls, traces, resources of the machine."""
+"""Attempts on the kernel that need several calls: namespaces, calls of other ABIs, tracing, the machine's resources."""
 
 import ctypes
 import mmap
@@ -96,7 +96,7 @@ def _take_descriptor(pid: int) -> Answer:
 
 @attempt
 def _machine_code(code: str, number: int) -> Answer:
-    """Run instructions, for calls that ctypes cannot make; they return the call's result in eax."""
+    """Run machine code, for calls that ctypes cannot make; it returns the call's result in eax."""
     if MACHINE != "x86_64":
         return absent(f"instructions of x86_64, this is {MACHINE}")
     data = bytes.fromhex(code)

@@ -107,7 +107,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def call(name: str, *arguments: Any) -> "tuple[int, int]":
-    """Result and error number of a system call; buffers are passed by address."""
+    """Make a system call; returns its result and error number. Buffers are passed by address."""
     number = NUMBERS[name][_COLUMN]
     if number < 0:
         raise absent(f"this machine has no call {name}")
@@ -118,7 +118,7 @@ def call(name: str, *arguments: Any) -> "tuple[int, int]":
 
 
 def check(name: str, *arguments: Any) -> int:
-    """The result of a system call that must work; else the answer that it was refused."""
+    """Return the result of a system call that has to succeed; otherwise answer "refused"."""
     result, code = call(name, *arguments)
     if result < 0:
         raise refused(f"{name}: {name_of(code)}")
@@ -126,7 +126,7 @@ def check(name: str, *arguments: Any) -> int:
 
 
 def _argument(value: Any) -> Any:
-    """As the host sends it: a number, a text, ``{"zeros": n}`` or ``{"hex": "…"}``."""
+    """Convert an argument as the host sends it: a number, a text, ``{"zeros": n}`` or ``{"hex": "…"}``."""
     if isinstance(value, str):
         return ctypes.create_string_buffer(os.fsencode(value))
     if isinstance(value, dict):
@@ -137,7 +137,7 @@ def _argument(value: Any) -> Any:
 
 @attempt
 def _system_call(name: str, arguments: "list[Any]", permitted: "list[str]") -> Answer:
-    """One call. An error of ``permitted`` comes after the check of privileges: it would have been allowed."""
+    """Attempt one call. An error in ``permitted`` comes after the check of privileges: the call was allowed."""
     result, code = call(name, *[_argument(value) for value in arguments])
     if result >= 0:
         return worked(f"{name} was allowed")

@@ -1,4 +1,4 @@
-"""Attempts at the limits of memory, processes and time."""
+"""Attempts to exceed the limits of memory, processes and time."""
 
 import contextlib
 import ctypes
@@ -42,7 +42,7 @@ def _memfd() -> None:
 
 
 def _in_memory(folder: str) -> bool:
-    """Whether a directory is on a file system that is kept in memory."""
+    """Tell whether a directory is on a file system in memory."""
     best, found = -1, ""
     with open("/proc/self/mountinfo") as file:
         for line in file:
@@ -117,7 +117,7 @@ def _sockets_more(left_over: int) -> None:
 
 
 def _page_tables() -> None:
-    """Page tables: one page touched in each of 256 pieces of 2 MiB takes a megabyte of tables, and one of pages."""
+    """Fill page tables: one page touched in each of 256 areas of 2 MiB takes a megabyte of tables and one of pages."""
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         raise absent("this Python cannot ask for small pages")
     memory = mmap.mmap(-1, 256 * 2 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -128,7 +128,7 @@ def _page_tables() -> None:
 
 
 def _processes() -> None:
-    """A megabyte in a process of its own."""
+    """Hold a megabyte in a process of its own."""
     read, write = os.pipe()
     if os.fork() == 0:
         os.dup2(write, 0)
@@ -162,7 +162,7 @@ MEANS = {
 
 @attempt
 def _take_memory(how: str, megabytes: int) -> Answer:
-    """Take and keep memory, a megabyte at a time; how much was had at one time is written down as it grows."""
+    """Take and keep memory, a megabyte at a time; the largest amount held is written to a file as it grows."""
     descriptor = os.open("/tmp/attack-had", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     more = MEANS[how]
     had = 0
@@ -227,12 +227,12 @@ def _take_processes(how: str, at_most: int) -> Answer:
 
 
 def _marked(word: str) -> None:
-    """Be a program with a word in its command line, for a minute."""
+    """Run a program with a word in its command line, for a minute."""
     os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", word])
 
 
 def chain(word: str, links: int, pause: float, session: bool) -> None:
-    """Fork and let the parent end, again and again, faster than somebody can look; the last one stays."""
+    """Fork and let the parent end, repeatedly, faster than an observer can follow; the last process stays."""
     for _ in range(links):
         if os.fork():
             os._exit(0)
@@ -243,7 +243,7 @@ def chain(word: str, links: int, pause: float, session: bool) -> None:
 
 
 def outlive(how: str, word: str) -> None:
-    """Ways to survive the end of a command."""
+    """Survive the end of a command, in one of several ways."""
     if how == "chain":
         chain(word, 3000, 0.0005, True)
     elif how == "wide-chain":

@@ -1,4 +1,4 @@
-"""Marks wherever something can be written, and the search for them."""
+"""Marks in every writable place, and the search for them."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ _MORE = ("/root", "/tmp", "/var/tmp", "/run", "/etc", "/dev", "/dev/shm", "/dev/
 
 
 def _folders() -> "list[str]":
-    """Every mount point, the usual places, and two levels below the control directory and the mount points."""
+    """List every mount point, the usual places, and two levels below the control directory and the mount points."""
     with open("/proc/self/mountinfo") as file:
         points = [line.split()[4].replace("\\040", " ") for line in file]
     found = []

@@ -1,4 +1,4 @@
-"""Attempts at the network: the host's ports, addresses beyond, raw sockets, other families, abstract sockets."""
+"""Attempts on the network: the host's ports, other addresses, raw sockets, other families, abstract sockets."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _TYPES = {
 
 @attempt
 def _connect(host: str, port: int, token: str) -> Answer:
-    """Reach a service of the host; it says the token."""
+    """Connect to a service of the host, which answers with the token."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.settimeout(1.0)
@@ -30,7 +30,7 @@ def _connect(host: str, port: int, token: str) -> Answer:
 
 @attempt
 def _route(host: str) -> Answer:
-    """Whether there is a way to an address. Connecting a datagram socket looks for one and sends nothing."""
+    """Tell whether there is a route to an address. Connecting a datagram socket looks one up and sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -120,7 +120,7 @@ def _uevents() -> Answer:
 
 @attempt
 def _change_interface(name: str) -> Answer:
-    """Set the flags of an interface to what they are, which only an administrator may."""
+    """Set the flags of an interface to their present value, which only an administrator may."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -132,7 +132,7 @@ def _change_interface(name: str) -> Answer:
 
 @attempt
 def _listen(port: int, token: str) -> Answer:
-    """Be a service of this sandbox, for a neighbour that tries to reach it."""
+    """Run a service of this sandbox, for a neighbour that tries to reach it."""
     from .answers import held
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -35,7 +35,7 @@ def _has_capability(number: int, name: str) -> Answer:
 
 @attempt
 def _flag(option: int, arguments: "list[int]") -> Answer:
-    """A prctl that a confined process must not have allowed."""
+    """Set a flag by prctl that a confined process must not be allowed to set."""
     padded = (*arguments, 0, 0, 0, 0)[:4]
     check("prctl", option, *padded)
     return worked(f"prctl {option} was allowed")
@@ -111,7 +111,7 @@ def _file_capability() -> Answer:
 
 @attempt
 def _own_executable(pid: str) -> Answer:
-    """Overwrite the program that runs: for a process that came from outside that is a file of the host."""
+    """Overwrite the running program, which is a file of the host for a process that came from outside."""
     descriptor = os.open(f"/proc/{pid}/exe", os.O_RDWR)
     os.close(descriptor)
     return worked("the executable of {} ({}) can be written to".format(pid, os.readlink(f"/proc/{pid}/exe")))

@@ -1,4 +1,4 @@
-"""Attempts at what sandboxes share: System V objects, processes, and what the kernel counts for each user."""
+"""Attempts on objects that sandboxes share: System V objects, processes, and the kernel's counts per user."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from .libc import check
 
 @attempt
 def _system_v(kind: str, key: int) -> Answer:
-    """A shared object of the host or a neighbour, by its key."""
+    """Find a shared object of the host or a neighbour by its key."""
     identity = check("msgget", key, 0) if kind == "msg" else check(kind + "get", key, 0, 0)
     return worked(f"the {kind} object {identity} of another was found")
 
@@ -39,7 +39,7 @@ def _make_system_v(key: int, token: str) -> Answer:
 
 @attempt
 def _process_named(word: str) -> Answer:
-    """A process of somebody else, by its command line."""
+    """Find a foreign process by its command line."""
     found = []
     for pid in os.listdir("/proc"):
         if pid.isdigit():
@@ -54,7 +54,7 @@ def _process_named(word: str) -> Answer:
 
 @attempt
 def _signal(pid: int, how: str) -> Answer:
-    """Signal 0 tells whether a process of the host could be signalled, and does nothing to it."""
+    """Send signal 0, which tests whether a process of the host could be signalled and does nothing to it."""
     if how == "kill":
         os.kill(pid, 0)
     elif how == "group":
@@ -71,7 +71,7 @@ def _signal(pid: int, how: str) -> Answer:
 
 @attempt
 def _kill_everything() -> Answer:
-    """SIGKILL to every process that can be seen, but this program."""
+    """Send SIGKILL to every visible process except this program."""
     mine = {os.getpid(), os.getppid(), 1}
     for pid in os.listdir("/proc"):
         if pid.isdigit() and int(pid) not in mine:
@@ -120,7 +120,7 @@ _queues = 0
 
 
 def _queue() -> int:
-    """The largest queue that an ordinary limit lets one make; it counts, and goes, with its descriptor."""
+    """Make the largest queue within an ordinary limit; it is counted, and freed, with its descriptor."""
     global _queues
     _queues += 1
     name = ctypes.create_string_buffer(b"attack-%d-%d" % (os.getpid(), _queues))
@@ -134,7 +134,7 @@ _kept = []  # type: list[socket.socket]
 
 
 def _in_flight() -> int:
-    """A descriptor on its way in a socket."""
+    """Send a descriptor into a socket and leave it there."""
     if not _kept or len(_kept) % 200 == 0:
         _kept.extend(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
     ours = _kept[-2]
@@ -149,7 +149,7 @@ def _in_flight() -> int:
 
 
 def _shm_segment() -> int:
-    """A segment that counts, and goes, with this process."""
+    """Make a segment that is counted, and freed, with this process."""
     identity = check("shmget", 0, 4096, 0o600)
     attach = ctypes.CDLL(None, use_errno=True).shmat
     attach.restype = ctypes.c_void_p
@@ -169,7 +169,7 @@ def _lease() -> int:
 
 
 def _big_pipe() -> int:
-    """A pipe of a megabyte; one of the smallest size, where the user has too many pages in pipes, is a failure."""
+    """Make a pipe of a megabyte; the smallest size counts as failure: the user has too many pages in pipes."""
     import fcntl
 
     read, write = os.pipe()
@@ -234,7 +234,7 @@ def _exhaust(what: str, at_most: int, processes: int) -> Answer:
 
 @attempt
 def _one_more(what: str) -> Answer:
-    """What an innocent neighbour needs: one."""
+    """Take one, as an innocent neighbour would."""
     signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
     if what == "descriptors in flight":
         left, _right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -246,7 +246,7 @@ def _one_more(what: str) -> Answer:
 
 @attempt
 def _clock_of(pid: int) -> Answer:
-    """The CPU clock of a process of the host."""
+    """Read the CPU clock of a process of the host."""
     try:
         time.clock_gettime((~pid << 3) | 2)
     except OSError as error:

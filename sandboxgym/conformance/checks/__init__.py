@@ -1,1 +1,1 @@
-"""The checks, one module a theme; `sandboxgym.conformance.runner.checks` imports them in order."""
+"""The checks, one module per theme; `sandboxgym.conformance.runner.all_checks` imports them in order."""

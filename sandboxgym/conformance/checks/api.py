@@ -1,4 +1,4 @@
-"""Level 0: the protocol is there, declares what it covers, and refuses what it must."""
+"""Level 0: the environment has the protocol, declares what it covers, and refuses wrong use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, get_args
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import masks
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.recording import Scene, opened, outcome_difference
-from sandboxgym.conformance.shell_probes import PROBES
-from sandboxgym.conformance.subject import Subject, as_spec, declaration, layers, methods, put, take
+from sandboxgym.conformance.harness import masks
+from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference
+from sandboxgym.conformance.sandbox_probes.shell import PROBES
+from sandboxgym.conformance.subject import Subject, as_spec, declaration, layers, methods, restore, snapshot
 from sandboxgym.core import Kind, SnapshotSpec
 from sandboxgym.errors import ResetNeeded, SnapshotError, SnapshotNotSupported
 
@@ -205,7 +205,7 @@ def restore_returns(subject: Subject, budget: Budget, rng: np.random.Generator) 
     after=("api.protocol",),
 )
 def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` of None, a number, a string, bytes, an object and a dict raises, and the episode goes on unharmed."""
+    """``restore`` of None, a number, a string, bytes, an object or a dict raises; the episode continues unharmed."""
     control = subject.control(0, budget.steps)
     raised: dict[str, str] = {}
     with Scene(subject) as scene:
@@ -216,14 +216,14 @@ def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
         for wrong in (None, 0, "snapshot", b"", object(), {}, []):
             scene.note(f"# restore of {type(wrong).__name__}, which raises")
             try:
-                put(env, wrong)
+                restore(env, wrong)
             except Exception as error:
                 raised[type(wrong).__name__] = type(error).__qualname__
             else:
                 scene.fail(f"restore({wrong!r}) returned instead of raising")
         if control.repeatable:
             scene.expect(env, walk, half, "after restore() refused what is not a snapshot")
-        take(env)
+        snapshot(env)
     return raised
 
 

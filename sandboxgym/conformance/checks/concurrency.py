@@ -1,4 +1,4 @@
-"""Level 5: environments of one family work at the same time, and a fork that fails leaves nothing."""
+"""Level 5: environments of one family work at the same time, and a failed fork leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient, processes
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.fork import variation
 from sandboxgym.conformance.checks.restore import controls
-from sandboxgym.conformance.recording import Scene, Walk, first_difference, outcome_difference
-from sandboxgym.conformance.subject import AnyEnv, Subject, branch, layers, put, take
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.scenario import Scene, Walk, first_difference, outcome_difference
+from sandboxgym.conformance.subject import AnyEnv, Subject, fork, layers, restore, snapshot
+from sandboxgym.conformance.supervision import processes
 
 
 def _plan(
@@ -36,7 +37,7 @@ def _plan(
 
 
 def _together(tasks: list[Callable[[], None]]) -> None:
-    """Run tasks in threads that start at once; the first exception is raised."""
+    """Run tasks in threads that start together; the first exception is raised."""
     barrier = threading.Barrier(len(tasks))
 
     def started(task: Callable[[], None]) -> None:
@@ -83,8 +84,8 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
         env = subject.make_env()
         try:
             for _ in range(3):
-                put(env, snap)
-                for child in (*branch(env, 1), env):
+                restore(env, snap)
+                for child in (*fork(env, 1), env):
                     try:
                         found = [subject.call(child, op)[0] for op in suffix]
                         if differs := first_difference(expected, found):
@@ -107,8 +108,8 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
     blind="Races that are rarer than the rounds made.",
 )
 def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """While forks play in threads, their source goes on with a snapshot after every call and restores each at the end;
-    all give what they give alone.
+    """While forks play in threads, their source continues with a snapshot after every call and restores each at the
+    end; all give what they give alone.
     """
     rounds = 0
     for number in budget.spending(min(4, budget.traces), at_least=1):
@@ -121,7 +122,7 @@ def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Gen
 
             def source(scene: Scene = scene, walk: Walk = walk, point: int = point, snaps: Any = snaps) -> None:
                 for index in range(point, walk.control.last):
-                    snaps.append((index, take(walk.env)))
+                    snaps.append((index, snapshot(walk.env)))
                     found = subject.call(walk.env, walk.control.ops[index])[0]
                     if found != walk.expected[index]:
                         text = outcome_difference(walk.expected[index], found)
@@ -146,7 +147,7 @@ def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Gen
 
 
 class _Injected(Exception):
-    """Raised within a fork on purpose."""
+    """Exception injected into a fork."""
 
 
 @check(
@@ -159,13 +160,13 @@ class _Injected(Exception):
 def partial_fork(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Makes ``fork(4)`` fail at its third child, and late, through the methods that it calls on the children: the
     exception comes out, children made until then are closed or gone, threads, processes, descriptors and temporary
-    files are as before, and the source goes on unharmed.
+    files are as before, and the source continues unharmed.
     """
     control = subject.control(0, budget.steps)
     tried = []
     for name in ("restore", "_apply", "reset", "__init__"):
         for seed, calls in ((None, 3), (1, 3), (1, 6)):  # at the third child; late, where children are visited twice
-            with ambient.private_temporary() as path:
+            with process_globals.private_temporary() as path:
                 outcome = _broken_fork(subject, control, name, path, seed, calls)
             if outcome is not None:
                 tried.append({"failing": name, "call": calls, "seed": seed, **outcome})
@@ -206,7 +207,7 @@ def _broken_fork(
             closed.append(id(self))
             return close(self, *args, **kwargs)
 
-        for child in branch(env, 1, None):  # what the source keeps of its own state, say a snapshot until its next step
+        for child in fork(env, 1, None):  # what the source keeps of its own state, say a snapshot until its next step
             child.close()
         before, mounts = processes.held(path), processes.mounts()
         had, had_close = name in vars(kind), "close" in vars(kind)
@@ -215,7 +216,7 @@ def _broken_fork(
         raised = False
         children: list[AnyEnv] = []
         try:
-            children = branch(env, 4, seed)
+            children = fork(env, 4, seed)
         except _Injected:
             raised = True
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Level 6: what snapshots cost in time and bytes, and what that grows with."""
+"""Level 6: cost of snapshots in time and bytes, and its growth."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
-from sandboxgym.conformance.clock import Stopwatch, timed
-from sandboxgym.conformance.recording import Scene, choose, release
-from sandboxgym.conformance.subject import AnyEnv, Op, Subject, branch, put, take
+from sandboxgym.conformance.harness.scenario import Scene, choose, release
+from sandboxgym.conformance.subject import AnyEnv, Op, Subject, fork, restore, snapshot
+from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
 _GROWTH = 5.0
-"""How much dearer an operation may be in a ten times longer episode; replay is ten times as dear."""
+"""Allowed growth of an operation's cost in a ten times longer episode; replay grows tenfold."""
 _NOISE = 100e-6
-"""Seconds below which a difference is not worth anybody's time."""
+"""Seconds below which a difference is ignored."""
 
 
 def _median(action: Callable[[], Any], times: int = 7) -> float:
@@ -51,9 +51,9 @@ def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
         scene.play(env, control.ops[:half])
         snaps: list[Any] = []
         children: list[AnyEnv] = []
-        snapshot = _median(lambda: snaps.append(take(env)))
-        restore = _median(lambda: put(env, snaps[0]))
-        fork = _median(lambda: children.extend(branch(env, 1)))
+        snapshotting = _median(lambda: snaps.append(snapshot(env)))
+        restoring = _median(lambda: restore(env, snaps[0]))
+        forking = _median(lambda: children.extend(fork(env, 1)))
         for child in children:
             child.close()
         nbytes = getattr(snaps[0], "nbytes", None) if not isinstance(snaps[0], np.ndarray) else None
@@ -62,19 +62,19 @@ def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
         reset = _median(lambda: subject.call(env, control.ops[0]))
         replay = _median(lambda: [subject.call(env, op) for op in control.ops[:half]], 3)
     return {
-        "snapshot s": round(snapshot, 6),
-        "restore s": round(restore, 6),
-        "fork s": round(fork, 6),
+        "snapshot s": round(snapshotting, 6),
+        "restore s": round(restoring, 6),
+        "fork s": round(forking, 6),
         "reset s": round(reset, 6),
         "step s": round(max(0.0, replay - reset) / max(1, half - 1), 6),
         f"replay of {half - 1} steps s": round(replay, 6),
-        "restore / replay": round(restore / replay, 3),
+        "restore / replay": round(restoring / replay, 3),
         "bytes": nbytes,
     }
 
 
 def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: int) -> list[Op]:
-    """The calls of an episode as long as can be found, at most ``wanted`` steps."""
+    """Calls of an episode as long as can be found, at most ``wanted`` steps."""
     best: list[Op] = []
     watch = Stopwatch()
     for attempt in range(20):
@@ -121,15 +121,15 @@ def episode_length(subject: Subject, budget: Budget, rng: np.random.Generator) -
                 subject.call(one, op)
             for op in ops[:late]:
                 subject.call(other, op)
-            snaps = {id(env): take(env) for env in (one, other)}
+            snaps = {id(env): snapshot(env) for env in (one, other)}
             spare = scene.make()
             children: list[AnyEnv] = []
             taken: list[Any] = []
             actions: dict[str, Callable[[AnyEnv], Any]] = {
-                "snapshot": lambda env: taken.append(take(env)),  # noqa: B023
-                "restore": lambda env: put(env, snaps[id(env)]),  # noqa: B023
-                "restore elsewhere": lambda env: put(spare, snaps[id(env)]),  # noqa: B023
-                "fork": lambda env: children.extend(branch(env, 1)),  # noqa: B023
+                "snapshot": lambda env: taken.append(snapshot(env)),  # noqa: B023
+                "restore": lambda env: restore(env, snaps[id(env)]),  # noqa: B023
+                "restore elsewhere": lambda env: restore(spare, snaps[id(env)]),  # noqa: B023
+                "fork": lambda env: children.extend(fork(env, 1)),  # noqa: B023
             }
             for name, action in actions.items():
                 short, long = _median(lambda: action(one)), _median(lambda: action(other))  # noqa: B023

@@ -1,4 +1,4 @@
-"""Level 5: snapshots outlive the process, fit only where they belong, and are safe to load."""
+"""Level 5: snapshots outlive the process, fit only their own environment, and are safe to load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import elsewhere, scratch
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, finds, own_future, points_of
 from sandboxgym.conformance.checks.snapshot import identity
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import (
+from sandboxgym.conformance.harness import other_process
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import (
     Scene,
     Walk,
     first_difference,
@@ -30,19 +30,20 @@ from sandboxgym.conformance.recording import (
     release,
     show_outcome,
 )
-from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, put, take
+from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, restore, snapshot
+from sandboxgym.conformance.supervision import scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
 _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
-"""What a loader may raise on bytes that are no snapshot; other types mean that it ran into them blindly."""
+"""Exceptions that a loader may raise on bytes that are no snapshot; other types show a missing check."""
 
 
 def savable(subject: Subject) -> str | None:
-    """Why its snapshots cannot be saved and loaded; None if they can."""
+    """Reason why an environment's snapshots cannot be saved and loaded; None if they can."""
     with opened(subject) as env:
         env.reset(seed=1, options=subject.options(0))
-        snap = take(env)
+        snap = snapshot(env)
         try:
             if not callable(getattr(snap, "save", None)) or not callable(getattr(type(snap), "load", None)):
                 return f"snapshots ({type(snap).__qualname__}) have no save() and load()"
@@ -149,34 +150,36 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     compared = 0
     with Scene(subject) as scene, folder() as path:
         parcels: list[tuple[Walk, int]] = []
-        jobs: list[elsewhere.Job] = []
+        jobs: list[other_process.Job] = []
         for index in budget.spending(6 * budget.traces, seconds=budget.seconds / 4, at_least=budget.traces):
             control = subject.control(index, budget.steps)
             walk = scene.walk(control, points_of(control, rng, 2))
             for point in walk.points:
                 try:
-                    parcel = elsewhere.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
-                except elsewhere.Unreachable as error:
+                    parcel = other_process.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
+                except other_process.Unreachable as error:
                     raise Failed(f"cross_process is declared, but a snapshot cannot be carried over: {error}") from None
                 if len(jobs) % 3 == 2:
-                    parcel = elsewhere.pickled(walk.snaps[point]) or parcel
-                jobs.append(elsewhere.Job(control.seed + 1, control.ops[point : walk.end], parcel))
+                    parcel = other_process.pickled(walk.snaps[point]) or parcel
+                jobs.append(other_process.Job(control.seed + 1, control.ops[point : walk.end], parcel))
                 parcels.append((walk, point))
-        alone = elsewhere.Job(control.seed, control.ops[: walk.end])
+        alone = other_process.Job(control.seed, control.ops[: walk.end])
         other = {"SANDBOXGYM_CONFORMANCE": "1", "TZ": "Pacific/Chatham", "LC_ALL": "C"}
         here = os.environ.get("PYTHONHASHSEED")
         seeds = [seed for seed in ("0", "1", "2", "3", "4") if seed != here][:3]
-        children = [elsewhere.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)]
+        children = [
+            other_process.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)
+        ]
         try:
-            started = [elsewhere.start(subject, [*jobs, alone], child) for child in children]
-        except elsewhere.Unreachable as error:
+            started = [other_process.start(subject, [*jobs, alone], child) for child in children]
+        except other_process.Unreachable as error:
             raise Skipped(f"another process cannot make the environment: {error}") from None
         for child, process in zip(children, started):
             try:
-                answers = elsewhere.finish(process)
-            except elsewhere.Unreachable as error:
+                answers = other_process.finish(process)
+            except other_process.Unreachable as error:
                 raise Skipped(f"another process cannot make the environment: {error}") from None
-            except elsewhere.Broken as error:
+            except other_process.Broken as error:
                 if child.folder and _relative(subject, alone, child):
                     continue  # it is made from relative paths, which is no matter of snapshots
                 message = str(error).strip()
@@ -184,7 +187,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                     f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
                 ) from None
             unlike = walk.control.repeatable and first_difference(
-                elsewhere.stateless(walk.expected[: walk.end]), elsewhere.stateless(answers[-1])
+                other_process.stateless(walk.expected[: walk.end]), other_process.stateless(answers[-1])
             )
             for (origin, point), outcomes in zip(parcels, answers):
                 compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
@@ -206,7 +209,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     blind="Restarts of the machine; files that others delete later.",
 )
 def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Another process plays control runs, saves snapshots and goes on. They are loaded and restored here: while it
+    """Another process plays control runs, saves snapshots and continues. They are loaded and restored here: while it
     lives and is further on, after it was killed (SIGKILL), after one ended without closing its environments, and after
     one closed them (and, where other hosts are declared, its temporary folder was deleted). The whole future is
     compared.
@@ -218,20 +221,23 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
         raise Skipped("no run repeats itself: " + subject.control(0, budget.steps).differs)
     pool = pool[:1] if budget.waits else pool
     wanted = [{max(1, each.last // 2)} | (set() if budget.waits else {1, max(1, each.last - 1)}) for each in pool]
-    jobs = [elsewhere.Job(each.seed, each.ops, points=tuple(sorted(points))) for each, points in zip(pool, wanted)]
+    jobs = [other_process.Job(each.seed, each.ops, points=tuple(sorted(points))) for each, points in zip(pool, wanted)]
     compared = 0
     ways = (("killed", False, True), ("ended without closing its environments", False, False))
     for how, closes, stays in (*ways, ("closed its environments and ended", True, False)):
         with folder() as path, scratch.folder() as temporary:
             own = {"TMPDIR": temporary} if closes and subject.capabilities.cross_host else {}
             try:
-                with elsewhere.saver(subject, jobs, path, closes=closes, stays=stays, variables=own) as (saved, end):
+                with other_process.saver(subject, jobs, path, closes=closes, stays=stays, variables=own) as (
+                    saved,
+                    end,
+                ):
                     if stays:
                         compared += _loaded(subject, pool, jobs, saved, "the process that saved it is further on")
                     end()
-            except elsewhere.Unreachable as error:
+            except other_process.Unreachable as error:
                 raise Skipped(f"another process cannot make the environment or save it: {error}") from None
-            except elsewhere.Broken as error:
+            except other_process.Broken as error:
                 message = str(error).strip()
                 raise Failed(
                     f"another process cannot save a snapshot: {message.splitlines()[-1]}", {"there": message}
@@ -246,11 +252,13 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     return {"calls compared": compared, "files": 3 * sum(len(job.points) for job in jobs)}
 
 
-def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved: list[Any], when: str) -> int:
-    """Restore what another process saved, and compare; unless it played something else than is played here."""
+def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], saved: list[Any], when: str) -> int:
+    """Restore the snapshots of another process, and compare; unless that process saw other outcomes than this one."""
     compared = 0
     for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
-        if first_difference(elsewhere.stateless(control.outcomes[: len(outcomes)]), elsewhere.stateless(outcomes)):
+        if first_difference(
+            other_process.stateless(control.outcomes[: len(outcomes)]), other_process.stateless(outcomes)
+        ):
             continue
         with Scene(subject) as scene:
             scene.note("# snapshots of this run were saved by another process")
@@ -259,7 +267,7 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved:
                 env = scene.start(control)
                 what = f"loaded after {when}" if "further" not in when else f"loaded while {when}"
                 try:
-                    result = scene.restore(env, scene.adopt(elsewhere.arrived(parcel), "load('/tmp/snapshot')"))
+                    result = scene.restore(env, scene.adopt(other_process.arrived(parcel), "load('/tmp/snapshot')"))
                 except (SnapshotError, OSError, ValueError, KeyError, RuntimeError) as error:
                     scene.fail(f"a snapshot cannot be {what}: {error!r:.300}")
                 scene.expect_returned(env, walk, point, result, what)
@@ -269,9 +277,9 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[elsewhere.Job], saved:
 
 
 def _same_there(
-    scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: elsewhere.Child, unlike: bool
+    scene: Scene, walk: Walk, point: int, outcomes: list[Outcome], child: other_process.Child, unlike: bool
 ) -> int:
-    """Compare what another process gave after a restore; ``unlike``: even without snapshots it gives something else."""
+    """Compare the outcomes of another process after a restore; ``unlike``: they differ even without snapshots."""
     returned, last = outcomes[0], walk.expected[point - 1]
     pairs = list(zip(walk.expected[point : walk.end], outcomes[1:], range(point, walk.end)))
     if scene.subject.normalize is None and last.raised is None:
@@ -299,11 +307,11 @@ def _same_there(
     return len(pairs)
 
 
-def _relative(subject: Subject, job: elsewhere.Job, child: elsewhere.Child) -> bool:
-    """Whether the environment cannot even be made and played in another working directory."""
+def _relative(subject: Subject, job: other_process.Job, child: other_process.Child) -> bool:
+    """True if the environment cannot be made and played in another working directory."""
     try:
-        elsewhere.run(subject, [job], child)
-    except (elsewhere.Broken, elsewhere.Unreachable):
+        other_process.run(subject, [job], child)
+    except (other_process.Broken, other_process.Unreachable):
         return True
     return False
 
@@ -330,7 +338,7 @@ class _Foreign(SnapshotEnv[Any, Any]):
 
 
 class _ForeignHandle:
-    """What another package may call a snapshot."""
+    """A snapshot handle of another package."""
 
     id, parent, kind, env_id, digest, nbytes = "0", None, "memory", "Foreign-v0", "0", 1
     state: dict[str, Any] = {}  # noqa: RUF012
@@ -346,8 +354,8 @@ class _ForeignHandle:
 )
 def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Restores what was taken from another environment, and through another stack of wrappers: it must raise, and the
-    environment must go on as if nothing had happened. What was taken from one made with other arguments (numbers and
-    flags of the factory or class, changed one at a time) must raise too, or go on exactly like there.
+    environment must continue as if nothing had happened. What was taken from one made with other arguments (numbers and
+    flags of the factory or class, changed one at a time) must raise too, or continue exactly as there.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -373,7 +381,7 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
             for name, handle in wrong.items():
                 scene.note(f"# restore of a snapshot of {name}, which raises")
                 try:
-                    put(twin, handle)
+                    restore(twin, handle)
                 except Exception as error:
                     raised[name] = type(error).__qualname__
                     if not isinstance(error, SnapshotError) and isinstance(error, (AssertionError, NameError)):
@@ -388,12 +396,12 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
 
 
 def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one other argument, if it plays.
+    """The environment made with one argument changed, if it can be played.
 
     Args:
         subject: as it is made else.
         steps: of its control runs.
-        numbers: how many others are tried for one.
+        numbers: alternatives tried per number.
     """
     make: Any = subject.make_env
     given: dict[str, Any] = {}
@@ -444,7 +452,7 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
             scene.play(env, mine.ops[:half])
             scene.note(f"# restore of a snapshot of an environment with {name}")
             try:
-                put(env, foreign.snaps[point])
+                restore(env, foreign.snaps[point])
             except Exception as error:
                 if mine.repeatable:
                     scene.expect(env, own, half, f"after a snapshot of an environment with {name} was refused")
@@ -473,7 +481,7 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
 )
 def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Cuts, flips and extends the bytes of a saved snapshot, some hundred times, and puts a pickle with a payload in
-    its place: each must be refused with a typed error, nothing may run, the environment must go on unharmed; what is
+    its place: each must be refused with a typed error, nothing may run, the environment must continue unharmed; what is
     still accepted must restore the very same state.
     """
     control = subject.control(0, budget.steps)
@@ -496,7 +504,7 @@ def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
             file.write_bytes(data)
             try:
                 loaded = type(snap).load(file)
-                result = put(env, loaded)
+                result = restore(env, loaded)
             except _TYPED as error:
                 kind = type(error).__qualname__
                 refused[kind] = refused.get(kind, 0) + 1
@@ -538,7 +546,7 @@ def _mutants(good: bytes, rng: np.random.Generator, count: int) -> Iterator[tupl
 
 
 class _Payload:
-    """Unpickled, it makes a directory."""
+    """A pickle payload that makes a directory when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -589,7 +597,7 @@ def released(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
         (fork,) = scene.fork(env, 1)
         scene.release(snap)
         snap.release()
-        for name, use in (("restore", lambda: put(env, snap)), ("save", lambda: snap.save(os.devnull))):
+        for name, use in (("restore", lambda: restore(env, snap)), ("save", lambda: snap.save(os.devnull))):
             if name == "save" and not callable(getattr(snap, "save", None)):
                 continue
             scene.note(f"# {name} of the released snapshot, which raises")

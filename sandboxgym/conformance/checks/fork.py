@@ -1,4 +1,4 @@
-"""Level 2: forks start where their source is, and then live alone."""
+"""Level 2: forks start at their source's state, and are independent from then on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import seeds as seeding
-from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
-from sandboxgym.conformance.clock import Stopwatch
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import (
+from sandboxgym.conformance.harness import seeds as seeding
+from sandboxgym.conformance.harness.branching import branches
+from sandboxgym.conformance.harness.canonical import show
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import (
     Scene,
     Walk,
     choose,
@@ -29,19 +29,19 @@ from sandboxgym.conformance.recording import (
     streams,
 )
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
-from sandboxgym.conformance.values import show
+from sandboxgym.conformance.supervision.clock import Stopwatch
 from sandboxgym.core import SnapshotEnv
 
 HELD = 2**30
 """Bytes that a crowd's states and snapshots may take together."""
 WIDE = 20
-"""Children of the widest fork that goes on alike."""
+"""Children of the widest fork whose members continue alike."""
 CROWD = 64
 """Children that are alive at once and all act."""
 
 
 def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
-    """Other calls from ``point`` on, chosen along the way in an environment of its own."""
+    """Other calls from ``point`` on, chosen step by step in an environment of its own."""
     with opened(subject) as env:
         seed_spaces(env, control.seed)
         raw = None
@@ -66,8 +66,8 @@ def variation(subject: Subject, control: Control, point: int, rng: np.random.Gen
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Forks at the start, in the middle, before and after the end of episodes; each child, a child of a child, and the
-    source go on like an uninterrupted run. Then forks hundreds of times, and once into many children, and compares the
-    next calls.
+    source continue like an uninterrupted run. Then forks hundreds of times, and once into many children, and compares
+    the next calls.
     """
     forks = compared = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -105,7 +105,7 @@ def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -
 
 
 def _wide(subject: Subject, budget: Budget) -> int:
-    """One fork with many children, which go on alike, call by call in turn; how many."""
+    """Fork many children at once, compared call by call in turn; their number."""
     k = WIDE if budget.steps > SHORTEST else budget.forks + 1
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -134,8 +134,8 @@ def _forked_at(scene: Scene, walk: Walk, point: int) -> list[AnyEnv]:
 )
 def isolation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Several forks play different actions, a call at a time in a drawn order, some fork again, some are restored to
-    where they began; the source goes on in between. Each must give what it gives when it plays alone in an environment
-    that was never forked.
+    where they began; the source continues in between. Each must give what it gives when it plays alone in an
+    environment that was never forked.
     """
     rounds = calls = 0
     pool = controls(subject, budget)
@@ -219,8 +219,8 @@ def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, con
     blind="What closing leaves behind: resources.baseline.",
 )
 def close_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Closes source and forks in every order drawn, some twice, some dropped without closing, while the others go on;
-    also the source first, then half of the children.
+    """Closes source and forks in every order drawn, some twice, some dropped without closing, while the others
+    continue; also the source first, then half of the children.
     """
     rounds = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -295,7 +295,7 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
 def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too; another S
     gives others, the same S the same, hundreds of times; where all S give the same futures, nothing is random, and all
-    go on like the source; where it is, not all children do the same.
+    continue like the source; where it is, not all children do the same.
     """
     control = subject.control(0, budget.steps)
     random_ = seeding.random_by(subject.noise)
@@ -386,7 +386,7 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
 
 
 def _varies(scene: Scene, walk: Walk, ops: Sequence[Op], future: Any, rng: np.random.Generator) -> bool:
-    """Whether futures of this moment are random often enough for forks that all have one to be at fault."""
+    """True if futures of this moment are random often enough for equal forks to be a fault."""
     if scene.subject.noise.startswith(seeding.OTHER_DRAWS):
         return True
     mark, others = len(scene.lines), 0
@@ -443,7 +443,7 @@ def keeps_wrappers(subject: Subject, budget: Budget, rng: np.random.Generator) -
     blind="Very large k.",
 )
 def invalid(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``fork(0)``, ``fork(-1)``, ``fork("2")`` and ``fork(None)`` raise, and the source goes on unharmed."""
+    """``fork(0)``, ``fork(-1)``, ``fork("2")`` and ``fork(None)`` raise, and the source continues unharmed."""
     control = subject.control(0, budget.steps)
     raised = {}
     with Scene(subject) as scene:
@@ -547,8 +547,8 @@ def _by_fork(scene: Scene, control: Control, point: int, parted: list[Walk], rng
 )
 def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Forks many children (64, fewer where the environment is slow or its state large) that live at once and all act,
-    each in turn and with other actions than its neighbours; takes a snapshot of each in the middle, lets all go on, and
-    restores these in a drawn order. Each must give what it gives alone.
+    each in turn and with other actions than its neighbours; takes a snapshot of each in the middle, lets all continue,
+    and restores these in a drawn order. Each must give what it gives alone.
     """
     pool = [each for each in controls(subject, budget) if each.repeatable and each.last > 2]
     if not pool:
@@ -657,7 +657,7 @@ def _copied(scene: Scene, env: AnyEnv, how: str) -> AnyEnv:
 
 
 def _shallow(scene: Scene, control: Control) -> None:
-    """``copy.copy`` raises, where it is promised or the environment has one of its own."""
+    """Check that ``copy.copy`` raises, where it is promised or the environment has one of its own."""
     env = scene.start(control)
     scene.play(env, control.ops[:1])
     if not _defines(env, "__copy__"):

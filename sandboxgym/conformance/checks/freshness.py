@@ -1,4 +1,4 @@
-"""Level 1: right after a restore one sees the restored state, not the one before."""
+"""Level 1: right after a restore the outputs are those of the restored state, not of the one before."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import Scene, opened, outcome_difference, quiet, seed_spaces, written
+from sandboxgym.conformance.harness.canonical import canonical, difference
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference, quiet, seed_spaces, written
 from sandboxgym.conformance.subject import AnyEnv, Control, Outcome, Subject
-from sandboxgym.conformance.values import canonical, difference
 from sandboxgym.core import SnapshotEnv, Transition
 
 
@@ -28,7 +28,7 @@ from sandboxgym.core import SnapshotEnv, Transition
 def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore`` returns, exactly, the observation of the captured moment: in the environment that went on, in a new
     one, in one playing another episode; arrays can be written to if those of steps can; what it, reset and step
-    returned stays as it is when the environment goes on.
+    returned stays as it is when the environment continues.
     """
     return _returned(subject, budget, rng, 0, "observation")
 
@@ -50,7 +50,7 @@ def last_info(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 
 def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
-    """How many times ``last`` was compared with what the base environment's reset or step had returned."""
+    """Number of comparisons of ``last`` with the last output of the base environment."""
     with opened(subject) as env:
         env.reset(seed=1, options=copy.deepcopy(subject.options(0)))
         if _own_last(subject, env) is None:
@@ -98,7 +98,7 @@ def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
 
 
 def _telling(control: Control, rng: np.random.Generator, some: int) -> list[int]:
-    """Some moments after calls that earned something, raised nothing and differ so from most others."""
+    """Some moments after calls with a reward and without an exception, which differ so from most others."""
     rewards = [outcome.reward for outcome in control.outcomes]
     usual = max(set(rewards), key=rewards.count)
     found = [count for count, reward in enumerate(rewards, start=1) if reward != usual]
@@ -132,7 +132,7 @@ def _plain(subject: Subject, env: AnyEnv, transition: Any) -> Outcome:
 
 
 def _returned_by_base(subject: Subject, control: Control) -> dict[int, Outcome]:
-    """What the base environment returned in each call of a control run, by the number of calls made."""
+    """Outputs of the base environment in each call of a control run, by the number of calls made."""
     found: dict[int, Outcome] = {}
     with opened(subject) as env:
         seed_spaces(env, control.seed)
@@ -163,7 +163,7 @@ def _returned_by_base(subject: Subject, control: Control) -> dict[int, Outcome]:
 
 
 def _stays(scene: Scene, control: Control, env: AnyEnv, place: int, name: str) -> None:
-    """What reset and step returned stays as it was when the environment goes on, is snapshotted and restored."""
+    """Check that outputs of reset and step stay unchanged while the environment is played, captured and restored."""
     kept = []
     subject = scene.subject
     for op in control.ops[: control.last]:
@@ -221,7 +221,7 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
 
 
 def _raw(subject: Subject, control: Control, place: int) -> list[Any]:
-    """The observations (place 0) or infos (1) of a control run as they are returned."""
+    """The observations (place 0) or infos (1) of a control run, not normalised."""
     with opened(subject) as env:
         seed_spaces(env, control.seed)
         found = [subject.call(env, op)[1] for op in control.ops]
@@ -229,7 +229,7 @@ def _raw(subject: Subject, control: Control, place: int) -> list[Any]:
 
 
 def _frozen(expected: Any, found: Any, path: str) -> str | None:
-    """The path of an array that is read-only, unlike the expected one."""
+    """Path of an array that is read-only, unlike the expected one."""
     if isinstance(expected, np.ndarray) and isinstance(found, np.ndarray):
         return path if expected.flags.writeable and not found.flags.writeable else None
     pairs: Iterable[tuple[Any, Any, Any]] = ()

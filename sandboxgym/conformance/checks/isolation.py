@@ -1,7 +1,8 @@
-"""Level 2: what environments of one process share carries nothing from one fork to another.
+"""Level 2: state shared by environments of one process carries nothing from one fork to another.
 
-Each check lets forks act, sees whether others behave as if nothing had happened, and, where they do not, names what
-was changed in between. What changes without an effect (a cache that fills) is told in the evidence and is no fault.
+Each check lets forks act, tests whether others behave as if nothing had happened, and, where they do not, names the
+shared state that changed in between. A change without an effect (a cache that fills) is listed in the evidence and is
+no fault.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.fork import variation
-from sandboxgym.conformance.recording import Scene, comparable, first_difference, streams
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.scenario import Scene, comparable, first_difference, streams
 from sandboxgym.conformance.subject import AnyEnv, Subject
 
 Look = Callable[[AnyEnv], dict[str, Any]]
@@ -26,7 +27,7 @@ Look = Callable[[AnyEnv], dict[str, Any]]
 def _disturbed(
     subject: Subject, budget: Budget, rng: np.random.Generator, look: Look, what: str, rounds: int = 4
 ) -> tuple[int, list[str]]:
-    """Let forks act between two looks; fail, naming what changed, where the source or a sibling then differs."""
+    """Let forks act between two observations; fail, naming the change, where the source or a sibling then differs."""
     seen: set[str] = set()
     done = 0
     for index in budget.spending(rounds, at_least=2):
@@ -44,7 +45,7 @@ def _disturbed(
                 scene.play(second, suffixes[1])
                 scene.reset(second, seed=int(rng.integers(2**31)), options=subject.options(index + 1))
                 scene.play(second, suffixes[0])
-            change = ambient.changed(before, look(env))
+            change = process_globals.changed(before, look(env))
             seen |= set(change)
             scene.close(first)
             for target, name in ((env, "the source"), (third, "a sibling")):
@@ -74,7 +75,7 @@ def class_attributes(subject: Subject, budget: Budget, rng: np.random.Generator)
     """Compares the data on the classes of all layers before and after forks act; fails where it changed and the source
     or a sibling then behaves differently.
     """
-    rounds, seen = _disturbed(subject, budget, rng, ambient.class_attributes, "class attributes")
+    rounds, seen = _disturbed(subject, budget, rng, process_globals.class_attributes, "class attributes")
     return {"rounds": rounds, "changed without effect": seen}
 
 
@@ -91,7 +92,7 @@ def globals_(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
     the source or a sibling then behaves differently, or where steps draw from a global random stream that decides
     what happens although streams are declared captured.
     """
-    rounds, seen = _disturbed(subject, budget, rng, ambient.module_globals, "module globals")
+    rounds, seen = _disturbed(subject, budget, rng, process_globals.module_globals, "module globals")
     drawn = _global_draws(subject, budget)
     return {"rounds": rounds, "changed without effect": seen, "global streams drawn from without effect": drawn}
 
@@ -102,9 +103,9 @@ def _global_draws(subject: Subject, budget: Budget) -> list[str]:
     with Scene(subject) as scene:
         env = scene.start(control)
         for op in control.ops:
-            before = ambient.global_streams()
+            before = process_globals.global_streams()
             scene.call(env, op)
-            used |= set(ambient.changed(before, ambient.global_streams()))
+            used |= set(process_globals.changed(before, process_globals.global_streams()))
     if not used or not subject.capabilities.rng:
         return sorted(used)
     futures = []
@@ -142,19 +143,19 @@ def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     fork, step, rendering, further reset and closing; fails where one of them changed any. What only the first time
     changes (a library that is loaded) is put back and not counted.
     """
-    with ambient.put_back():
+    with process_globals.put_back():
         captured = subject.capabilities.rng  # found out by making an environment, and closing it
-    with suppress(Exception), ambient.put_back(), Scene(subject) as scene:
+    with suppress(Exception), process_globals.put_back(), Scene(subject) as scene:
         for _ in _operate(scene, subject, budget):
             pass
     calls = 0
-    with ambient.put_back(), Scene(subject) as scene:
+    with process_globals.put_back(), Scene(subject) as scene:
         doing = _operate(scene, subject, budget)
         next(doing)
         before = _shared(captured)
         for done in doing:
             after = _shared(captured)
-            change = ambient.changed(before, after)
+            change = process_globals.changed(before, after)
             if done.startswith(_ACTS):  # draws from a global stream are for isolation.globals
                 change = [name for name in change if not name.startswith("stream of")]
             if change:
@@ -169,14 +170,14 @@ _ACTS = ("reset", "step", "render")
 
 
 def _shared(captured: bool) -> dict[str, Any]:
-    found = ambient.surroundings()
+    found = process_globals.surroundings()
     if captured:
-        found |= {f"stream of {name}": bits for name, bits in ambient.global_streams().items()}
+        found |= {f"stream of {name}": bits for name, bits in process_globals.global_streams().items()}
     return found
 
 
 def _operate(scene: Scene, subject: Subject, budget: Budget) -> Iterator[str]:
-    """What a tree consists of, one call after the other; the names of the calls, that of a reset first."""
+    """Perform the operations of a tree, one after the other; the names of the calls, that of a reset first."""
     env, other = scene.make(), scene.make()
     ops = subject.control(0, budget.steps).ops
     for each in (env, other):
@@ -232,12 +233,12 @@ def files(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     """Looks at the files that environments make in temporary folders, /dev/shm and the working directory; fails where
     forks change files that were there before they were forked and the source or a sibling then behaves differently.
     """
-    with ambient.private_temporary() as folder:
-        places = [*ambient.places(), Path("/tmp")]
-        known = ambient.names(places)
+    with process_globals.private_temporary() as folder:
+        places = [*process_globals.places(), Path("/tmp")]
+        known = process_globals.names(places)
 
         def look(env: AnyEnv) -> dict[str, Any]:
-            return ambient.contents(ambient.names(places) - known - {folder})
+            return process_globals.contents(process_globals.names(places) - known - {folder})
 
         rounds, seen = _disturbed(subject, budget, rng, look, "files")
         effectless = [name.replace(str(folder), "$TMPDIR") for name in seen][:20]
@@ -295,7 +296,7 @@ def caches(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     """Forks play different actions from one point, one after the other, then all again in another order; each must give
     what it gives alone: in a new environment, and in a new process, where no cache is filled yet.
     """
-    from sandboxgym.conformance import elsewhere
+    from sandboxgym.conformance.harness import other_process
 
     compared = 0
     truths = []
@@ -305,11 +306,13 @@ def caches(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     points = [1, max(1, control.last // 2)]
     plans = [(point, [variation(subject, control, point, rng, 10) for _ in range(3)]) for point in points]
     jobs = [
-        elsewhere.Job(control.seed, (*control.ops[:point], *suffix)) for point, suffixes in plans for suffix in suffixes
+        other_process.Job(control.seed, (*control.ops[:point], *suffix))
+        for point, suffixes in plans
+        for suffix in suffixes
     ]
     try:
-        clean = elsewhere.run(subject, jobs, separate=True)
-    except elsewhere.Unreachable as error:
+        clean = other_process.run(subject, jobs, separate=True)
+    except other_process.Unreachable as error:
         clean = None
         truths.append(f"no new process: {error}")
     number = 0
@@ -319,7 +322,9 @@ def caches(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
             walk = scene.walk(control, [point])
             if clean is not None:
                 for one in alone:
-                    differs = first_difference(elsewhere.stateless(clean[number]), elsewhere.stateless(one.outcomes))
+                    differs = first_difference(
+                        other_process.stateless(clean[number]), other_process.stateless(one.outcomes)
+                    )
                     if differs:
                         scene.fail(
                             "in a process where others have played, an environment gives something else than in a new "

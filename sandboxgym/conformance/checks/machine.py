@@ -1,11 +1,11 @@
 """Level 2: random programs of resets, steps, snapshots, restores, forks and closes, against replayed controls.
 
-Every live environment has a control that came to the same state by ``reset`` and actions alone; each call is made on
-both and must give the same. (After a restore or fork with a seed, where draws matter, the control is another
+Every live environment has a control that reached the same state by ``reset`` and actions alone; each call is made on
+both and must give equal outcomes. (After a restore or fork with a seed, where draws matter, the control is another
 environment restored from a snapshot taken right then.) A failing program is shrunk to a minimal one, reported as a
 Python script and as data, which `replay` runs again: the regression corpus consists of such data.
 
-Programs are the same for the same seed, unless the time runs out.
+Equal seeds give equal programs, unless the time runs out.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import scratch
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
-from sandboxgym.conformance.clock import Stopwatch
-from sandboxgym.conformance.recording import Scene, choose, outcome_difference, seed_spaces
-from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, put
+from sandboxgym.conformance.harness.scenario import Scene, choose, outcome_difference, seed_spaces
+from sandboxgym.conformance.subject import AnyEnv, MakeSpec, Op, Outcome, Subject, restore
+from sandboxgym.conformance.supervision import scratch
+from sandboxgym.conformance.supervision.clock import Stopwatch
 from sandboxgym.errors import SnapshotNotSupported
 
 CORPUS = "SANDBOXGYM_CONFORMANCE_CORPUS"
@@ -41,10 +41,10 @@ SHRINKING = 5.0
 """Seconds that hypothesis may take to make a failing program smaller; and as many for leaving out calls one by one."""
 
 LEAST_PROGRAMS = 10
-"""Programs without which the search says nothing, times `Budget.share`; two where calls are slow."""
+"""Fewest programs of a meaningful search, times `Budget.share`; two where calls are slow."""
 
 Instruction = dict[str, Any]
-"""One call as JSON values. Numbers of environments and snapshots count modulo how many there are."""
+"""One call as JSON values. Numbers of environments and snapshots are taken modulo their count."""
 
 
 # Actions as JSON.
@@ -68,7 +68,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+    """Decode the JSON values of `encode`."""
     if not isinstance(value, dict):
         return value
     if "numpy" in value:
@@ -93,12 +93,12 @@ class Run:
     history: tuple[Op, ...] = ()
     expected: Outcome = field(default_factory=Outcome)
     raw: tuple[Any, Any] = (None, {})
-    """What was last returned: observation and info."""
+    """Last output: observation and info."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a history begins: a new environment, or a snapshot restored in one."""
+    """Start of a history: a new environment, or a snapshot restored in one."""
 
     spaces: int
     snap: Any = None
@@ -106,7 +106,7 @@ class Origin:
 
 @dataclass
 class Taken:
-    """A snapshot, and the run as it was then."""
+    """A snapshot, and the run at that moment."""
 
     snap: Any
     origin: Origin
@@ -116,12 +116,12 @@ class Taken:
 
 
 class Program:
-    """Executes instructions, and compares. Use it as a context manager."""
+    """Executor of instructions that compares each with a control. Use it as a context manager."""
 
     def __init__(self, subject: Subject, *, noisy: bool) -> None:
         self.subject = subject
         self.noisy = noisy
-        """Whether draws matter: seeds change futures."""
+        """True if draws matter: seeds change futures."""
         self.scene = Scene(subject)
         self.runs: list[Run] = []
         self.taken: list[Taken] = []
@@ -142,7 +142,7 @@ class Program:
             stack.callback(self.scene.__exit__, *error)
 
     def perform(self, instruction: Instruction) -> None:
-        """Execute one instruction; those that don't apply do nothing.
+        """Execute one instruction; one that does not apply has no effect.
 
         Raises:
             Failed: the environment and its control differ, or a call raised; with the script.
@@ -161,7 +161,7 @@ class Program:
             raise Failed(message[:300], {"program": list(self.done)}, self.scene.script()) from error
 
     def action(self, at: int, choice: int) -> Any:
-        """An action for an environment, a function of the choice and of what was last returned."""
+        """Action for an environment, a function of the choice and of the last output."""
         run = self._run(at)
         rng = np.random.default_rng(choice)
         space = copy.deepcopy(run.control.action_space)
@@ -169,7 +169,7 @@ class Program:
         return choose(self.subject, space, run.raw[0], run.raw[1] or {}, rng, choice % 2 == 0)
 
     def finish(self) -> None:
-        """A few more steps of all environments, so that damage done to one by calls on another shows."""
+        """Step all environments a few more times, so that damage to one by calls on another shows."""
         for index in range(len(self.runs)):
             for choice in range(3):
                 self.perform({"op": "step", "env": index, "action": encode(self.action(index, choice))})
@@ -272,13 +272,13 @@ class Program:
         self._controls = [control for control in self._controls if control is not run.control]
 
     def _continue(self, run: Run, origin: Origin, history: tuple[Op, ...], seed: int | None) -> None:
-        """A new control for an environment that was just restored or forked."""
+        """Make a new control for an environment that was just restored or forked."""
         if seed is not None and self.noisy:
             origin, history = Origin(origin.spaces, self.scene.snapshot(run.env)), ()
         run.origin, run.history = origin, history
         run.control = self._control()
         if origin.snap is not None:
-            put(run.control, origin.snap)
+            restore(run.control, origin.snap)
         else:
             seed_spaces(run.control, origin.spaces)
         for op in history:
@@ -329,7 +329,7 @@ class Program:
 
 
 def entry(subject: Subject, message: str, program: list[Instruction], script: str | None) -> dict[str, Any]:
-    """A failing program as JSON values, with all that is needed to run it again.
+    """A failing program as JSON values, complete enough to run it again.
 
     Raises:
         TypeError: the options of ``reset`` are not plain data.
@@ -348,7 +348,7 @@ def entry(subject: Subject, message: str, program: list[Instruction], script: st
 
 
 def save(found: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
-    """Write a failing program into a corpus; its name follows from its content."""
+    """Save a failing program in a corpus, named by its content."""
     import zlib
 
     name = str(found["target"] or "factory").rpartition(":")[2].rpartition("/")[2]
@@ -402,7 +402,7 @@ class _Search:
         self.last = self.end
 
     def look(self) -> None:
-        """Stop when the time is up; a failure gives time for shrinking."""
+        """Stop the search when the time is up; a failure adds time for shrinking."""
         if self.watch.elapsed > (self.last if self.best is not None else self.end):
             self.over = True
             raise _TimeUp
@@ -421,7 +421,7 @@ def _size(failure: Failed) -> tuple[int, int, str]:
 
 
 def _minimal(subject: Subject, failure: Failed, *, noisy: bool, seconds: float) -> Failed:
-    """The failure of the smallest program that leaving out and simplifying single instructions leads to."""
+    """Failure of the smallest program found by omitting and simplifying single instructions."""
     watch = Stopwatch()
     smaller = True
     while smaller:
@@ -464,7 +464,7 @@ def _simpler(program: list[Instruction]) -> Iterator[list[Instruction]]:
 
 
 def _machine(search: _Search) -> type:
-    """The rules; a class for hypothesis, made for one search."""
+    """Rules for hypothesis, as a class made for one search."""
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -558,7 +558,7 @@ def _machine(search: _Search) -> type:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Hypothesis prints nothing, and writes into a directory that goes away."""
+    """Run hypothesis without output, and with a temporary directory for its files."""
     from hypothesis.configuration import set_hypothesis_home_dir
     from hypothesis.reporting import with_reporter
 
@@ -638,7 +638,7 @@ def random_walk(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
 
 
 def _by_seeds_alone(subject: Subject, failure: Failed) -> bool:
-    """Whether a program fails only where its seeds are taken to change nothing: draws of a kind that nobody recognised.
+    """True if a program fails only where its seeds are taken to change nothing: draws that were not recognised.
 
     Whether seeds may change what they did is for restore.seeded and fork.seeded_independent.
     """

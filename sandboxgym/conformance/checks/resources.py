@@ -1,4 +1,4 @@
-"""Level 5: what snapshots and forks take is given back, also after a crash."""
+"""Level 5: resources of snapshots and forks are given back, also after a crash."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import ambient, elsewhere, processes, watching
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
 from sandboxgym.conformance.checks.durable import folder
-from sandboxgym.conformance.clock import Stopwatch, timed
-from sandboxgym.conformance.recording import Scene, opened, release
-from sandboxgym.conformance.subject import Control, Subject, branch, put, take
+from sandboxgym.conformance.harness import other_process, process_globals
+from sandboxgym.conformance.harness.scenario import Scene, opened, release
+from sandboxgym.conformance.subject import Control, Subject, fork, restore, snapshot
+from sandboxgym.conformance.supervision import processes, watching
+from sandboxgym.conformance.supervision.clock import Stopwatch, timed
 
 _OTHERS = "files of child processes in /tmp, /dev/shm and the working directory"
 _MACHINE = frozenset({"mounts", "containers", _OTHERS})
-"""What other programs change too."""
+"""Resources that other programs change too."""
 _MEMORY = "bytes of Python objects"
 _SECONDS = 3.0
-"""For what ends by itself, and the longest pause in which only other programs are at work."""
+"""Seconds for resources that vanish by themselves, and the longest pause in which only other programs work."""
 _DEEP = 8192
 """Bytes by which a snapshot at the end of a chain may be larger, beside twice its size."""
 _PATIENCE = 8.0
@@ -83,14 +84,14 @@ def _cycle(subject: Subject, control: Control) -> None:
     with opened(subject) as env:
         for op in control.ops[:2]:
             subject.call(env, op)
-        snap = take(env)
-        children = branch(env, 2)
+        snap = snapshot(env)
+        children = fork(env, 2)
         for op in control.ops[2:4]:
             subject.call(children[0], op)
-        inner = take(children[0])
-        put(env, inner)
-        put(children[1], snap)
-        grand = branch(children[1], 1)
+        inner = snapshot(children[0])
+        restore(env, inner)
+        restore(children[1], snap)
+        grand = fork(children[1], 1)
         for child in (children[1], *grand, children[0]):
             child.close()
         release(snap)
@@ -113,15 +114,15 @@ def long_lived(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     with opened(subject) as env:
         for op in control.ops[:2]:
             subject.call(env, op)
-        snap = take(env)
+        snap = snapshot(env)
 
         def cycle() -> None:
-            put(env, snap)
+            restore(env, snap)
             for op in control.ops[2:4]:
                 subject.call(env, op)
-            release(take(env))
+            release(snapshot(env))
             with opened(subject) as other:
-                put(other, snap)
+                restore(other, snap)
 
         try:
             return _steady(budget, 8, cycle, "snapshots and restores in one environment, and of one in new ones")
@@ -146,7 +147,7 @@ def dropped(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
             subject.call(env, op)
 
         def cycle() -> None:
-            take(env)
+            snapshot(env)
 
         return _steady(budget, 8, cycle, "snapshots that were dropped without release()")
 
@@ -154,14 +155,14 @@ def dropped(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 def _steady(
     budget: Budget, part: int, cycle: Callable[[], None], what: str, script: str | None = None
 ) -> dict[str, Any]:
-    """Fail if anything that this process is to blame for grows in each of three rounds of cycles.
+    """Fail if a resource owned by this process grows in each of three rounds of cycles.
 
     A round takes the ``part``-th part of a check's time. What only a whole machine has (mounts, containers, entries
     that a child process may have made) may be another program's: where it grows, as many rounds follow, with pauses of
     the same length between them, and it must grow in each of these and in no pause.
     """
     rounds: list[dict[str, int]] = []
-    with ambient.private_temporary() as path, watching.watched(path) as doings:
+    with process_globals.private_temporary() as path, watching.watched(path) as doings:
         tracing = tracemalloc.is_tracing()
         if not tracing:
             tracemalloc.start()
@@ -211,14 +212,16 @@ def _steady(
 
 
 def _count(path: Path, doings: watching.Doings) -> dict[str, int]:
-    """What this process holds, and what the machine has."""
+    """Count the resources of this process and of the machine."""
     made = doings.remaining()
     counts = processes.held(path)  # collects garbage first
     counts["files made elsewhere than in TMPDIR"] = len(made)
     counts["mounts"] = len(processes.mounts())
     counts[_OTHERS] = counts["containers"] = 0
     if started := doings.children:
-        counts[_OTHERS] = len(ambient.names([Path("/tmp"), Path("/dev/shm"), Path.cwd()]) - set(map(Path, made)))
+        counts[_OTHERS] = len(
+            process_globals.names([Path("/tmp"), Path("/dev/shm"), Path.cwd()]) - set(map(Path, made))
+        )
     if started or doings.containers:
         counts["containers"] = len(processes.containers() or ())
         doings.children = started  # the client just asked is none of the environment's
@@ -228,7 +231,7 @@ def _count(path: Path, doings: watching.Doings) -> dict[str, int]:
 
 
 def _least(name: str, cycles: int) -> float:
-    """Growth of a round that counts."""
+    """Smallest growth per round that counts."""
     if name == _MEMORY:
         return max(_SLACK * cycles, _NOISE)
     if name == "bytes of resident memory":
@@ -237,7 +240,7 @@ def _least(name: str, cycles: int) -> float:
 
 
 def _growth(rounds: list[dict[str, int]], name: str, cycles: int) -> list[int]:
-    """By how much something grew in each round; nothing unless in all of them."""
+    """Growth of each resource per round; nothing unless it grew in all of them."""
     steps = [after[name] - before[name] for before, after in itertools.pairwise(rounds)]
     return steps if min(steps) >= _least(name, cycles) else []
 
@@ -245,7 +248,7 @@ def _growth(rounds: list[dict[str, int]], name: str, cycles: int) -> list[int]:
 def _settle(
     growing: dict[str, list[int]], rounds: list[dict[str, int]], path: Path, doings: watching.Doings, cycles: int
 ) -> None:
-    """Leave out what goes by itself: threads and processes that take a moment to end on a busy machine."""
+    """Exclude resources that vanish by themselves: threads and processes that end late on a busy machine."""
     late = [name for name in ("threads", "child processes", "open descriptors") if name in growing]
 
     def gone() -> bool:
@@ -260,7 +263,7 @@ def _settle(
 def _alternating(
     cycle: Callable[[], None], cycles: int, wall: float, path: Path, doings: watching.Doings, names: set[str]
 ) -> dict[str, tuple[list[int], list[int]]]:
-    """Growth of what the machine has, by name: in three more rounds, and in a pause as long before each of them.
+    """Growth of machine-wide resources, by name: in three more rounds, and in an equally long pause before each.
 
     A name that changes in a pause, or doesn't grow enough in a round (no rounds are told then), is not looked at again.
     """
@@ -369,8 +372,8 @@ def killed_owner(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
         work, temporary = path / "job", path / "tmp"
         work.mkdir()
         temporary.mkdir()
-        job = elsewhere.Job(0, control.ops[:3])
-        content: Any = (subject.make_spec, elsewhere.registered(subject.make_spec), [job], {}, False)
+        job = other_process.Job(0, control.ops[:3])
+        content: Any = (subject.make_spec, other_process.registered(subject.make_spec), [job], {}, False)
         try:
             (work / "job").write_bytes(pickle.dumps(content))
         except Exception as error:
@@ -415,7 +418,7 @@ def killed_owner(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
 
 
 def _held(work: Path, variables: dict[str, str], *, kill: bool) -> None:
-    process = elsewhere.popen([str(work), "hold"], "0", None, variables)
+    process = other_process.popen([str(work), "hold"], "0", None, variables)
     try:
         done = processes.until(
             lambda: (work / "ready").exists() or (work / "failed").exists() or process.poll() is not None, 60

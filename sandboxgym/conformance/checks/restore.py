@@ -1,4 +1,4 @@
-"""Level 1: after ``restore`` the future is what it was going to be, however one got there."""
+"""Level 1: after ``restore`` the future equals the uninterrupted one, for every way to the restore."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import elsewhere, scratch, seeds
-from sandboxgym.conformance.branching import LENGTH, WIDTH, branches, pictured
 from sandboxgym.conformance.check import BUDGETS, SHORTEST, Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks import restore_lasting as restore_lasting  # registers its checks
-from sandboxgym.conformance.coverage import coverage, ending
-from sandboxgym.conformance.recording import (
+from sandboxgym.conformance.harness import other_process, seeds
+from sandboxgym.conformance.harness.branching import LENGTH, WIDTH, branches, pictured
+from sandboxgym.conformance.harness.canonical import difference, show
+from sandboxgym.conformance.harness.coverage import coverage, ending
+from sandboxgym.conformance.harness.scenario import (
     Scene,
     Walk,
     comparable,
@@ -28,16 +29,16 @@ from sandboxgym.conformance.recording import (
     outcome_difference,
     streams,
 )
-from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, take
-from sandboxgym.conformance.values import difference, show
-from sandboxgym.conformance.whole import whole_episodes
+from sandboxgym.conformance.harness.whole import whole_episodes
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, snapshot
+from sandboxgym.conformance.supervision import scratch
 
 SHORT = 4
 """Calls compared after each of hundreds of restores."""
 
 
 def points_of(control: Control, rng: np.random.Generator, middle: int = 2) -> list[int]:
-    """Where snapshots are taken: after the reset, in the middle, before the last step, after the end of the episode."""
+    """Moments of snapshots: after the reset, in the middle, before the last step, after the end of the episode."""
     last = control.last
     inside = rng.integers(1, last, size=middle).tolist() if last > 1 else []
     points = {1, *inside, max(1, last - 1), last}
@@ -52,7 +53,7 @@ def controls(subject: Subject, budget: Budget) -> list[Control]:
 
 
 def in_time(budget: Budget, pool: Sequence[Control]) -> Iterator[Control]:
-    """Control runs one after another: the first two (one on-policy, one not), the others while the time suffices."""
+    """Iterate over control runs: the first two (one on-policy, one not), the others while time remains."""
     return (pool[index] for index in budget.spending(len(pool), at_least=2))
 
 
@@ -102,7 +103,7 @@ def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -
 
 @contextmanager
 def perturbed(scene: Scene, rng: np.random.Generator) -> Iterator[None]:
-    """Other global random streams, one more environment variable and a later time: none may matter to a restore."""
+    """Change global random streams, an environment variable and the time: a restore must not depend on them."""
     seed = int(rng.integers(2**31))
     states = random.getstate(), np.random.get_state()
     name = f"SANDBOXGYM_CONFORMANCE_{seed}"
@@ -198,7 +199,7 @@ def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str
 
 
 def finds(trials: int) -> dict[str, Any]:
-    """The rate of faults that so many trials would have found with probability 0.999."""
+    """The smallest rate of faults that so many trials would have found with probability 0.999."""
     return {"would find (99.9 %) a fault in": f"1 of {max(1, int(1 / (1 - 0.001 ** (1 / max(1, trials)))))}"}
 
 
@@ -345,7 +346,7 @@ def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 def _quiet_between(control: Control, start: int, end: int) -> bool:
-    """Whether the calls after the end of the episode raised, so that leaving them out changes nothing."""
+    """True if the calls after the end of the episode raised, so that leaving them out changes nothing."""
     return all(outcome.raised for outcome in control.outcomes[start:end])
 
 
@@ -543,7 +544,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
 
 
 def _again(scene: Scene, env: AnyEnv, snap: Any, ops: Sequence[Op], budget: Budget) -> int:
-    """Restores with one seed, hundreds of times; how many."""
+    """Restore with one seed hundreds of times; the number."""
     first: list[Outcome] = []
     for index in budget.spending(budget.repeats, seconds=budget.seconds / 2, at_least=10):
         with scene.iteration(index):
@@ -593,7 +594,7 @@ def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 
 
 Grow = Callable[[Scene, Control, int, list[Walk], np.random.Generator], int]
-"""How `diverging` gets from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
+"""Step of `diverging` from one branch to the next: (scene, control, point, branches, rng) to calls compared."""
 
 
 def diverging(
@@ -626,7 +627,7 @@ def diverging(
 
 
 def own_future(scene: Scene, env: AnyEnv, control: Control) -> Walk:
-    """The control run itself as what is expected of an environment."""
+    """The control run itself, as the expected future of an environment."""
     return Walk(env, control, {}, [], control.outcomes, comparable(scene.subject, control))
 
 
@@ -665,13 +666,13 @@ def _by_restore(scene: Scene, control: Control, point: int, parted: list[Walk], 
 
 
 def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
-    """Whether branches give here what they give in a process of their own, if a control run itself does."""
+    """True if branches give the same here and in a process of their own, provided that a control run does."""
     control = subject.control(0, SHORTEST)
-    plain = elsewhere.Job(control.seed, control.ops[: control.last])
-    jobs = [plain, *(elsewhere.Job(branch.control.seed, branch.control.ops) for branch in told)]
+    plain = other_process.Job(control.seed, control.ops[: control.last])
+    jobs = [plain, *(other_process.Job(branch.control.seed, branch.control.ops) for branch in told)]
     try:
-        answers = elsewhere.run(subject, jobs, separate=True)
-    except (elsewhere.Unreachable, elsewhere.Broken) as error:
+        answers = other_process.run(subject, jobs, separate=True)
+    except (other_process.Unreachable, other_process.Broken) as error:
         return {"compared with a new process": f"no: {str(error).strip().splitlines()[-1][:200]}"}
     before = control.outcomes[: control.last]
     with Scene(subject) as scene:
@@ -679,10 +680,10 @@ def _in_new_process(subject: Subject, told: list[Walk]) -> dict[str, Any]:
         now = [scene.call(env, op) for op in control.ops[: control.last]]
     if differs := first_difference(before, now):
         raise Failed(f"where branches were played, even an untouched run is not what it was before: {differs}")
-    if first_difference(answers[0], elsewhere.stateless(before)):
+    if first_difference(answers[0], other_process.stateless(before)):
         return {"compared with a new process": "no: even an untouched run gives something else there"}
     for branch, there in zip(told, answers[1:]):
-        if differs := first_difference(elsewhere.stateless(there), elsewhere.stateless(branch.outcomes)):
+        if differs := first_difference(other_process.stateless(there), other_process.stateless(branch.outcomes)):
             raise Failed(
                 f"in a process where other branches were played, one gives something else than in a new one: {differs}",
                 {"branch": branch.control.name, "calls": len(branch.control.ops)},
@@ -774,7 +775,7 @@ def live_source(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
 
 
 def _moving_on(subject: Subject, control: Control, ahead: int, rng: np.random.Generator) -> int:
-    """The source is some calls ahead when it is restored from, and then moves in turn with the restored one."""
+    """Restore from a source that is some calls ahead, and then moves in turn with the restored environment."""
     with Scene(subject) as scene:
         source, worker = scene.start(control), scene.start(control)
         own = own_future(scene, source, control)
@@ -801,7 +802,7 @@ def _moving_on(subject: Subject, control: Control, ahead: int, rng: np.random.Ge
 
 
 def _shared(subject: Subject, pair: tuple[Control, Control], rng: np.random.Generator) -> int:
-    """Two sources, two workers that restore from either, any of them moves next."""
+    """Two sources, two workers that restore from either, moved in random order."""
     with Scene(subject) as scene:
         sources: list[list[Any]] = []
         kept: list[tuple[Any, Walk, int]] = []
@@ -830,7 +831,7 @@ def _shared(subject: Subject, pair: tuple[Control, Control], rng: np.random.Gene
 
 
 def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> int:
-    """The source lives and moves in a thread of its own while the others are restored and move here."""
+    """Keep the source in a thread of its own while the others are restored and moved here."""
     point = int(rng.integers(1, max(2, control.last // 2)))
     ready, leave = threading.Event(), threading.Event()
     handed: list[Any] = []
@@ -843,7 +844,7 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
             try:
                 source = scene.start(control)  # here: some can be used in the thread alone that has made them
                 scene.play(source, control.ops[:point])
-                handed.extend((take(source), scene.name(source)))
+                handed.extend((snapshot(source), scene.name(source)))
                 ready.set()
                 for index in range(point, comparable(subject, control)):
                     found = subject.call(source, control.ops[index])[0]
@@ -882,37 +883,37 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
 
 
 def _across(subject: Subject, control: Control) -> str | int:
-    """The restored one lives in another process, the source here."""
+    """Restore in another process, with the source here."""
     point = max(1, control.last // 3)
     with Scene(subject) as scene, scratch.folder() as folder:
         source = scene.start(control)
         own = own_future(scene, source, control)
         scene.play(source, control.ops[:point])
         try:
-            parcel = elsewhere.carried(scene.snapshot(source), Path(folder), "snapshot")
+            parcel = other_process.carried(scene.snapshot(source), Path(folder), "snapshot")
             ahead = scene.expect(source, own, point, "the source of a snapshot", calls=max(1, control.last // 3))
-            started = elsewhere.start(
+            started = other_process.start(
                 subject,
                 [
-                    elsewhere.Job(control.seed, control.ops[point : own.end], parcel),
-                    elsewhere.Job(control.seed, control.ops[: own.end]),
+                    other_process.Job(control.seed, control.ops[point : own.end], parcel),
+                    other_process.Job(control.seed, control.ops[: own.end]),
                 ],
-                elsewhere.Child(),
+                other_process.Child(),
             )
             scene.expect(source, own, point + ahead, "a source whose snapshot is restored in another process", calls=2)
-            restored, alone = elsewhere.finish(started)
-        except elsewhere.Unreachable as error:
+            restored, alone = other_process.finish(started)
+        except other_process.Unreachable as error:
             return f"cannot be reached: {error}"[:200]
-        except elsewhere.Broken as error:
+        except other_process.Broken as error:
             message = str(error).strip()
             last = message.splitlines()[-1]
             raise Failed(
                 f"another process cannot restore while the source is alive: {last}", {"there": message}, scene.script()
             ) from None
-        expected = elsewhere.stateless(control.outcomes[: own.end])
-        if first_difference(expected, elsewhere.stateless(alone)):
+        expected = other_process.stateless(control.outcomes[: own.end])
+        if first_difference(expected, other_process.stateless(alone)):
             return "even without snapshots it gives something else there"
-        if differs := first_difference(expected[point:], elsewhere.stateless(restored[1:])):
+        if differs := first_difference(expected[point:], other_process.stateless(restored[1:])):
             scene.fail(f"restored in another process while its source is alive and further on: {differs}")
         scene.expect(source, own, point + ahead + 2, "a source after its snapshot was restored in another process")
         return own.end - point

@@ -1,7 +1,6 @@
-"""Level 1: restores whose consequences come late, and handles of which thousands are held.
+"""Level 1: restores with late consequences, and thousands of handles held at once.
 
-Both are bounded by time and memory; what was played and held is in the evidence, and where it is little the report says
-so.
+Both are bounded by time and memory; the evidence holds the numbers reached, and the report warns where they are small.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.conformance import processes
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.recording import Scene, Walk, choose, control_seed, written
+from sandboxgym.conformance.harness.canonical import literal
+from sandboxgym.conformance.harness.scenario import Scene, Walk, choose, control_seed, written
+from sandboxgym.conformance.harness.whole import affordable, whole_episodes
 from sandboxgym.conformance.subject import Control, Op, Outcome, Subject, methods
-from sandboxgym.conformance.values import literal
-from sandboxgym.conformance.whole import affordable, whole_episodes
+from sandboxgym.conformance.supervision import processes
 
 HELD = {"quick": 3000, "full": 10_000}
 """Snapshots held at once, by budget."""
 ROOM = 2**28
 """Bytes by which the process may grow before no more are taken."""
 OLDEST, DRAWN = 4, 24
-"""How many of them are restored: the oldest, and others."""
+"""Numbers of restored snapshots: the oldest, and others."""
 FOLLOWED = 4
 """Calls compared after each of these restores."""
 
@@ -142,14 +141,14 @@ def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 
 def _calls(subject: Subject, ops: list[Op], point: int) -> int:
-    """How many calls after a moment are compared: without captured streams none from the next reset on."""
+    """Number of calls compared after a moment: without captured streams none from the next reset on."""
     following = ops[point : point + FOLLOWED]
     resets = [number for number, op in enumerate(following) if op.kind == "reset"]
     return resets[0] if resets and not subject.capabilities.rng else len(following)
 
 
 def _lines(name: str, ops: list[Op], after: str) -> Iterator[str]:
-    """Calls as Python, something after each: a loop for each episode."""
+    """Calls as lines of Python, with a line after each: a loop per episode."""
     starts = [index for index, op in enumerate(ops) if op.kind == "reset"]
     for start, end in zip(starts, [*starts[1:], len(ops)]):
         yield f"{written(name, ops[start])}; {after}"

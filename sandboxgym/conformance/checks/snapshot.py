@@ -8,14 +8,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.conformance import ambient
-from sandboxgym.conformance.branching import branches
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, perturbed, points_of
-from sandboxgym.conformance.coverage import coverage
-from sandboxgym.conformance.recording import Scene, opened, release, streams, written
-from sandboxgym.conformance.subject import Control, Subject, layers, take
-from sandboxgym.conformance.values import canonical, difference
+from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.branching import branches
+from sandboxgym.conformance.harness.canonical import canonical, difference
+from sandboxgym.conformance.harness.coverage import coverage
+from sandboxgym.conformance.harness.scenario import Scene, opened, release, streams, written
+from sandboxgym.conformance.subject import Control, Subject, layers, snapshot
 
 
 @check(
@@ -86,7 +86,7 @@ def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) ->
 
 
 def _global_streams() -> Any:
-    return canonical(ambient.global_streams())
+    return canonical(process_globals.global_streams())
 
 
 @check(
@@ -171,7 +171,7 @@ def digests(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
         raise Skipped(f"snapshots of kind {kind} have digests of what holds the state, not of the state")
     with opened(subject) as env:
         env.reset(seed=1, options=subject.options(0))
-        snap = take(env)
+        snap = snapshot(env)
         if not isinstance(getattr(snap, "digest", None), str):
             raise Skipped(f"snapshots ({type(snap).__qualname__}) have no digest")
         release(snap)
@@ -222,7 +222,7 @@ def _distinct(scene: Scene, control: Control, rng: np.random.Generator, palette:
 
 
 def identity(snap: Any) -> dict[str, Any]:
-    """Digest and bytes of a handle, where it has them and gives the same twice."""
+    """Digest and bytes of a handle, where it has them and gives them equal twice."""
     found: dict[str, Any] = {}
     for name in ("digest", "nbytes", "to_bytes"):
         try:
@@ -237,7 +237,7 @@ def identity(snap: Any) -> dict[str, Any]:
 
 
 def scribble(value: Any, seen: set[int] | None = None) -> int:
-    """Overwrite, in place, all containers within ``value``; how many there were."""
+    """Overwrite, in place, all containers within ``value``; their number."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return 0

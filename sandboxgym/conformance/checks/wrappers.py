@@ -10,13 +10,13 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.restore import controls, in_time, points_of
-from sandboxgym.conformance.recording import Scene, opened
-from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, take
+from sandboxgym.conformance.harness.scenario import Scene, opened
+from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, snapshot
 from sandboxgym.errors import SnapshotNotSupported
 
 
 def wrapped(subject: Subject, wrap: Callable[[AnyEnv], AnyEnv], name: str) -> Subject:
-    """The subject with a wrapper around what its factory makes.
+    """The subject with a wrapper around its factory's environments.
 
     Raises:
         Skipped: snapshots do not reach through wrappers around it.
@@ -36,7 +36,7 @@ def wrapped(subject: Subject, wrap: Callable[[AnyEnv], AnyEnv], name: str) -> Su
         env.reset(seed=1, options=variant.options(0))
         if not methods(env):
             try:
-                take(env)
+                snapshot(env)
             except SnapshotNotSupported as error:
                 raise Skipped(f"sandboxgym.snapshot does not go through what the factory makes: {error}") from error
     return variant
@@ -51,7 +51,7 @@ _AS_CODE = {
 
 
 def _source(subject: Subject, name: str) -> str | None:
-    """Python that makes the subject in a wrapper such as ``TimeLimit(8)``."""
+    """Python source that makes the subject in a wrapper such as ``TimeLimit(8)``."""
     if subject.make_spec is None:
         return None
     kind, _, arguments = name.rstrip(")").partition("(")
@@ -125,7 +125,7 @@ def _elapsed(env: AnyEnv) -> list[Any]:
 
 
 def _ends_alike(scene: Scene, subject: Subject, control: Any, rng: np.random.Generator) -> int:
-    """Restored episodes are truncated in the same call as the control run, if that was truncated."""
+    """Check that restored episodes are truncated in the same call as the control run, if that was truncated."""
     if control.ended is None or control.outcomes[control.ended - 1].truncated != ("bool", True):
         return 0
     walk = scene.walk(control, [max(1, control.ended // 2)])
@@ -209,7 +209,7 @@ def stack(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
 
 
 class _Bonus(gym.Wrapper[Any, Any, Any, Any]):
-    """A stateful wrapper that nobody registered: the reward depends on how often it stepped."""
+    """A stateful wrapper that is not registered: the reward depends on its number of steps."""
 
     def __init__(self, env: AnyEnv) -> None:
         super().__init__(env)

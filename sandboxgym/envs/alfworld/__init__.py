@@ -1,1 +1,1 @@
-"""Text games of household tasks, in the file format of ALFWorld."""
+"""Text games of household tasks, in ALFWorld's file format."""

@@ -1,4 +1,4 @@
-"""What `ALFWorldEnv` asks of an engine: to play one game as pure functions on small immutable states.
+"""The engine interface of `ALFWorldEnv`: one game, played as pure functions on small immutable states.
 
 There are two: the compiled `Game` of this package (``native``), and the original, TextWorld with alfworld
 (``textworld``, see :mod:`.textworld_engine`). A state belongs to the engine that made it.
@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.envs.alfworld.game import Game, GameState, Progress
-from sandboxgym.envs.alfworld.library import GameLibrary
+from sandboxgym.envs.alfworld.games.library import GameLibrary
 
 EngineName = Literal["native", "textworld"]
 
@@ -19,39 +19,39 @@ class Engine(Protocol):
     """One game, playable from any of its states by any number of environments."""
 
     digest: str
-    """Of the content of the game file: equal digests play alike."""
+    """Digest of the game file's content: games with equal digests play alike."""
 
     @property
     def compiled(self) -> Game:
         """The game as this package compiles it."""
 
     def initial(self) -> Any:
-        """The state at reset: a `GameState`."""
+        """State at reset, a `GameState`."""
 
     def intro(self) -> str:
-        """The observation at reset."""
+        """Observation at reset."""
 
     def admissible(self, state: Any) -> tuple[str, ...]:
-        """The commands that do something in ``state``, sorted."""
+        """Commands that do something in ``state``, sorted."""
 
     def step(self, state: Any, command: str) -> tuple[Any, str, bool]:
-        """The following state, what the game prints, and whether the command was admissible."""
+        """Play a command: the next state, the game's answer, and whether the command was admissible."""
 
     def won(self, state: Any) -> bool:
-        """Whether the goal holds."""
+        """Tell whether the goal holds."""
 
     def progress(self, state: GameState) -> Progress:
-        """How near the goal is."""
+        """Progress towards the goal."""
 
     def state_hash(self, state: GameState) -> str:
-        """Equal for equal games and facts."""
+        """Hash of the game and its facts, equal for equal ones."""
 
     def resume(self, state: Any) -> Any:
-        """A state that came from elsewhere, as one that this engine can go on from."""
+        """Convert a state from another process to one that this engine can continue from."""
 
 
 def load(engine: EngineName, library: GameLibrary, number: int) -> Engine:
-    """Game ``number`` of ``library``, loaded or shared with whoever loaded it before."""
+    """Load game ``number`` of ``library``, or share it with earlier users."""
     if engine == "native":
         return library.load(number)
     from sandboxgym.envs.alfworld import textworld_engine
@@ -60,7 +60,7 @@ def load(engine: EngineName, library: GameLibrary, number: int) -> Engine:
 
 
 def snapshot_spec(engine: EngineName) -> SnapshotSpec:
-    """What snapshots of an environment with this engine cover.
+    """Snapshot spec of an environment with this engine.
 
     The original cannot be saved: its states are numbers in the memory of a C library. In the process that took a
     snapshot it goes back to such a number; anywhere else it replays the commands so far, which is what is declared.

@@ -8,19 +8,21 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, SupportsIndex, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
-from sandboxgym.core import SnapshotEnv, Transition
+from sandboxgym.core import Transition
+from sandboxgym.envs.alfworld.card import CARD
 from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
 from sandboxgym.envs.alfworld.game import Game, GameState
-from sandboxgym.envs.alfworld.library import GameLibrary, GameNotFound, GameRef, open_library
+from sandboxgym.envs.alfworld.games.library import GameLibrary, GameNotFound, GameRef, instruction_of, open_library
 from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import Task, TaskEnv, TaskRows
 
 HARMLESS = ("look", "inventory")
 """Commands that any game understands: what the action space samples."""
@@ -64,7 +66,7 @@ class EpisodeState:
     valid_action: bool
 
 
-class ALFWorldEnv(SnapshotEnv[str, str]):
+class ALFWorldEnv(TaskEnv[str, str]):
     """Household tasks in text: find, clean, heat, cool and place objects, or look at them under a lamp.
 
     ## Description
@@ -140,6 +142,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    card = CARD
     immutable_state = True
     state_version = 2
 
@@ -165,6 +168,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
             self.metadata = {**self.metadata, "snapshot": asdict(self.snapshot_spec)}  # type: ignore[misc]
         self.engine = engine
         self.library: GameLibrary = open_library(games, task_types=task_types, limit=limit)
+        self._task_types = task_types
         self.stop_when_won = stop_when_won
         self.aliases = aliases
         self.render_mode = render_mode
@@ -182,13 +186,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
             GameError: its file is malformed or unsolvable.
         """
         super().reset(seed=seed)
-        options = options or {}
-        unknown = options.keys() - {"game", "task"}
-        if unknown:
-            raise ValueError(f"expected the options 'game' or 'task', found {sorted(unknown)}")
-        wanted = options.get("game", options.get("task"))
-        index = int(self.np_random.integers(len(self.library))) if wanted is None else self.library.index(wanted)
-        self._enter(index)
+        self._enter(self.chosen_task(options, "game"))
         assert self._game is not None and self._ref is not None
         self._state = self._episode(self._game.initial(), feedback=None, valid_action=True)
         transition = self._transition()
@@ -241,14 +239,26 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         """The last observation, in mode ``ansi``."""
         return self._transition().observation if self.render_mode == "ansi" else None
 
-    @property
-    def num_tasks(self) -> int:
-        """How many games there are to reset to."""
-        return len(self.library)
+    def tasks(self, split: str | None = None) -> TaskRows:
+        """The games as rows; a game is read when its instruction is.
 
-    def expert(self, *, rng: random.Random | None = None, noise: float = 0.0) -> Expert:
+        Args:
+            split: as ``games``, such as ``"valid_seen"`` or ``"embedded:unseen"``; of the same ``task_types``.
+        """
+        library = self.library if split is None else open_library(split, task_types=self._task_types)
+        return TaskRows(len(library), lambda number: _row(library[number]))
+
+    def task_index(self, task: str | SupportsIndex) -> int:
+        """Position of a game; a path or an ending of its id will do, too.
+
+        Raises:
+            GameNotFound: with the nearest ids.
+        """
+        return self.library.index(task)
+
+    def expert(self, *, rng: random.Random | None = None, noise: float = 0.0, **options: Any) -> Expert:
         """The rule-based player of these games; it sees observations only."""
-        return Expert(rng=rng, noise=noise)
+        return Expert(rng=rng, noise=noise, **options)
 
     def solve(self, *, max_nodes: int = 1_000_000, max_seconds: float = 60.0) -> tuple[str, ...]:
         """The fewest commands that win from the present state; see `solver.shortest_plan`.
@@ -391,3 +401,7 @@ class ALFWorldEnv(SnapshotEnv[str, str]):
         child._np_random = child._np_random_seed = None
         child._state, child._was_reset, child._lineage = None, False, None
         return child
+
+
+def _row(ref: GameRef) -> Task:
+    return Task(ref.task_id, lambda: instruction_of(ref), ref.task_type)

@@ -1,4 +1,4 @@
-"""A rule-based player that knows the games only through their texts.
+"""A rule-based expert that knows the games only through their texts.
 
 What this module promises:
 
@@ -6,13 +6,14 @@ What this module promises:
    admissible commands, no game file.
 2. It plays the embedded games and the official ones, with either verb for putting things down ("move O to R",
    "put O in/on R"). It relies on names being a word and a number, and on closed furniture being called closed.
-3. It searches where things usually are (`household.weight`), cheapest and likeliest piece of furniture first.
-4. It never repeats a refused command for ever, and recovers from the random commands that ``noise`` mixes in.
-   It is deterministic but for ``noise``.
+3. It searches where things usually are (`priors.weight`), cheapest and likeliest piece of furniture first.
+4. It never repeats a refused command forever, and recovers from the random commands that ``noise`` mixes in.
+   It is deterministic except for ``noise``.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sandboxgym.envs.alfworld.game import Game
-from sandboxgym.envs.alfworld.household import weight
+from sandboxgym.envs.alfworld.games.priors import weight
 
 REFUSED = "Nothing happens"
 NAME = re.compile(r"\b([a-z]+) (\d+)\b")
@@ -34,7 +35,7 @@ DOORS = frozenset(("cupboard", "cabinet", "drawer", "fridge", "microwave", "safe
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a task sentence asks for."""
+    """Target, treatment and destination that a task sentence asks for."""
 
     target: str
     destination: str
@@ -43,12 +44,12 @@ class Task:
 
     @property
     def by_lamp(self) -> bool:
-        """Whether the target is to be held by a lamp (the destination), not put somewhere."""
+        """True if the target has to be held next to a lamp (the destination), not put somewhere."""
         return self.destination.endswith("lamp")
 
 
 def parse_task(observation: str) -> Task:
-    """The task of a reset text: official templates and those of the embedded games.
+    """Parse the task of a reset text: official templates and those of the embedded games.
 
     All of them are two names (thing, place or lamp) among a few filler words, with at most one word for a treatment.
     Raises ValueError for a text without such a sentence.
@@ -63,10 +64,10 @@ def parse_task(observation: str) -> Task:
 
 
 class Expert:
-    """The player. Call `reset` with the text of a new game, then `act` with each observation, the first one included.
+    """Rule-based player: call `reset` with the text of a new game, then `act` with each observation from that one on.
 
     With probability ``noise`` a command is not the expert's: half of these are plausible but random, half are slips
-    that the game refuses, so that a learner sees how to go on after both. `noisy` tells whether the last one was.
+    that the game refuses, so that a learner sees how to continue after both. `noisy` tells whether the last one was.
     """
 
     def __init__(self, rng: random.Random | None = None, noise: float = 0.0) -> None:
@@ -75,7 +76,7 @@ class Expert:
         self.noisy = self._slipped = False
 
     def reset(self, observation: str) -> None:
-        """Forget everything and read the task and the furniture of a new game.
+        """Forget everything, then read the task and the furniture of a new game.
 
         Raises ValueError for a text that lacks either.
         """
@@ -99,8 +100,14 @@ class Expert:
         self._last: str | None = None
         self._steps = 0
 
+    def fork(self, rng: random.Random) -> Expert:
+        """A player that knows what this one knows and draws its noise from ``rng``: for a fork of the game."""
+        other = copy.deepcopy(self)
+        other._rng = rng
+        return other
+
     def act(self, observation: str) -> str:
-        """The next command, given the feedback to the last one."""
+        """Choose the next command, given the feedback to the last one."""
         if self._last is not None and not (self._slipped and observation.startswith(REFUSED)):
             self._learn(self._last, observation)
         self._steps += 1
@@ -193,7 +200,7 @@ class Expert:
         return self._put(held, self._destination())
 
     def _fetch(self, kind: str, delivered: list[str]) -> str | None:
-        """A step towards taking a thing of this kind that was seen; None if none was."""
+        """Move towards taking a thing of this kind that was seen; None if none was."""
         found = [
             (not self._is_at(piece), item, piece)
             for piece, items in self._contents.items()
@@ -213,7 +220,7 @@ class Expert:
         return self._search(self._task.destination)
 
     def _search(self, kind: str) -> str:
-        """A step towards looking into the most promising piece of furniture not yet looked into."""
+        """Move towards looking into the most promising piece of furniture that was not yet looked into."""
         unseen = [piece for piece in self._usable() if piece not in self._contents]
         if not unseen:
             # Everything was seen and the thing is nowhere: something was overlooked, so look again.
@@ -223,13 +230,13 @@ class Expert:
         return self._enter(best) or "look"
 
     def _promise(self, kind: str, piece: str) -> float:
-        """Chance of finding the thing there for each step it takes, up to a factor."""
+        """Chance of finding the thing in a piece of furniture per step that this takes, up to a factor."""
         closed = piece in self._closed or (_kind(piece) in DOORS and piece not in self._contents)
         steps = (not self._is_at(piece)) + (closed or self._is_at(piece))
         return (weight(kind, _kind(piece)) + 0.1) / self._kinds[_kind(piece)] / steps
 
     def _destination(self) -> str:
-        """Where to put things: a piece of the right kind, if possible the one that has most targets already."""
+        """Choose the destination: a piece of the right kind, if possible the one that already has most targets."""
 
         def merit(piece: str) -> tuple[int, bool, bool]:
             targets = sum(_kind(item) == self._task.target for item in self._contents.get(piece, ()))
@@ -251,7 +258,7 @@ class Expert:
         return f"{self._put_words[0]} {held} {self._put_words[1]} {piece}"
 
     def _enter(self, piece: str) -> str | None:
-        """A step towards standing before the piece, opened and looked into; None once there."""
+        """Move towards standing at the piece, with it opened and looked into; None once that is done."""
         if not self._is_at(piece):
             return f"go to {piece}"
         if piece in self._closed:
@@ -269,11 +276,11 @@ class Expert:
         return [piece for piece in self._furniture if piece not in self._useless]
 
     def _of_kind(self, *kinds: str) -> list[str]:
-        """Usable pieces of these kinds; if there are none, anything rather than nothing."""
+        """Usable pieces of these kinds; all usable pieces if there are none."""
         return [piece for piece in self._usable() if _kind(piece) in kinds] or self._furniture
 
     def _slip(self) -> str:
-        """What a careless agent might write: a thing that was not seen here, or a command with a word left out."""
+        """A careless agent's mistake: an object that was not seen here, or a command with a word left out."""
         if self._rng.random() < 0.5:
             place = self._at or self._rng.choice(self._furniture)
             return f"take {self._task.target} {self._rng.randint(1, 3)} from {place}"
@@ -282,7 +289,7 @@ class Expert:
         return " ".join(words) or "look"
 
     def _random_command(self) -> str:
-        """Something an agent might do here that has nothing to do with the task."""
+        """A possible command that has nothing to do with the task."""
         elsewhere = [piece for piece in self._furniture if not self._is_at(piece)]
         commands = [f"go to {self._rng.choice(elsewhere or self._furniture)}", "look", "inventory"]
         if at := self._at:
@@ -302,12 +309,12 @@ class Turn(NamedTuple):
     observation: str
     action: str
     noisy: bool
-    """Whether the action was a random one, not the expert's."""
+    """True if the action was random, not the expert's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """An episode of the expert."""
+    """An episode of the expert: its exchanges and outcome."""
 
     turns: tuple[Turn, ...]
     won: bool

@@ -3,13 +3,13 @@
 What this module promises:
 
 1. A :class:`Game` gives the texts, admissible commands, facts and outcomes of the original (TextWorld 1.7.0 with
-   alfworld 0.4.2) to the letter; ``tests/envs/alfworld/test_parity.py`` holds it to recordings of it.
-2. A :class:`Game` never changes once compiled. It remembers what it worked out before, in ways that threads can share
-   without locks: two threads may do the same work, never wrong work.
+   alfworld 0.4.2) exactly; ``tests/envs/alfworld/test_parity.py`` holds it to recordings of it.
+2. A :class:`Game` never changes once compiled. It caches what it computes, in ways that threads can share
+   without locks: two threads may do the same work twice, but never wrong work.
 3. A :class:`GameState` is three integers that mean the same for every ``Game`` compiled from an equal file, in every
    process and on every machine.
 
-The original keeps two states that differ, so there are two here. The planner's (``s``) decides which commands are
+The original keeps two states that can disagree, so there are two here. The planner's (``s``) decides which commands are
 admissible and when the goal is reached. TextWorld's (``t``) is what texts are written from: it takes over each effect
 of an operator with its condition ignored, and records a deleted fact as an explicit ``not_`` fact, so that before its
 first deletion a false fact is neither true nor ``not_`` true.
@@ -28,7 +28,6 @@ from pathlib import PurePosixPath
 from typing import TypeAlias, TypeVar
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.alfworld.cache import GroundingCache
 from sandboxgym.envs.alfworld.grammar import (
     Binding,
     Entity,
@@ -40,6 +39,7 @@ from sandboxgym.envs.alfworld.grammar import (
     read_grammar,
 )
 from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
+from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
 
 NOTHING_HAPPENS = "Nothing happens."
@@ -54,12 +54,12 @@ Value = TypeVar("Value")
 
 
 class GameError(ValueError):
-    """A game file is malformed or uses something unsupported; the message names the file and the part."""
+    """Raised if a game file is malformed or uses something unsupported; the message names the file and the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class GameState:
-    """Where a game is: planner facts ``s``, text facts ``t`` (bit sets), and the number of valid commands so far."""
+    """State of a game: planner facts ``s``, text facts ``t`` (bit sets), and the number of valid commands so far."""
 
     s: int
     t: int
@@ -68,12 +68,12 @@ class GameState:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How near the goal is. This is our own measure: the original has none for its text games.
+    """Progress towards the goal. This is our own measure: the original has none for its text games.
 
     With the goal as alternatives over choices of objects, each a set of facts that can change, ``total`` is the
     number of facts in the largest alternative and ``total - met`` the number still wrong in the nearest one. So
     "put a clean mug on the desk" has a total of 2, as has "put two mugs on the desk". ``held`` says whether the agent
-    holds an object that some alternative speaks of.
+    holds an object that some alternative mentions.
 
     ``conditions_met`` of ``conditions`` is the count of ALFRED's goal conditions (``goal_conditions_met`` of alfworld's
     THOR environment), which its text environment lacks: 1 for placing, 2 for placing two or looking under a lamp, 3 for
@@ -91,7 +91,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What can be done in a state: commands in order, and the operator each stands for."""
+    """Admissible commands of a state, in order, with the operator of each."""
 
     commands: tuple[str, ...]
     operators: dict[str, Operator]
@@ -101,7 +101,7 @@ class Game:
     """A compiled game; build it with :meth:`from_json`. See the module's description.
 
     Attributes:
-        name: the path of the file, or what the caller called it.
+        name: the path of the file, or the caller's name for it.
         digest: SHA-256 of the file's domain, grammar and problem, in hexadecimal.
         task_type: such as ``pick_heat_then_place_in_recep``, or ``unknown``.
         walkthrough: commands that win, if the file has them.
@@ -164,7 +164,7 @@ class Game:
             text: the content.
             name: the path of the file; the directories of official games begin with their task type.
             task_type: the task type, if known otherwise.
-            cache: where to look for what was worked out before, and to leave it.
+            cache: cache of grounded games to read from and write to.
 
         Raises:
             GameError: the file is malformed, unsolvable, or uses something unsupported.
@@ -199,25 +199,25 @@ class Game:
 
     @property
     def compiled(self) -> Game:
-        """The game itself: it is its own engine."""
+        """The game itself, which is its own engine."""
         return self
 
     @property
     def planner(self) -> Task:
-        """The ground planning problem that states ``s`` are of."""
+        """Ground planning problem of the states ``s``."""
         return self._planner
 
     @cached_property
     def task(self) -> str:
-        """What the agent is told to do: all that follows "Your task is to: " in the introduction, as it stands."""
+        """Task of the agent: the text after "Your task is to: " in the introduction, unchanged."""
         return self.intro().partition(TASK_MARKER)[2].strip()
 
     def initial(self) -> GameState:
-        """The state at reset."""
+        """State at reset."""
         return GameState(self._planner.initial, self._planner.initial, 0)
 
     def intro(self) -> str:
-        """The observation at reset."""
+        """Observation at reset."""
         return self._intro
 
     @cached_property
@@ -225,13 +225,13 @@ class Game:
         return self._write(_INTRO, self._planner.initial, {})
 
     def admissible(self, state: GameState) -> tuple[str, ...]:
-        """All commands that do something in ``state``, sorted."""
+        """Commands that do something in ``state``, sorted."""
         return self._choices(state).commands
 
     def step(self, state: GameState, command: str) -> tuple[GameState, str, bool]:
-        """The state after ``command``, what the game answers, and whether the command was admissible.
+        """Play ``command``: the next state, the game's answer, and whether the command was admissible.
 
-        The command must be one of :meth:`admissible` to the letter, but for white space around it; any other leaves
+        The command must be exactly one of :meth:`admissible`, except for white space around it; any other leaves
         the state as it is.
         """
         operator = self._choices(state).operators.get(command.strip())
@@ -242,7 +242,7 @@ class Game:
         return following, self._write(text, following.t, self._binding(operator)), True
 
     def following(self, state: GameState, command: str) -> tuple[GameState, bool]:
-        """As `step`, without the answer, which takes most of its time."""
+        """Play a command without writing the answer, which takes most of the time of `step`."""
         operator = self._choices(state).operators.get(command.strip())
         return (state, False) if operator is None else (self._applied(operator, state), True)
 
@@ -251,12 +251,12 @@ class Game:
         return GameState(operator.apply(state.s), t, state.moves + 1)
 
     def won(self, state: GameState) -> bool:
-        """Whether the goal holds in ``state``; later commands may undo it."""
+        """Tell whether the goal holds in ``state``; later commands may undo it."""
         progress = self.progress(state)
         return progress.met == progress.total
 
     def progress(self, state: GameState) -> Progress:
-        """How near the goal is."""
+        """Progress towards the goal."""
         relevant = state.s & self._goal.relevant
         progress = self._progress_of.get(relevant)
         if progress is None:
@@ -265,16 +265,16 @@ class Game:
         return progress
 
     def facts(self, state: GameState) -> frozenset[str]:
-        """The text facts of ``state``, as ``predicate(object,object)``."""
+        """Text facts of ``state``, as ``predicate(object,object)``."""
         return frozenset(self._text_facts.listed(state.t))
 
     def state_hash(self, state: GameState) -> str:
-        """16 hexadecimal digits, equal for equal games and facts however many moves it took."""
+        """Hash of the game and its facts: 16 hexadecimal digits, whatever moves led here."""
         content = f"{self.digest} {state.s:x} {state.t:x}".encode()
         return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def resume(self, state: GameState) -> GameState:
-        """``state`` itself: one compiled instance goes on from the states of another.
+        """Return ``state`` itself: any instance of a game continues from the states of another.
 
         Raises:
             GameError: no game of this size has such a state.
@@ -285,8 +285,8 @@ class Game:
         return state
 
     def state_of(self, planner_facts: Iterable[str], text_facts: Iterable[str], *, moves: int) -> GameState:
-        """The state of another engine, from its facts as `facts` writes them; those that never change may be among
-        them.
+        """Convert another engine's state, given by its facts as `facts` writes them; facts that never change may be
+        included.
 
         Raises:
             GameError: this game knows no such fact.
@@ -309,7 +309,7 @@ class Game:
         return bits
 
     def footprint(self) -> int:
-        """About how many bytes this game takes now; it grows as more of the game is seen."""
+        """Approximate memory of the game in bytes; it grows as more of the game is seen."""
         return (
             _BYTES_PER_FACT * len(self._planner.facts)
             + _BYTES_PER_OPERATOR * len(self._command_of)
@@ -327,7 +327,7 @@ class Game:
         return choices
 
     def command(self, operator: Operator) -> str:
-        """The command that stands for ``operator``."""
+        """Command that stands for ``operator``."""
         key = operator.action, operator.args
         command = self._command_of.get(key)
         if command is None:
@@ -352,7 +352,7 @@ class Game:
 
 
 class _Goal:
-    """How near a state is to the goal; see `Progress`."""
+    """Measure of a state's progress towards the goal; see `Progress`."""
 
     def __init__(self, planner: Task) -> None:
         self._alternatives = planner.goal
@@ -382,7 +382,7 @@ class _Goal:
 
 
 def _same_object(planner: Task, bits: int) -> bool:
-    """Whether facts of different predicates mention the same object."""
+    """Tell whether facts of different predicates mention the same object."""
     of: dict[str, set[str]] = {}
     for number in _numbers(bits):
         predicate, args = planner.facts[number]
@@ -392,7 +392,7 @@ def _same_object(planner: Task, bits: int) -> bool:
 
 
 class _TextFacts:
-    """What texts can say of the facts in a state ``t``.
+    """Facts of a state ``t`` as texts read them.
 
     The low bits of ``t`` are those of the planner's facts; as many above them stand for their ``not_`` facts.
     """
@@ -412,12 +412,12 @@ class _TextFacts:
         self._indexes: dict[tuple[str, tuple[int, ...]], dict[Row, list[tuple[Row, int]]]] = {}
 
     def update(self, t: int, *, added: int, deleted: int) -> int:
-        """Note ``added`` and then ``deleted`` facts, as TextWorld does."""
+        """Apply ``added`` and then ``deleted`` facts, as TextWorld does."""
         t = (t | added) & ~(added << self._width)
         return (t & ~deleted) | (deleted << self._width)
 
     def find(self, t: int, predicate: str, positions: tuple[int, ...], key: Row) -> Iterator[Row]:
-        """The sorted arguments of the facts of ``predicate`` in ``t`` that have the things ``key`` at ``positions``."""
+        """Sorted arguments of the facts of ``predicate`` in ``t`` that have the things ``key`` at ``positions``."""
         index = self._indexes.get((predicate, positions))
         if index is None:
             index = {}
@@ -427,7 +427,7 @@ class _TextFacts:
         return (args for args, number in index.get(key, ()) if number == _ALWAYS or t >> number & 1)
 
     def listed(self, t: int) -> Iterator[str]:
-        """All facts, those that never change included."""
+        """List all facts, including those that never change."""
         yield from map(str, self._constants)
         for number in _numbers(t):
             negated, fact = divmod(number, self._width)
@@ -435,7 +435,7 @@ class _TextFacts:
 
 
 def _check_grammar(grammar: Grammar, domain: Domain) -> None:
-    """Refuse what would go wrong, or silently say nothing, in the middle of a game."""
+    """Refuse a grammar that would fail, or silently print nothing, in the middle of a game."""
     if not _INTRO.rules <= grammar.rules.keys():
         raise GrammarError("there is no rule 'intro'")
     for action in domain.actions:
@@ -458,7 +458,7 @@ def _check_grammar(grammar: Grammar, domain: Domain) -> None:
 
 
 def _names(things: Iterable[str]) -> dict[str, str]:
-    """What the texts call each thing: "mug 2" for the last but one of the ids that start with ``mug_bar_``.
+    """Names of the objects in texts: "mug 2" for the last but one of the ids that start with ``mug_bar_``.
 
     This is alfworld's ``AlfredDemangler``: numbers fall along the sorted ids, a sink's basin is a ``sinkbasin``, and a
     thing without ``_bar_`` in its id has no number but keeps the blank before it.
@@ -474,13 +474,13 @@ def _names(things: Iterable[str]) -> dict[str, str]:
 
 
 def _task_type(name: str) -> str:
-    """The task type that begins a directory's name, as in ``look_at_obj_in_light-Mug-None-DeskLamp-301/trial_…/``."""
+    """Task type at the start of a directory's name, ``look_at_obj_in_light-Mug-None-DeskLamp-301/trial_…/``."""
     prefixes = (part.partition("-")[0] for part in PurePosixPath(name).parts[:-1] if part.count("-") == 4)
     return next(prefixes, "unknown")
 
 
 def _numbers(bits: int) -> Iterator[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Indices of the bits that are set, ascending."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -488,7 +488,7 @@ def _numbers(bits: int) -> Iterator[int]:
 
 
 def _remember(cache: dict[int, Value], key: int, value: Value) -> None:
-    """Keep ``value``, and the cache small."""
+    """Store ``value`` in a cache, and keep the cache small."""
     if len(cache) >= _CACHED_STATES:
         cache.clear()
     cache[key] = value

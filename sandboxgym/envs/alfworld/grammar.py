@@ -11,7 +11,7 @@ What this module promises:
    alternatives of a rule, the first whose condition has a solution is taken: nothing here is random.
 3. Texts depend on the game only through a :class:`Scene`, so one compiled grammar serves all games and threads.
 
-Three habits of the original are kept, because agents see them. White space at the start of a text is swallowed. A
+Three quirks of the original are kept, because agents see them. White space at the start of a text is swallowed. A
 text ends at the first character that can't be read (the rule ``overview(o, r)`` of ALFRED's grammar has a stray
 ``}``). And two names in a condition never stand for the same object.
 """
@@ -28,12 +28,12 @@ from typing import NamedTuple, TypeAlias
 
 
 class GrammarError(ValueError):
-    """The grammar can't be read, or a text of it can't be written; the message says which."""
+    """Raised if a grammar cannot be read, or a text of it cannot be written; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """What texts can say of an object."""
+    """Object of a game, as texts describe it."""
 
     id: str
     name: str
@@ -43,12 +43,12 @@ class Entity:
 
 
 Binding: TypeAlias = Mapping[str, str]
-"""What each variable stands for, both as ``name`` (for expressions) and as ``name:type`` (for conditions)."""
+"""Object of each variable, both as ``name`` (for expressions) and as ``name:type`` (for conditions)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What texts are written from: the rules, the objects, and the facts of one moment.
+    """Context in which texts are written: the rules, the objects, and the facts of one moment.
 
     ``facts(predicate, positions, key)`` gives the sorted argument tuples of the true facts of ``predicate`` that have
     the objects ``key`` at ``positions``.
@@ -64,7 +64,7 @@ Pieces: TypeAlias = Callable[[Scene, Binding], list[str]]
 
 
 class Placeholder(NamedTuple):
-    """``name:type`` in a condition."""
+    """Variable of a condition, ``name:type``."""
 
     name: str
     kind: str
@@ -73,12 +73,12 @@ class Placeholder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A conjunction of facts with placeholders."""
+    """Conjunction of facts with placeholders."""
 
     atoms: tuple[tuple[str, tuple[Placeholder, ...]], ...]
 
     def solutions(self, scene: Scene, binding: Binding, depth: int = 0) -> Iterator[Binding]:
-        """All extensions of ``binding`` that make every atom true."""
+        """List all extensions of ``binding`` that make every atom true."""
         if depth == len(self.atoms):
             yield binding
             return
@@ -91,7 +91,7 @@ class Condition:
                 yield from self.solutions(scene, extended, depth + 1)
 
     def holds(self, scene: Scene, binding: Binding) -> bool:
-        """Whether there is any solution."""
+        """Tell whether there is any solution."""
         return next(self.solutions(scene, binding), None) is not None
 
 
@@ -121,7 +121,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A way to write a rule, if ``condition`` holds."""
+    """One alternative of a rule, usable if ``condition`` holds."""
 
     condition: Condition | None
     text: Text
@@ -129,7 +129,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class ActionText:
-    """The command that stands for an action, and what the game answers."""
+    """Command that stands for an action, and the game's answer to it."""
 
     template: Text
     feedback: Text
@@ -143,7 +143,7 @@ class Grammar:
     actions: Mapping[str, ActionText]
 
     def conditions(self, text: Text) -> Iterator[Condition]:
-        """Every condition that writing ``text`` may look at."""
+        """List every condition that writing ``text`` may evaluate."""
         seen: set[str] = set()
         pending = [text]
         while pending:
@@ -157,7 +157,7 @@ class Grammar:
                         yield alternative.condition
 
     def all_conditions(self) -> Iterator[tuple[str, Condition]]:
-        """Every condition, with the rule or the action it belongs to."""
+        """List every condition, with the rule or the action it belongs to."""
         for name, alternatives in self.rules.items():
             for alternative in alternatives:
                 own = () if alternative.condition is None else (alternative.condition,)

@@ -1,4 +1,4 @@
-"""Grounding: which facts can ever hold in a PDDL problem, and which operators apply in a state.
+"""Grounding of PDDL problems: the facts that can ever hold, and the operators that apply in a state.
 
 What this module promises:
 
@@ -11,8 +11,8 @@ What this module promises:
    beats a delete, an effect that its own precondition makes true is dropped, and so is a delete of what can't be
    true; an operator left without effects does not exist (so there is no "go to" where the agent already is).
 
-Both searches are queries over the facts (see :mod:`.joins`). What to ask depends on the domain alone, so all games of
-a domain share one :class:`Plan`.
+Both searches are queries over the facts (see :mod:`.relations`). The queries depend on the domain alone, so all games
+of a domain share one :class:`Plan`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from sandboxgym.envs.alfworld.joins import Database, Picker, Query, picker
 from sandboxgym.envs.alfworld.pddl import (
     EQUALS,
     Action,
@@ -35,6 +34,7 @@ from sandboxgym.envs.alfworld.pddl import (
     Row,
     constants_of,
 )
+from sandboxgym.envs.alfworld.relations import Database, Picker, Query, picker
 
 
 class Schema:
@@ -67,7 +67,7 @@ class Schema:
         self._queries: dict[Atom | None, Query] = {}
 
     def query(self, pivot: Atom | None) -> Query:
-        """All instances in which the body atom ``pivot`` is one of the seeds."""
+        """Query for all instances in which the body atom ``pivot`` is one of the seeds."""
         if pivot not in self._queries:
             rest = [atom for atom in self.body if atom != pivot]
             self._queries[pivot] = Query(rest, types=self.types, wanted=self.columns, seed=pivot)
@@ -83,7 +83,7 @@ def _body(variables: Iterable[tuple[str, str]], condition: Conjunction) -> list[
 
 
 def _membership(kind: str) -> str:
-    """The predicate "is a ``kind``"; the space keeps it apart from those of the domain."""
+    """Name of the predicate "is a ``kind``"; the space in it keeps it apart from those of the domain."""
     return f"is-a {kind}"
 
 
@@ -92,14 +92,14 @@ def _resolve(atom: Atom, columns: Sequence[str]) -> tuple[str, Picker]:
 
 
 class Facts(NamedTuple):
-    """The bits of the facts that can change, and all facts that can ever hold."""
+    """Bits of the facts that can change, and all facts that can ever hold."""
 
     bits: Mapping[str, Mapping[Row, int]]
     database: Database
 
 
 class Resolver:
-    """The bit masks of a condition for given values of its variables."""
+    """Converter of a condition to bit masks, for given values of its variables."""
 
     def __init__(self, condition: Conjunction, columns: Sequence[str]) -> None:
         self._literals = [
@@ -109,7 +109,7 @@ class Resolver:
         ]
 
     def __call__(self, facts: Facts | Task, row: Row) -> tuple[int, int] | None:
-        """Masks of the bits that must be set and clear; None if no state satisfies the condition."""
+        """Compute the masks of the bits that must be set and clear; None if no state satisfies the condition."""
         masks = [0, 0]
         for predicate, pick, wanted in self._literals:
             args = pick(row)
@@ -140,7 +140,7 @@ class Rule:
 
 
 class Plan:
-    """What can be worked out from a domain alone; see :func:`plan`."""
+    """Queries and rules that depend on a domain alone; see :func:`plan`."""
 
     def __init__(self, domain: Domain) -> None:
         self.schemas = [
@@ -156,7 +156,7 @@ class Plan:
 
 
 def _moves(schema: Schema, predicate: str) -> bool:
-    """Whether an action adds an atom of ``predicate`` only while taking one away, as a walk does with places."""
+    """Tell whether an action adds an atom of ``predicate`` only while deleting one, as a walk does with places."""
     effects = [effect for effect in schema.action.effects if effect.atom.predicate == predicate]
     added = [e for e in effects if e.adds]
     removed = [e for e in effects if not e.adds and e.condition == Conjunction()]
@@ -165,12 +165,12 @@ def _moves(schema: Schema, predicate: str) -> bool:
 
 @lru_cache(maxsize=8)
 def plan(domain: Domain) -> Plan:
-    """The plan of ``domain``, worked out once."""
+    """Make the plan of ``domain``, once."""
     return Plan(domain)
 
 
 class Conditional(NamedTuple):
-    """If all of ``pos`` and none of ``neg`` are true: ``add`` and ``delete``."""
+    """Conditional effect: if all of ``pos`` and none of ``neg`` are true, ``add`` and ``delete``."""
 
     pos: int
     neg: int
@@ -196,7 +196,7 @@ class Operator(NamedTuple):
     listed_delete: int
 
     def apply(self, state: int) -> int:
-        """The state that follows ``state``."""
+        """Apply the operator; returns the next state."""
         add, delete = self.add, self.delete
         for pos, neg, more, fewer in self.conditional:
             if state & pos == pos and not state & neg:
@@ -207,7 +207,7 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grounding:
-    """What a problem has that a :class:`Task` is made of: plain data, worked out by :func:`ground`.
+    """Grounded problem as plain data, the result of :func:`ground` from which a :class:`Task` is made.
 
     Working it out is most of the cost of compiling a game, so it can be kept on disk (:mod:`.cache`).
     """
@@ -215,21 +215,21 @@ class Grounding:
     objects: dict[str, str]
     """Objects with their types."""
     mentioned: tuple[str, ...]
-    """The objects of the facts at the start, sorted: those that get a name."""
+    """Objects of the facts at the start, sorted: those that get a name."""
     facts: tuple[Atom, ...]
-    """The facts that can change, sorted."""
+    """Facts that can change, sorted."""
     constants: tuple[Atom, ...]
-    """The facts that hold in every state, sorted."""
+    """Facts that hold in every state, sorted."""
     initial: int
-    """The facts at the start, one bit for each of ``facts``."""
+    """Facts at the start, one bit for each of ``facts``."""
     goal: tuple[tuple[int, int], ...]
     """Alternatives: masks of the bits that must be set and clear."""
     crowds: dict[str, int]
-    """How many facts of each predicate that some action changes hold at the start."""
+    """Number of facts at the start, for each predicate that some action changes."""
 
 
 def ground(domain: Domain, problem: Problem) -> Grounding:
-    """Find what can ever hold in ``problem``, and which ways there are to reach the goal.
+    """Find the facts that can ever hold in ``problem``, and the ways to reach the goal.
 
     Raises:
         PddlError: nothing can ever satisfy the goal.
@@ -269,7 +269,7 @@ def ground(domain: Domain, problem: Problem) -> Grounding:
 
 
 def _members(domain: Domain, objects: Mapping[str, str]) -> dict[str, set[str]]:
-    """The objects of each type, subtypes included."""
+    """List the objects of each type, subtypes included."""
     members: dict[str, set[str]] = defaultdict(set)
     for name, kind in objects.items():
         for ancestor in domain.lineage(kind):
@@ -278,7 +278,7 @@ def _members(domain: Domain, objects: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def _given(members: Mapping[str, Iterable[str]], objects: Iterable[str]) -> dict[str, set[Row]]:
-    """The facts that no problem states: what is of which type, and what equals what."""
+    """List the facts that no problem states: the types of the objects, and the equality of each with itself."""
     facts: dict[str, set[Row]] = {_membership(kind): {(name,) for name in names} for kind, names in members.items()}
     facts[EQUALS] = {(name, name) for name in objects}
     return facts
@@ -292,7 +292,7 @@ def _numbered(facts: Iterable[Atom]) -> dict[str, dict[Row, int]]:
 
 
 def _reach(rules: Plan, database: Database, start: Database) -> None:
-    """Add every fact that can become true, in rounds that each begin with what the last one found."""
+    """Add every fact that can become true, in rounds that each begin with the last round's new facts."""
     found: dict[str, set[Row]] = defaultdict(set)
     for rule in rules.adds:
         if rule.fixed is not None:
@@ -328,7 +328,7 @@ def _alternatives(goal: Iterable[Conjunction], facts: Facts) -> Iterator[tuple[i
 
 
 class Task:
-    """A ground problem. Immutable, but for the operators it remembers once it has instantiated them.
+    """A ground problem. Immutable, except for its cache of instantiated operators.
 
     ``facts[i]`` is what bit ``i`` of a state stands for, ``bits`` the reverse; ``constants`` hold in every state.
     ``goal`` lists alternatives: masks of the bits that must be set and clear. ``moving`` are the predicates of which
@@ -352,7 +352,7 @@ class Task:
         self._operators: dict[int, tuple[Operator, ...]] = {}
 
     def operators(self, state: int) -> Iterator[Operator]:
-        """The operators that apply in ``state``, always in the same order."""
+        """List the operators that apply in ``state``, always in the same order."""
         buckets = state & self._pivot_bits
         bucket = 0
         while True:
@@ -365,7 +365,7 @@ class Task:
             buckets ^= bucket
 
     def all_operators(self) -> Iterator[Operator]:
-        """Every operator that applies in some state."""
+        """List every operator that applies in some state."""
         bits = self._pivot_bits
         buckets = [0]
         while bits:
@@ -380,7 +380,7 @@ class Task:
         return self._operators[bucket]
 
     def _pivot(self, schema: Schema, crowds: Mapping[str, int]) -> Atom | None:
-        """The body atom to file the instances of ``schema`` under: one of which few facts hold at a time."""
+        """Choose the body atom by which instances of ``schema`` are filed: one with few true facts at a time."""
         atoms = [atom for atom in schema.body if atom.predicate in crowds]
 
         def crowd(atom: Atom) -> tuple[bool, int]:
@@ -389,7 +389,7 @@ class Task:
         return min(atoms, key=crowd, default=None)
 
     def _instantiate(self, bucket: int) -> Iterator[Operator]:
-        """The operators filed under the fact with bit ``bucket``; 0 means under none, or under one always true."""
+        """List the operators filed under the fact with bit ``bucket``; 0 means under none, or under one always true."""
         if bucket:
             predicate, args = self.facts[bucket.bit_length() - 1]
             seeds = self.database.part({predicate: [args]})
@@ -456,7 +456,7 @@ class Task:
 
 
 def _matters(when_pos: int, when_neg: int, change: int, precondition: tuple[int, int]) -> bool:
-    """Whether an effect changes anything and its condition doesn't contradict the operator's precondition."""
+    """Tell whether an effect changes anything and its condition does not contradict the operator's precondition."""
     pos, neg = precondition
     return bool(change and not when_pos & neg and not when_neg & pos)
 

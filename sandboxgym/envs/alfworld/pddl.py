@@ -1,14 +1,14 @@
-"""PDDL, as far as text games need it: from text to a :class:`Domain` and a :class:`Problem`.
+"""Parser of the PDDL subset of text games: from text to a :class:`Domain` and a :class:`Problem`.
 
 What this module promises:
 
 1. Typed STRIPS with negation, ``or``, ``imply``, ``exists`` and ``=`` in conditions and ``when`` in effects is
    understood. Names are lower-cased. Costs (``increase``, ``:functions``, ``:metric``, ``(= (f …) n)``) are ignored.
-   Whatever else is met is a :class:`PddlError` that says where.
+   Anything else raises a :class:`PddlError` that says where.
 2. Every condition comes out in disjunctive normal form: a list of :class:`Conjunction`, with the variables of
    ``exists`` renamed apart and moved to the front.
 
-What the actions of a domain can do with the objects of a problem is the business of :mod:`.grounding`.
+Applying the actions of a domain to the objects of a problem is the task of :mod:`.grounding`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ EQUALS = "="
 
 
 class PddlError(ValueError):
-    """The text is not in the subset of PDDL described above; the message says where and why."""
+    """Raised for text outside the PDDL subset described above; the message says where and why."""
 
 
 class Atom(NamedTuple):
-    """``predicate(args)``; an argument that starts with ``?`` is a variable."""
+    """Fact or pattern ``predicate(args)``; an argument that starts with ``?`` is a variable."""
 
     predicate: str
     args: Row
@@ -43,18 +43,18 @@ class Atom(NamedTuple):
 
 
 def is_variable(name: str) -> bool:
-    """Whether ``name`` is a variable of PDDL rather than an object."""
+    """Tell whether ``name`` is a variable of PDDL rather than an object."""
     return name.startswith("?")
 
 
 def constants_of(atoms: Iterable[Atom]) -> list[str]:
-    """The objects that ``atoms`` mention, sorted."""
+    """Objects that ``atoms`` mention, sorted."""
     return sorted({arg for atom in atoms for arg in atom.args if not is_variable(arg)})
 
 
 @dataclass(frozen=True, slots=True)
 class Conjunction:
-    """Some values of ``variables`` make all of ``positive`` true and all of ``negative`` false."""
+    """Conjunction that holds if some values of ``variables`` make all ``positive`` true and all ``negative`` false."""
 
     variables: tuple[TypedName, ...] = ()
     positive: tuple[Atom, ...] = ()
@@ -67,7 +67,7 @@ class Conjunction:
 
 
 class Effect(NamedTuple):
-    """Under ``condition``, make ``atom`` true (``adds``) or false."""
+    """Effect: under ``condition``, make ``atom`` true (``adds``) or false."""
 
     condition: Conjunction
     atom: Atom
@@ -85,7 +85,7 @@ class Action:
 
 
 def parse(text: str) -> list[Expr]:
-    """The s-expressions of ``text``, lower-cased, as nested lists of words."""
+    """Parse the s-expressions of ``text``, lower-cased, as nested lists of words."""
     stack: list[list[Expr]] = [[]]
     for token in re.findall(r"[()]|[^\s()]+", re.sub(r";.*", "", text).lower()):
         if token == "(":
@@ -103,7 +103,7 @@ def parse(text: str) -> list[Expr]:
 
 
 def _sections(text: str, kind: str) -> Iterator[tuple[str, list[Expr]]]:
-    """The ``(:name …)`` parts of ``(define (kind …) …)``."""
+    """Split ``(define (kind …) …)`` into its ``(:name …)`` parts."""
     expressions = parse(text)
     match expressions:
         case [["define", [str(found), *_], *parts]] if found == kind:
@@ -123,7 +123,7 @@ def _show(expr: Expr) -> str:
 
 
 def _typed_names(items: Sequence[Expr]) -> list[TypedName]:
-    """``a b - t c`` as ``[(a, t), (b, t), (c, object)]``."""
+    """Parse ``a b - t c`` to ``[(a, t), (b, t), (c, object)]``."""
     names: list[TypedName] = []
     untyped: list[str] = []
     words = iter(items)
@@ -142,14 +142,14 @@ def _typed_names(items: Sequence[Expr]) -> list[TypedName]:
 
 
 class _Reader:
-    """Reads the conditions and effects of one action or goal, checking what they mention."""
+    """Reader of the conditions and effects of one action or goal, which checks the names they mention."""
 
     def __init__(self, arities: Mapping[str, int]) -> None:
         self._arities = arities
         self._fresh = count(1)
 
     def condition(self, expr: Expr, scope: Mapping[str, str], *, negated: bool = False) -> list[Conjunction]:
-        """Disjunctive normal form of ``expr``; ``scope`` maps each variable in sight to its unique name."""
+        """Convert ``expr`` to disjunctive normal form; ``scope`` maps each visible variable to its unique name."""
         match expr:
             case []:
                 return [Conjunction()]
@@ -163,7 +163,7 @@ class _Reader:
                     return [choice for alternatives in choices for choice in alternatives]
                 return [_all_of(combination) for combination in product(*choices)]
             case ["exists", [*names], body] if not negated:
-                # A type nobody declared is no error here: it has no members. ALFRED's domain says
+                # An undeclared type is no error here: it has no members. ALFRED's domain says
                 # "(?l - location, ?r - receptacle)", Fast Downward reads a type "location,", and so that alternative
                 # never holds. Reading it as "location" would allow commands that the original does not.
                 renamed = {name: f"{name}.{next(self._fresh)}" for name, _ in _typed_names(names)}
@@ -219,7 +219,7 @@ def _all_of(parts: Iterable[Conjunction]) -> Conjunction:
 
 
 class Domain:
-    """The types, predicates and actions of a family of games; build it with :func:`read_domain`.
+    """Types, predicates and actions of a family of games; build it with :func:`read_domain`.
 
     ``fluents`` are the predicates that some action changes; facts of all others hold forever or never.
     """
@@ -256,12 +256,12 @@ class Domain:
         self.fluents = frozenset(effect.atom.predicate for action in self.actions for effect in action.effects)
 
     def check_type(self, kind: str, where: str) -> None:
-        """Raise if nobody declared the type ``kind``."""
+        """Raise PddlError if the type ``kind`` is not declared."""
         if kind not in self.supertypes:
             raise PddlError(f"{where}: unknown type {kind!r}")
 
     def lineage(self, kind: str) -> frozenset[str]:
-        """``kind`` and all its supertypes."""
+        """List ``kind`` and all its supertypes."""
         lineage = self._lineages.get(kind)
         if lineage is None:
             found = set()
@@ -304,12 +304,12 @@ class Problem:
 
 @lru_cache(maxsize=8)
 def read_domain(text: str) -> Domain:
-    """The domain written in ``text``; the same object for the same text, so that games share it."""
+    """Read the domain written in ``text``; equal texts give the same object, so that games share it."""
     return Domain(text)
 
 
 def read_problem(text: str, domain: Domain) -> Problem:
-    """The problem written in ``text``."""
+    """Read the problem written in ``text``."""
     reader = _Reader(domain.arities)
     objects = dict(domain.constants)
     facts: list[Atom] = []

@@ -11,7 +11,7 @@ What this module promises:
    - *One hand.* Where picking up needs an empty hand and fills it (checked, not assumed), an object that only ever
      serves to empty the hand again is never picked up: dropping both commands leaves a plan.
    - *Walking and opening.* Where one can walk from anywhere to anywhere in one command (checked), a walk is worth
-     taking only right before something is done at its end; so is opening a door. What is searched are the other
+     taking only right before something is done at its end; so is opening a door. The search is over the other
      commands, each at the cost of the walk and the doors before it.
 
 2. The search is A* with an admissible estimate: facts that every plan must still bring about, no two by one command.
@@ -35,26 +35,26 @@ from sandboxgym.envs.alfworld.grounding import Operator, Task
 
 Mask = int
 FAR = 99
-"""More commands than `least_commands` ever says."""
+"""Upper limit of `least_commands`."""
 _REMEMBERED = 10_000
 
 
 class SolverError(RuntimeError):
-    """There is no plan to give."""
+    """Raised if no plan can be given."""
 
 
 class SolverBudgetExceeded(SolverError):
-    """The search was stopped; the message says by what, and how far it had come."""
+    """Raised if the search was stopped; the message gives the exceeded budget and the progress so far."""
 
 
 class Unsolvable(SolverError):
-    """No commands win from this state."""
+    """Raised if no commands win from this state."""
 
 
 def shortest_plan(
     game: Game, state: GameState | None = None, *, max_nodes: int = 1_000_000, max_seconds: float = 60.0
 ) -> tuple[str, ...]:
-    """The fewest commands that win ``game`` from ``state`` (default: from its start); none if it is won already.
+    """Find the fewest commands that win ``game`` from ``state`` (default: its start); none if it is already won.
 
     Raises:
         SolverBudgetExceeded: more than ``max_nodes`` states were expanded, or ``max_seconds`` went by.
@@ -76,7 +76,7 @@ def shortest_plan(
 
 
 def least_commands(game: Game, state: GameState) -> int:
-    """At least so many commands are needed to win, `FAR` at most: the search's estimate, in microseconds.
+    """Lower bound on the number of commands to win, `FAR` at most: the search's estimate, in microseconds.
 
     It is the length of the shortest plan in most states of most tasks, and too small where two objects are carried.
     """
@@ -84,7 +84,7 @@ def least_commands(game: Game, state: GameState) -> int:
 
 
 class _Estimate:
-    """`least_commands` of one game, which is prepared once."""
+    """Computation of `least_commands` for one game, prepared once."""
 
     def __init__(self, game: Game) -> None:
         self._goals = [pos for pos, _ in game.planner.goal]
@@ -110,7 +110,7 @@ class _Budget:
         self._end = time.monotonic() + seconds
 
     def spent(self) -> bool:
-        """False; checks the time. Raises SolverBudgetExceeded."""
+        """Check the time; always False. Raises SolverBudgetExceeded."""
         if time.monotonic() > self._end:
             self._exceeded()
         return False
@@ -129,18 +129,18 @@ class _Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A command that is not a walk, with what must be true where it is given."""
+    """A command that is not a walk, with the facts that must be true where it is given."""
 
     operator: Operator
     pos: Mask
-    """But for the place and the doors."""
+    """Preconditions, except the place and the doors."""
     neg: Mask
     place: Mask
     doors: Mask
 
 
 class _Search:
-    """The search for one alternative of the goal."""
+    """Search for one alternative of the goal."""
 
     def __init__(self, rules: _Rules, goal: tuple[Mask, Mask]) -> None:
         self._goal = goal
@@ -166,7 +166,7 @@ class _Search:
         ]
 
     def run(self, start: Mask, limit: int | None, budget: _Budget) -> list[Operator] | None:
-        """A shortest plan of fewer than ``limit`` commands; None if there is none."""
+        """Find a shortest plan of fewer than ``limit`` commands; None if there is none."""
         order = itertools.count()
         goal = self._goal[0]
         state = start & self._asked
@@ -202,7 +202,7 @@ class _Search:
         return plan
 
     def _ending(self, state: Mask) -> list[Operator] | None:
-        """The walk, if any, that makes the goal true; None if that takes more."""
+        """Find the walk, if any, that makes the goal true; None if that takes more."""
         pos, neg = self._goal
         if (state & (pos | neg)) == pos:
             return []
@@ -244,7 +244,7 @@ def _bits(mask: Mask) -> Iterator[Mask]:
 
 
 class _Rules:
-    """The operators of a game, by what they change."""
+    """Operators of a game, indexed by the facts that they change."""
 
     def __init__(self, task: Task, operators: Sequence[Operator], start: Mask) -> None:
         self.task = task
@@ -264,7 +264,7 @@ class _Rules:
         }
 
     def estimate(self, goal: Mask, state: Mask) -> int:
-        """At most the number of commands that make all of ``goal`` true; `_NEVER` if none can."""
+        """Lower bound on the number of commands that make all of ``goal`` true; `_NEVER` if none can."""
         pending = list(_bits(goal & ~state))
         seen = goal
         used = total = 0
@@ -282,10 +282,10 @@ class _Rules:
         return total
 
     def _first_needs(self, bit: Mask, state: Mask) -> Mask:
-        """What is needed by all operators that can make ``bit`` true for the first time from now on."""
+        """Facts needed by all operators that can make ``bit`` true for the first time from now on."""
         common = self._all_need[bit]
         if common & ~state:
-            # Enough to go on from, and most often all there is.
+            # Enough to continue from, and most often all there is.
             return common
         first = -1
         for number in self._adding[bit]:
@@ -299,7 +299,7 @@ class _Rules:
         return common if first == -1 else first
 
     def relevant(self, goal: tuple[Mask, Mask]) -> tuple[list[Operator], Mask]:
-        """The operators that a shortest plan may need, and the facts that they or the goal ask for."""
+        """Operators that a shortest plan may need, and the facts that they or the goal ask for."""
         hand = self._hand
         chosen, wanted, unwanted = self._closure(goal, one_hand=hand.one)
         if hand.one and (wanted & hand.empty_neg or unwanted & hand.empty_pos):
@@ -335,7 +335,7 @@ class _Rules:
             held = pos & hand.holds & ~wanted
             if held & ~self.start:
                 return _NOT_WANTED, 0  # it only empties the hand of what need not be picked up
-            pos &= ~held  # held now, and nobody asks to pick it up again
+            pos &= ~held  # held now, and nothing asks to pick it up again
         if added == neg & added and not deleted and added.bit_count() == 1:
             neg &= ~added  # it needs to be false only for this to make a difference
         for condition in op.conditional:
@@ -345,7 +345,7 @@ class _Rules:
 
 
 class _Hand:
-    """Whether the agent has one hand, which facts say that it is empty, and which what it holds."""
+    """Facts of the agent's hand, if it has one: those that say it is empty, and those that say what it holds."""
 
     def __init__(self, task: Task, operators: Iterable[Operator], start: Mask) -> None:
         self.holds = sum(task.bits.get("holds", {}).values())
@@ -381,7 +381,7 @@ class _Hand:
 def _walks(
     relevant: Iterable[Operator], asked: Mask, places: Mask, start: Mask
 ) -> tuple[dict[Mask, dict[Mask, Operator]], Mask]:
-    """For each place the walks to all others, and the bits of the places; nothing if places are not like that."""
+    """Find each place's walks to all others, and the bits of the places; nothing if places are not like that."""
     walks: dict[Mask, dict[Mask, Operator]] = defaultdict(dict)
     for op in relevant:
         moved = _changes(op) & asked
@@ -401,7 +401,7 @@ def _walks(
 
 
 def _doors(others: Sequence[Operator], asked: Mask, places: Mask, goal: tuple[Mask, Mask]) -> dict[Mask, Operator]:
-    """Facts that one operator makes true where they are asked for, at no other price, with that operator."""
+    """Find facts that one operator makes true where they are needed, at no other price, with that operator."""
     candidates: dict[Mask, Operator] = {}
     for op in others:
         door = op.listed_add & asked

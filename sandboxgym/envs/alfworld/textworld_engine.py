@@ -2,19 +2,19 @@
 
 What this module promises:
 
-1. Texts, admissible commands, reward and validity are what TextWorld answers, not what this package works out. What
-   TextWorld has no word for (`Progress`, the state hash) is computed from its facts.
+1. Texts, admissible commands, reward and validity are TextWorld's answers, not this package's computations. Values that
+   TextWorld lacks (`Progress`, the state hash) are computed from its facts.
 2. Nothing is imported from textworld, alfworld or fast_downward before a game is loaded.
-3. A `TextWorldState` goes back to the captured moment at once in the process, and for the loaded game, that it comes
-   from: Fast Downward keeps every state that it visited under a number, and TextWorld's own facts, which differ from
-   Fast Downward's, are kept beside it. Elsewhere the commands so far are replayed, and the facts that result are
-   compared with those captured.
+3. A `TextWorldState` is restored at once in the process, and for the loaded game, that it comes from:
+   Fast Downward keeps every state that it visited under a number, and TextWorld's own facts, which differ from Fast
+   Downward's, are kept beside it. Elsewhere the commands so far are replayed, and the resulting facts are compared with
+   those captured.
 4. One loaded game serves all environments of the process, forks included. A copy of Fast Downward's library (34 MB on
    disk, 4 to 16 MB of memory with a game) is never given back to the operating system, so it is used again for another
-   game as soon as nobody plays the one it holds: there are never more copies than games played at a time, and
+   game as soon as its present one is not in use: there are never more copies than games played at a time, and
    `KEPT_GAMES`.
 
-TextWorld is not made for threads (it replaces ``sys.stdout`` and ``sys.argv`` for a moment): one lock guards all of it.
+TextWorld is not thread-safe (it replaces ``sys.stdout`` and ``sys.argv`` for a moment): one lock guards all calls.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from typing import Any
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.envs.alfworld.game import Game, GameState, Progress
-from sandboxgym.envs.alfworld.library import GameLibrary, content_of, file_key
+from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of, file_key
 from sandboxgym.errors import SnapshotCorrupt
 
 KEPT_GAMES = 4
-"""Loaded games that stay loaded when nobody plays them; loading takes a second or two."""
+"""Number of loaded games kept when not in use; loading takes a second or two."""
 PACKAGES = ("textworld", "fast_downward", "alfworld")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moment:
-    """What brings TextWorld back to a state; nothing in it is ever changed. Takes 100 to 200 kB."""
+    """Data that bring TextWorld back to a state, never changed; 100 to 200 kB."""
 
     loading: object
     """Identifies the loaded game that the planner's number belongs to."""
     number: int
-    """Of the state, in Fast Downward's registry."""
+    """Number of the state in Fast Downward's registry."""
     facts: dict[Any, set[Any]]
     variables: tuple[dict[str, Any], dict[str, set[Any]], Counter[Any]]
     operators: dict[int, Any]
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class TextWorldState(GameState):
-    """A state of the original: its facts, the valid commands up to it, and a way back while the game is loaded."""
+    """A state of the original: its facts, the valid commands so far, and a way back while the game is loaded."""
 
     commands: tuple[str, ...] = ()
     moment: Moment | None = field(default=None, compare=False, repr=False)
@@ -80,40 +80,40 @@ class TextWorldGame:
             self._initial = self._state(())
 
     def initial(self) -> TextWorldState:
-        """The state at reset. The original grounds the game anew for it, with the same result each time."""
+        """State at reset. The original grounds the game again for it, with the same result each time."""
         return self._initial
 
     def intro(self) -> str:
-        """The observation at reset."""
+        """Observation at reset."""
         return str(self._moment(self._initial).seen.feedback)
 
     def admissible(self, state: TextWorldState) -> tuple[str, ...]:
-        """As the original lists them."""
+        """Admissible commands, as the original lists them."""
         return tuple(self._moment(state).seen.admissible_commands)
 
     def won(self, state: TextWorldState) -> bool:
-        """As the original says."""
+        """Tell whether the original says that the game is won."""
         return bool(self._moment(state).seen.won)
 
     def step(self, state: TextWorldState, command: str) -> tuple[TextWorldState, str, bool]:
-        """What the original does with ``command`` in ``state``."""
+        """Play ``command`` in ``state`` in the original engine."""
         with _lock:
             self._host.go_to(self._moment(state))
             self._host.step(command)
-            valid = self._host.last_action is not None
+            valid = self._host.last_action is not None  # TextWorld's only sign of an inadmissible command
             following = self._state((*state.commands, command.strip()) if valid else state.commands)
             return following, str(self._moment(following).seen.feedback), valid
 
     def progress(self, state: GameState) -> Progress:
-        """Of the original's facts; see `Progress`."""
+        """Progress computed from the original's facts; see `Progress`."""
         return self.compiled.progress(state)
 
     def state_hash(self, state: GameState) -> str:
-        """Of the original's facts: the same as the native engine's in an equal state."""
+        """Hash of the original's facts: the same as the native engine's in an equal state."""
         return self.compiled.state_hash(state)
 
     def resume(self, state: TextWorldState) -> TextWorldState:
-        """``state`` with a moment of this loaded game: replayed, if it has none.
+        """Convert ``state`` to one with a moment of this loaded game: replayed, if it has none.
 
         Raises:
             SnapshotCorrupt: the commands do not lead to the captured facts.
@@ -174,7 +174,7 @@ class _Host:
         return self._game._last_action
 
     def moment(self) -> Moment:
-        """The present moment."""
+        """Capture the present moment."""
         if self._at is None:
             game = self._game
             state = game._pddl_state
@@ -190,7 +190,7 @@ class _Host:
         return self._at
 
     def go_to(self, moment: Moment) -> None:
-        """Be as in ``moment``, which is of the game loaded here."""
+        """Go back to ``moment``, which is of the game loaded here."""
         if moment is self._at:
             return
         self._at = None
@@ -209,7 +209,7 @@ class _Host:
         self._at = moment
 
     def planner_facts(self) -> Iterator[str]:
-        """What Fast Downward holds true, axioms left out."""
+        """Facts that Fast Downward holds true, without axioms."""
         from textworld.envs.pddl.logic import Atom
 
         library = self._game.downward_lib
@@ -224,6 +224,7 @@ class _Host:
 def _copied(
     by_name: dict[str, Any], by_type: dict[str, set[Any]], counts: Counter[Any]
 ) -> tuple[dict[str, Any], dict[str, set[Any]], Counter[Any]]:
+    """Copy tables of variables, which TextWorld changes in place."""
     return dict(by_name), {kind: set(variables) for kind, variables in by_type.items()}, Counter(counts)
 
 
@@ -243,7 +244,7 @@ if hasattr(os, "register_at_fork"):  # another thread may hold the lock at the m
 
 
 def check_installed() -> None:
-    """Raises `gymnasium.error.DependencyNotInstalled`, with the command that helps, if the original is not here."""
+    """Raise `gymnasium.error.DependencyNotInstalled`, with the install command, if the original is missing."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise DependencyNotInstalled(
@@ -253,7 +254,7 @@ def check_installed() -> None:
 
 
 def load(library: GameLibrary, number: int) -> TextWorldGame:
-    """Game ``number`` of ``library`` in the original engine, shared with everyone in the process who plays it.
+    """Load game ``number`` of ``library`` in the original engine, shared with all its players in the process.
 
     Raises:
         GameError, DataNotFound: as `GameLibrary.load`.

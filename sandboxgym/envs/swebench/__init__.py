@@ -1,1 +1,1 @@
-"""SWE-bench in copy-on-write sandboxes, graded by the official code in a fork."""
+"""SWE-bench in copy-on-write sandboxes, graded in a fork by the official code."""

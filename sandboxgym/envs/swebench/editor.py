@@ -1,12 +1,12 @@
 """SWE-agent's ``str_replace_editor`` on the files of a sandbox.
 
-1. `Editor` holds nothing but the history of edits, which is part of an environment's state: a value that `edited`
-   replaces and nobody changes.
-2. What goes wrong is a sentence for the agent, never an exception.
-3. Files keep their bytes: whatever is not replaced stays as it was, also where it is not UTF-8, and so does the mode.
-4. What an agent has in its files takes no more of the memory and the time here than is worth it: large ones are refused
-   in words (`boxes.READ`), nothing longer than `SHOWN` is put together to be shown, and the contents that can be undone
-   are bounded in all (`REMEMBERED`).
+1. `Editor` holds only the history of edits, which is part of an environment's state: an immutable value that `edited`
+   replaces.
+2. Errors are sentences for the agent, never exceptions.
+3. Files keep their mode and all bytes that are not replaced, even those that are not UTF-8.
+4. An agent's files cannot exhaust memory or time here: large ones are refused with a sentence (`workspace.READ`), no
+   more than `SHOWN` characters are put together to be shown, and the contents that can be undone are bounded in all
+   (`REMEMBERED`).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from sandboxgym.envs.swebench.tools import Edit, printable
 from sandboxgym.sandbox.base import FileTooLarge, Result
 
 SHOWN = 16_000
-"""Characters of a file or directory that are shown at most."""
+"""Limit in characters of what is shown of a file or directory."""
 AROUND = 4
-"""Lines shown before and after an edit."""
+"""Number of lines shown before and after an edit."""
 UNDO = 32
-"""Edits of one file that can be undone."""
+"""Number of edits of one file that can be undone."""
 REMEMBERED = 16 * 2**20
-"""Characters of earlier contents of all files; beyond, the oldest of the others are forgotten."""
+"""Limit in characters of the earlier contents of all files; beyond it, the oldest of other files are dropped."""
 _BODY = 5
-"""Lines from which on a function's body is left out of an outline."""
+"""Number of lines from which a function's body is left out of an outline."""
 _OUTLINED = 100_000
-"""Words and signs in a file from which on there is no outline: parsing takes half a kilobyte of memory for each."""
+"""Number of tokens from which a file gets no outline: parsing takes half a kilobyte of memory for each."""
 _LISTED = 20
-"""Lines that are named in which a text occurs."""
+"""Limit of the lines listed in which a text occurs."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Files(Protocol):
-    """What the editor needs of a sandbox."""
+    """File operations that the editor needs from a sandbox."""
 
     def read_file(self, path: str) -> bytes:
-        """Content of a file that is not too large; raises OSError as `open` does, or FileTooLarge."""
+        """Read a file that is not too large; raises OSError as `open` does, or FileTooLarge."""
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file, making missing parents."""
@@ -57,17 +57,17 @@ class Files(Protocol):
 
 
 class _Refused(Exception):
-    """An edit that cannot be done; the message is for the agent."""
+    """Raised for an edit that cannot be done; the message is for the agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Editor:
-    """Earlier contents of the files that were edited, the last one last."""
+    """History of edits: earlier contents of the edited files, the last one last."""
 
     history: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def edited(self, call: Edit, files: Files) -> tuple[Editor, str, bool]:
-        """The editor after a call, what it says, and whether the call could be done."""
+        """Perform a call; returns the editor after it, its answer, and whether the call could be done."""
         path = posixpath.normpath(call.path)
         try:
             _check_text(call)
@@ -89,12 +89,12 @@ class Editor:
         return Editor(history), said, True
 
     def plain(self) -> dict[str, list[str]]:
-        """As data that can be saved."""
+        """Convert to plain data that can be saved."""
         return {path: list(contents) for path, contents in self.history.items()}
 
     @classmethod
     def from_plain(cls, value: Any) -> Editor:
-        """The inverse of `plain`.
+        """Convert the result of `plain` back.
 
         Raises:
             ValueError: it is no such data.
@@ -112,7 +112,7 @@ Command = Callable[[History, str, Mapping[str, Any], Files], tuple[History, str]
 
 
 def _check_text(call: Edit) -> None:
-    """A call in JSON may hold what no file and no name of one can."""
+    """Refuse text that JSON allows, but files and file names cannot contain."""
     if "\0" in call.path:
         raise _Refused("The path holds a null character, which no path can.")
     for name, value in (("path", call.path), *call.arguments.items()):
@@ -266,7 +266,7 @@ def _remembered(history: History, path: str, text: str) -> History:
 
 
 def _begin_of_line(text: str, number: int) -> int:
-    """Where a line begins, by its number; the end of a text that has fewer."""
+    """Position at which a line begins, by its number; the end of the text if it has fewer lines."""
     at = 0
     for _ in range(number - 1):
         at = text.find("\n", at) + 1
@@ -276,7 +276,7 @@ def _begin_of_line(text: str, number: int) -> int:
 
 
 def _lines(text: str, first: int, last: int | None = None) -> Iterator[str]:
-    """Lines by their numbers, which the text has."""
+    """Lines by their numbers, all of which the text has."""
     at = _begin_of_line(text, first)
     number = first
     while last is None or number <= last:
@@ -289,7 +289,7 @@ def _lines(text: str, first: int, last: int | None = None) -> Iterator[str]:
 
 
 def _lines_of(text: str, part: str) -> tuple[list[int], str]:
-    """Numbers of the first lines in which a text occurs, and a note that there are more."""
+    """Numbers of the first lines in which a text occurs, with a note if there are more."""
     found: list[int] = []
     number, at, place = 1, 0, text.find(part)
     while place >= 0:
@@ -303,7 +303,7 @@ def _lines_of(text: str, part: str) -> tuple[list[int], str]:
 
 
 def _numbered(lines: Iterable[str], first: int, path: str) -> str:
-    """Lines with their numbers, no more of them than are shown."""
+    """Lines with their numbers, only as many as can be shown."""
     shown, length = [], 0
     for number, line in enumerate(lines, first):
         shown.append(f"{number:6}\t{line}")

@@ -11,20 +11,23 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, SupportsIndex, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
-from sandboxgym.core import SnapshotEnv, SnapshotSpec
-from sandboxgym.envs.swebench import arguments, grading, tools
-from sandboxgym.envs.swebench.boxes import Box, Pristine, Settings, pristine
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.durations import without_durations
+from sandboxgym.core import SnapshotSpec
+from sandboxgym.envs.swebench import tools
+from sandboxgym.envs.swebench.card import CARD
 from sandboxgym.envs.swebench.editor import Editor
 from sandboxgym.envs.swebench.expert import Expert
-from sandboxgym.envs.swebench.extraction import PATCH_LIMIT
-from sandboxgym.envs.swebench.grading import Verdict
-from sandboxgym.envs.swebench.tasks import Task, TaskNotFound, open_tasks
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.grading.durations import without_durations
+from sandboxgym.envs.swebench.grading.extraction import PATCH_LIMIT
+from sandboxgym.envs.swebench.grading.verdict import Verdict
+from sandboxgym.envs.swebench.rows import arguments
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task, TaskNotFound, open_tasks
+from sandboxgym.envs.swebench.workspaces.workspace import Box, Pristine, Settings, pristine
 from sandboxgym.errors import (
     ResetNeeded,
     SnapshotCorrupt,
@@ -37,6 +40,8 @@ from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import Task as Row
+from sandboxgym.task_env import TaskEnv, TaskRows
 
 log = logging.getLogger("sandboxgym")
 
@@ -95,7 +100,7 @@ class EpisodeState:
             self.sandbox.release()
 
 
-class SWEBenchEnv(SnapshotEnv[str, str]):
+class SWEBenchEnv(TaskEnv[str, str]):
     """Repair a repository: read an issue, run commands, edit files, and pass tests that are not shown.
 
     ## Description
@@ -145,8 +150,8 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     ## Information
     - ``success`` and ``resolved``: whether the verdict of this step says so; false where there is none.
-    - ``task_id``, ``repo``, ``steps``, ``submitted``, ``valid_action``; ``returncode`` (None without a command) and
-      ``timed_out``.
+    - ``task_id``, ``repo``, ``task_type`` (the same), ``steps``, ``submitted``, ``valid_action``; ``returncode`` (None
+      without a command) and ``timed_out``.
     - ``state_hash``: equal for equal states (see `boxes.Box.digest`, what counts; empty where the files could not be
       read); ``progress_key``: whether the repository was changed and how the tests went that the agent ran last.
     - ``lossy``: what a snapshot taken now would not keep, such as ``"background: sleep 100"``; empty nearly always.
@@ -212,6 +217,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         },
     }
     snapshot_spec = SnapshotSpec(kind="filesystem", cost="constant", rng=False, cross_host=False)
+    card = CARD
     immutable_state = True
     state_version = 1
 
@@ -270,7 +276,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             self._declare("written", kind="full", processes=True, cross_process=False)
         if backend in ("docker", "copy"):
             self._declare("written", loses=_LOSES.get(backend, ()))
-        self.tasks = open_tasks(dataset, instances=instances)
+        self.task_set = open_tasks(dataset, instances=instances)
         self.tools = tools
         self.strict = arguments.flag("strict", strict)
         self.grade_at = arguments.step_number("grade_at", grade_at)
@@ -312,10 +318,10 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         if unknown:
             raise ValueError(f"expected the options 'instance_id' or 'task', found {brief(list(unknown), 80)}")
         wanted = options.get("instance_id", options.get("task"))
-        named = None if wanted is None else self.tasks.index(wanted)
+        named = None if wanted is None else self.task_set.index(wanted)
         super().reset(seed=seed)
-        index = int(self.np_random.integers(len(self.tasks))) if named is None else named
-        task = self.tasks[index]
+        index = int(self.np_random.integers(len(self.task_set))) if named is None else named
+        task = self.task_set[index]
         start = pristine(task, self._settings)
         self._enter(task, start)
         self._stand_on(start.snapshot)
@@ -470,10 +476,22 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
         self._was_reset = False
         super().close()
 
-    @property
-    def num_tasks(self) -> int:
-        """How many tasks there are to reset to."""
-        return len(self.tasks)
+    def tasks(self, split: str | None = None) -> TaskRows:
+        """The tasks as rows; the type of each is its repository.
+
+        Args:
+            split: as ``dataset``, such as ``"mini"`` or ``"verified"``: all tasks of it.
+        """
+        tasks = self.task_set if split is None else open_tasks(split)
+        return TaskRows(len(tasks), lambda number: _row(tasks[number]))
+
+    def task_index(self, task: str | SupportsIndex) -> int:
+        """Position of a task; an ending of its id will do, too.
+
+        Raises:
+            TaskNotFound: with the nearest ids.
+        """
+        return self.task_set.index(task)
 
     @property
     def limits(self) -> tuple[Limits, frozenset[str]]:
@@ -579,7 +597,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
                 box = self._opened()
                 box.restore(self._current)
             self._stale = False
-            if self._current.whole is not None:  # its processes go on from here
+            if self._current.checkpoint is not None:  # its processes go on from here
                 self._current.release()
                 self._current = None
             box.start = self._start
@@ -601,7 +619,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             return self._current
         assert self._box is not None
         snapshot = self._box.snapshot(strict=strict, mode=None if processes else "filesystem")
-        idle = not snapshot.lossy and snapshot.whole is None  # else processes go on that may change files
+        idle = not snapshot.lossy and snapshot.checkpoint is None  # else processes go on that may change files
         if idle and (processes or self._settings.snapshot != "full"):
             self._current = snapshot
         return snapshot
@@ -629,6 +647,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
             "success": resolved,
             "resolved": resolved,
             "task_id": task.instance_id,
+            "task_type": task.repo,
             "repo": task.repo,
             "steps": self._steps,
             "submitted": submitted,
@@ -680,7 +699,7 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
     def _apply(self, state: EpisodeState) -> None:
         try:
-            task = self.tasks[self.tasks.index(state.task_id)]
+            task = self.task_set[self.task_set.index(state.task_id)]
         except TaskNotFound as error:
             raise SnapshotMismatch(f"the snapshot plays a task that is not here: {error}") from error
         if task.digest != state.task_digest:
@@ -755,6 +774,10 @@ class SWEBenchEnv(SnapshotEnv[str, str]):
 
 
 _MOST_STEPS = 2**31
+
+
+def _row(task: Task) -> Row:
+    return Row(task.instance_id, task.problem_statement.strip(), task.repo)
 
 
 def _cause(error: Exception) -> str:

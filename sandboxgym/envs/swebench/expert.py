@@ -1,13 +1,14 @@
-"""A scripted player that knows the solution: it looks around, reads, edits as the solution does, tests and submits.
+"""A scripted expert that knows the solution: it looks around, reads, edits as the solution does, tests and submits.
 
 What this module promises:
 
-1. It acts through the environment's actions only, in the format of either set of tools, and wins every embedded task.
-   On real rows it does the same, as far as the solution changes and adds text files. A task with a demonstration is
-   solved by that: what a running process knows is asked of it, not taken from the solution.
-2. Its episodes differ by ``rng``: what it looks at first, how it edits, in swe-agent's case whether it calls tools as
-   JSON or as text. ``noise`` is the probability of a useless action in between, which ``noisy`` tells. ``careless`` is
-   that of an episode with one of the task's `slips`, which it does not notice: none of these resolves an embedded task.
+1. It acts through the environment's actions only, in the format of either set of tools, and resolves every embedded
+   task. On real rows it does the same, as far as the solution changes and adds text files. A task with a demonstration
+   is solved by that: information of a running process is obtained from it, not from the solution.
+2. Its episodes differ by ``rng``: in the files it looks at first, the way it edits, and with swe-agent's tools the call
+   format, JSON or text. ``noise`` is the probability of a useless action in between, marked by ``noisy``. ``careless``
+   is the probability of an episode with one of the task's `slips`, which it does not notice: none of these resolves an
+   embedded task.
 3. It is a source of demonstrations, not an agent: it is given the task, solution included.
 """
 
@@ -21,8 +22,8 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.tasks import Task
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.tools import ToolSet
 
 _REFUSED = "No replacement was performed"
@@ -31,19 +32,19 @@ _NOISE = ("cat missing.txt", "ls missing", "git diff --stat", "python --version"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a patch does to one file."""
+    """Changes of a patch to one file."""
 
     path: str
     new: str | None
-    """The content of a new file."""
+    """Content of a new file."""
     replaced: tuple[tuple[str, str], ...]
-    """Texts and what stands there afterwards."""
+    """Pairs of a text and its replacement."""
     lines: tuple[tuple[int, int, tuple[str, ...]], ...]
-    """Where lines are changed, by the old numbers: the first, how many go, and what comes in their place."""
+    """Changed lines by the old numbers: the first, how many are removed, and the lines in their place."""
 
 
 def changes(patch: str) -> list[Change]:
-    r"""What a patch in git's format does, by file.
+    r"""Parse a patch in git's format to its changes by file.
 
     >>> patch = "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
     >>> changes(patch)
@@ -79,7 +80,7 @@ def _changed_lines(number: int, lines: list[str]) -> Iterator[tuple[int, int, tu
 
 
 def slips(edited: list[Change], *, by_lines: bool) -> list[list[Change]]:
-    r"""What a careless player makes of a solution, always the same of the same one.
+    r"""Wrong versions of a solution, as by a careless expert; the same for equal solutions.
 
     Nothing at all; only the first edit, where there are several; else that one a line too low, where it goes by line
     numbers.
@@ -98,12 +99,12 @@ def slips(edited: list[Change], *, by_lines: bool) -> list[list[Change]]:
 
 
 class Expert:
-    """The player.
+    """Scripted expert.
 
     Args:
         playing: gives the task once an episode has begun.
-        tools: in whose format it acts.
-        rng: of what it chooses; by default one of fixed seed.
+        tools: set of tools whose format its actions have.
+        rng: random stream of its choices; by default one with a fixed seed.
         noise: probability of a useless action.
         direct: read, edit by line numbers (in bash) and submit: no looking around before, no tests after.
         careless: probability of an episode with a slip: one of the task's `slips`, or, where it has a demonstration, to
@@ -114,7 +115,7 @@ class Expert:
     """
 
     noisy = False
-    """Whether the last action was a useless one."""
+    """True if the last action was useless."""
 
     def __init__(
         self,
@@ -139,13 +140,13 @@ class Expert:
         self._as_json = False
 
     def reset(self, observation: str) -> None:
-        """Begin an episode: the environment has been reset."""
+        """Begin an episode, after the environment was reset."""
         self._as_json = self._rng.random() < 0.5
         self.noisy = False
         self._plan = self._solve(self._playing())
 
     def act(self, observation: str) -> str:
-        """The next action, given the observation after the last one."""
+        """Choose the next action, given the observation after the last one."""
         self.noisy = self._rng.random() < self._noise
         if self.noisy:
             return self._command(self._rng.choice(_NOISE))
@@ -232,7 +233,7 @@ def _git_apply(patch: str) -> str:
 
 
 def _sed(change: Change) -> str:
-    r"""A script for GNU sed.
+    r"""Write a script for GNU sed.
 
     >>> print(_sed(Change("f", None, (), ((2, 1, ("a", " b")), (5, 2, ()), (9, 0, ("c",))))), end="")
     2,2c\
@@ -255,7 +256,7 @@ def _sed(change: Change) -> str:
 
 
 def _quoted(text: str) -> str:
-    r"""A literal of Python over several lines.
+    r"""Write a Python literal over several lines.
 
     >>> [eval(_quoted(text)) == text for text in ('say "a"\n\\', "a '''doc'''", 3 * '"' + 3 * "'")]
     [True, True, True]

@@ -1,7 +1,7 @@
-"""What an agent may say and what it is shown: two sets of tools, each with its action formats and its observations.
+"""Tools of the agent: two sets, each with its action formats and its observations.
 
-1. `parse` never raises: text that is not an action becomes `Malformed`, with an explanation for the agent. So does one
-   that is longer than `LONGEST`; of the others each is read in a time that grows with its length.
+1. `parse` never raises: text that is not an action becomes `Malformed`, with an explanation for the agent. So does text
+   longer than `LONGEST`; shorter ones are parsed in time linear in their length.
 2. ``"bash"`` is mini-swe-agent's set: one shell, and the submission marker. The action is the command itself, one
    fenced block in a text, or a JSON call.
 3. ``"swe-agent"`` is SWE-agent's set: ``bash``, ``str_replace_editor``, ``submit``, as a JSON call or as a thought and
@@ -22,15 +22,15 @@ from sandboxgym.sandbox.base import Result
 ToolSet = Literal["bash", "swe-agent"]
 
 MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""A command that succeeds and whose first line of output is this submits; what it prints after it is the patch."""
+"""First line of output of a succeeding command that submits; the lines after it are the patch."""
 MARKER_ROOM = 4096
-"""Bytes in which the marker's line and what blank lines precede it must fit."""
+"""Bytes in which the marker's line and the blank lines before it must fit."""
 BASH_SHOWN = 10_000
-"""Characters of output from which on ``"bash"`` shows the first and the last half of that many."""
+"""Characters of output above which ``"bash"`` shows the first and the last half of that many."""
 SWE_AGENT_SHOWN = 100_000
-"""Characters that ``"swe-agent"`` shows at most."""
+"""Limit in characters of what ``"swe-agent"`` shows."""
 LONGEST = 2**20
-"""Characters of an action at most."""
+"""Limit in characters of an action."""
 EDITS = ("view", "create", "str_replace", "insert", "undo_edit")
 
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -44,29 +44,29 @@ _ARGUMENTS = ("command", "path", "file_text", "view_range", "old_str", "new_str"
 
 @dataclass(frozen=True, slots=True)
 class Bash:
-    """Run a command in the shell."""
+    """Call of the shell: run a command."""
 
     command: str
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Use the editor."""
+    """Call of the editor."""
 
     command: str
     path: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``file_text``, ``view_range``, ``old_str``, ``new_str``, ``insert_line``, with the right types."""
+    """Arguments, of ``file_text``, ``view_range``, ``old_str``, ``new_str``, ``insert_line``, with the right types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Hand in the work."""
+    """Call that submits the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Not an action."""
+    """Text that is not an action, with an explanation."""
 
     explanation: str
 
@@ -75,7 +75,7 @@ Call = Bash | Edit | Submit | Malformed
 
 
 def parse(action: str, tools: ToolSet) -> Call:
-    """The call that an action makes."""
+    """Parse an action to its call."""
     if len(action) > LONGEST:
         return Malformed(f"The action is too long: it has {len(action):,} characters, at most {LONGEST:,} are read.")
     try:
@@ -101,7 +101,7 @@ def _parse(action: str, tools: ToolSet) -> Call:
 
 
 def _tool_calls(text: str) -> list[str]:
-    """What stands between the tags of calls."""
+    """Contents between the tags of calls."""
     found = []
     at = text.find("<tool_call>")
     while at >= 0 and (end := text.find("</tool_call>", at)) >= 0:
@@ -259,7 +259,7 @@ def _view_range(value: object) -> tuple[int, int]:
 
 
 def submission(result: Result) -> bytes | None:
-    """What a command wrote after mini-swe-agent's marker, byte for byte; None if the command submits nothing.
+    """Output of a command after mini-swe-agent's marker, byte for byte; None if the command submits nothing.
 
     It is read from `Result.raw`, for what is shown lacks escape sequences and carriage returns.
     """
@@ -268,12 +268,12 @@ def submission(result: Result) -> bytes | None:
 
 
 def printable(text: str) -> str:
-    """Text without lone surrogates, which stand for bytes that are not UTF-8; these become backslash escapes."""
+    """Replace lone surrogates, which stand for bytes that are not UTF-8, by backslash escapes."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def show(result: Result, tools: ToolSet, *, limit: float) -> str:
-    """The observation after a command.
+    """Write the observation after a command.
 
     Args:
         result: of the command.
@@ -284,7 +284,7 @@ def show(result: Result, tools: ToolSet, *, limit: float) -> str:
 
 
 def show_text(text: str, tools: ToolSet) -> str:
-    """The observation after something that was not run in the shell (an edit, a malformed action)."""
+    """Write the observation after a call outside the shell (an edit, a malformed action)."""
     return text if tools == "bash" else f"OBSERVATION:\n{text}"
 
 

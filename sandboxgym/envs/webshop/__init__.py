@@ -1,1 +1,1 @@
-"""WebShop: an exact, snapshottable re-implementation of the shop, its search and its reward."""
+"""WebShop: an exact re-implementation, with snapshots, of the shop, its search and its reward."""

@@ -13,15 +13,15 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Action(NamedTuple):
-    """What the agent wants to do."""
+    """An agent's action: its kind and argument."""
 
     verb: Literal["search", "click"]
     argument: str
-    """In lower case."""
+    """Argument of the action, in lower case."""
 
 
 def parse(text: str, compat: Compat) -> Action | None:
-    """The action that a text stands for, or None if it is none.
+    """Parse the text of an action; None if it is none.
 
     In both grammars what follows the last ``]`` of the line is ignored and the argument is taken in lower case. The
     original's wants the verb first and in lower case and no ``[`` in the argument, and takes blanks as they are (to
@@ -43,5 +43,5 @@ def parse(text: str, compat: Compat) -> Action | None:
 
 
 def search_for(instruction: str) -> str:
-    """The action that searches for a whole instruction; brackets and line ends would not parse."""
+    """Write the action that searches for a whole instruction, without brackets and line ends, which would not parse."""
     return f"search[{' '.join(re.sub('[][]', ' ', instruction).split())}]"

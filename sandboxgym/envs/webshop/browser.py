@@ -1,4 +1,4 @@
-"""`WebShopBrowserEnv`: the same shop, seen and used through its site in a real browser."""
+"""`WebShopBrowserEnv`: the same shop, seen and used through its website in a real browser."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from gymnasium import spaces
 from gymnasium.error import DependencyNotInstalled
 from numpy.typing import NDArray
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.core import SnapshotSpec, Transition
-from sandboxgym.envs.webshop import gestures
-from sandboxgym.envs.webshop.chromium import BrowserError, chosen_executable
+from sandboxgym.envs.webshop.card import BROWSER_CARD
 from sandboxgym.envs.webshop.env import HARMLESS, WebShopEnv
 from sandboxgym.envs.webshop.goals import Kind, Split
 from sandboxgym.envs.webshop.session import Session
 from sandboxgym.envs.webshop.shop import Tagger
-from sandboxgym.envs.webshop.tab import BrowserMode, Look, PageState, Tab
+from sandboxgym.envs.webshop.web import browser_actions
+from sandboxgym.envs.webshop.web.browser_page import BrowserMode, Look, PageState, Tab
+from sandboxgym.envs.webshop.web.chromium import BrowserError, chosen_executable
 from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.spaces import Unicode
 
@@ -33,14 +34,14 @@ VIEWPORT = (1024, 768)
 
 @dataclass(frozen=True, slots=True)
 class BrowserState:
-    """All that a snapshot of `WebShopBrowserEnv` holds."""
+    """Snapshot state of `WebShopBrowserEnv`."""
 
     session: Session
-    """What the server knows; the address follows from it."""
+    """The server's state of the episode; the address follows from it."""
     page: PageState
-    """What the page holds beside that."""
+    """The page's state that the address does not determine."""
     seen: str | bytes
-    """The last observation; a screenshot as PNG."""
+    """Last observation; a screenshot as PNG."""
 
 
 class WebShopBrowserEnv(WebShopEnv):
@@ -99,6 +100,7 @@ class WebShopBrowserEnv(WebShopEnv):
     - v0: first version.
     """
 
+    card = BROWSER_CARD
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 4}  # type: ignore[misc]
     snapshot_spec = SnapshotSpec(kind="logical")
 
@@ -145,7 +147,7 @@ class WebShopBrowserEnv(WebShopEnv):
         self.action_space, self.observation_space = self._spaces()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start with a goal; see `WebShopEnv`.
+        """Begin an episode with a goal; see `WebShopEnv`.
 
         Raises:
             TaskNotFound: there is no such goal, or it is not in the split.
@@ -160,7 +162,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return transition.observation, transition.info
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Do what the action says, in the browser.
+        """Perform an action in the browser.
 
         Raises:
             BrowserError: the browser failed; the environment is as before the step.
@@ -168,7 +170,7 @@ class WebShopBrowserEnv(WebShopEnv):
         if not isinstance(action, str):
             raise TypeError(f"expected an action as a string, found {action!r}")
         state = self._here()
-        gesture = None if state.session.done else gestures.parse(action)
+        gesture = None if state.session.done else browser_actions.parse(action)
         if gesture is None:
             self._nothing_done(state)
             return self._transition()
@@ -183,7 +185,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return self._transition()
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """A picture of the viewport, (height, width, 3), in mode ``rgb_array``."""
+        """Picture of the viewport, (height, width, 3), in mode ``rgb_array``."""
         if self.render_mode != "rgb_array":
             return None
         state = self._here()
@@ -199,7 +201,7 @@ class WebShopBrowserEnv(WebShopEnv):
 
     @property
     def tab(self) -> Tab:
-        """The browser's page, at the present state: for tests and for pictures of it."""
+        """The browser's page at the present state, for tests and for pictures of it."""
         state = self._here()
         return self._at(state.session, state.page)
 
@@ -209,7 +211,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return self._state
 
     def _at(self, session: Session, page: PageState) -> Tab:
-        """The tab, showing this."""
+        """The browser's page, brought to this state."""
         tab = self._tab
         if tab is None:
             tab = self._tab = Tab(self.shop, self.mode, self.viewport, chosen_executable(self._executable))

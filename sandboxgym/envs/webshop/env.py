@@ -8,18 +8,20 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, SupportsIndex, cast, get_args
 
 import numpy as np
 
-from sandboxgym.core import SnapshotEnv, Transition
+from sandboxgym.core import Transition
+from sandboxgym.envs.webshop.card import CARD
 from sandboxgym.envs.webshop.expert import Expert
-from sandboxgym.envs.webshop.goals import Kind, Split
+from sandboxgym.envs.webshop.goals import Goal, Kind, Split
 from sandboxgym.envs.webshop.goals import split as split_of
 from sandboxgym.envs.webshop.pages import ObservationMode
 from sandboxgym.envs.webshop.session import Compat, Session
 from sandboxgym.envs.webshop.shop import Shop, Tagger, open_shop
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import Task, TaskEnv, TaskNotFound, TaskRows
 
 HARMLESS = ("click[back to search]", "search[shoes]")
 """Actions that can be undone or do nothing: what the action space samples."""
@@ -27,11 +29,7 @@ Progress = Literal["options", "worth"]
 _SEEDS = 2**63
 
 
-class TaskNotFound(LookupError):
-    """No goal of this environment answers to the given task."""
-
-
-class WebShopEnv(SnapshotEnv[str, str]):
+class WebShopEnv(TaskEnv[str, str]):
     """Shopping on the web: find the product that an instruction asks for, choose its options, buy it.
 
     ## Description
@@ -134,6 +132,7 @@ class WebShopEnv(SnapshotEnv[str, str]):
             "place.draw": 'only the search for random products draws, which there is with compat="upstream"',
         },
     }
+    card = CARD
     immutable_state = True
 
     def __init__(
@@ -207,10 +206,23 @@ class WebShopEnv(SnapshotEnv[str, str]):
         """The page in lines, in mode ``ansi``."""
         return self.shop.observe(self._shopping(), "text_rich") if self.render_mode == "ansi" else None
 
-    @property
-    def num_tasks(self) -> int:
-        """How many goals there are to reset to."""
-        return len(self.goals_here)
+    def tasks(self, split: str | None = None) -> TaskRows:
+        """The goals as rows; each is made when its row is read.
+
+        Args:
+            split: as ``split`` of the constructor, of the same kind of goals in the same catalogue.
+        """
+        goals = self.shop.goals
+        here = self.goals_here if split is None else split_of(goals, cast(Split, split))
+        return TaskRows(len(here), lambda number: _row(goals[here[number]]))
+
+    def task_index(self, task: str | SupportsIndex) -> int:
+        """Position of a goal in the split, given by that or by its id.
+
+        Raises:
+            TaskNotFound: there is no such goal, or it is not in the split.
+        """
+        return bisect.bisect_left(self.goals_here, self._goal({"task": task}))
 
     @property
     def session(self) -> Session:
@@ -335,3 +347,7 @@ class WebShopEnv(SnapshotEnv[str, str]):
         child._np_random = child._np_random_seed = None
         child._session, child._was_reset, child._lineage = None, False, None
         return child
+
+
+def _row(goal: Goal) -> Task:
+    return Task(goal.goal_id, goal.instruction)

@@ -1,13 +1,13 @@
-"""A rule-based shopper that knows the shop only through its pages.
+"""A rule-based expert that knows the shop only through its pages.
 
 What this module promises:
 
 1. The expert sees what an agent sees: observations in mode ``text`` or ``text_rich``. No goal, no catalogue, no list of
    actions, no score.
-2. It searches for what the instruction names, opens the products whose titles and prices fit best, compares what their
-   pages say, goes back to the best one, chooses the options that the instruction asks for, and buys.
-3. It ends with a purchase, after some 16 actions on average, and goes on from any page that a random action led to. It
-   is deterministic but for ``noise``.
+2. It searches for the instruction's words, opens the products with the best titles and prices, compares their pages,
+   goes back to the best one, chooses the options that the instruction asks for, and buys.
+3. It ends with a purchase, after some 16 actions on average, and continues from any page that a random action led
+   to. It is deterministic except for ``noise``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAGE = re.compile(r"Page (-?\d+) \(Total results: (\d+)\)")
 _MARK = re.compile(r"\s*\[(?:clicked )?button\] (.*) \[(?:clicked )?button_\]", re.DOTALL)
 _ASIN = re.compile(r"(?=[A-Z]*\d)[A-Z0-9]{10}")  # with a digit: "strawberry" is an option
 WORD = re.compile(r"[a-z0-9]+")
-"""A word of a text in lower case."""
+"""Pattern of a word in lower case."""
 _COURTESIES = (
     "a after am and are as at be buy can do find for from get have i in is it like looking m me my need of on one or "
     "please show some that the to want which with would you your"
@@ -36,16 +36,16 @@ _GROUPS = (
     "color colour size style scent flavor flavour pattern material length shape finish fit pack quantity count edition "
     "configuration capacity width height design model set volume weight package"
 )
-"""Words that groups of options are named with: where only the text is seen, they tell groups from values."""
+"""Words in the names of option groups: in plain text they tell groups from values."""
 _POLITE, _NAMING = frozenset(_COURTESIES.split()), frozenset(_GROUPS.split())
 _ENOUGH = 0.999
 _PATIENCE = 20, 45
-"""Steps after which it compares no more products, and after which it buys as things are."""
+"""Steps after which it compares no more products, and steps after which it buys at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an instruction says."""
+    """Parsed instruction."""
 
     text: str
     cap: float
@@ -53,13 +53,13 @@ class Order:
     pairs: tuple[tuple[str, str], ...]
     """Options named as "group: value"."""
     words: frozenset[str]
-    """Of what is wanted, without courtesies, price and such options."""
+    """Words of the wanted product, without courtesies, price and such options."""
     keywords: str
-    """The same in their order, to search for."""
+    """The same words in their order, to search for."""
 
 
 def read_order(instruction: str) -> Order:
-    """What to shop for.
+    """Parse an instruction.
 
     >>> order = read_order("Find me rugs with color: sky blue, and size: 2x3, and price lower than 30.00 dollars")
     >>> order.cap, order.pairs, order.keywords
@@ -79,27 +79,27 @@ def read_order(instruction: str) -> Order:
 
 @dataclass(slots=True)
 class _Item:
-    """What is known of a product that was looked at."""
+    """Knowledge of a product whose page was read."""
 
     covered: set[str] = field(default_factory=set)
-    """Words of the order that its pages have."""
+    """Words of the order that the product's pages contain."""
     options: list[str] = field(default_factory=list)
-    """Values to choose."""
+    """Option values to choose."""
     asked: int = 0
-    """Options that the order asks for and that can be told from its words."""
+    """Number of options that the order asks for, as far as its words tell."""
     read: bool = False
-    """Its features were read."""
+    """True if the features were read."""
     dear: bool = False
 
     def worth(self, order: Order) -> float:
-        """Near the share of the reward that it would give, as far as the expert can tell."""
+        """Estimate of the share of the reward that the product would give."""
         words = len(self.covered) / max(1, len(order.words))
         options = min(1.0, len(self.options) / self.asked) if self.asked else 1.0
         return (2 * words + options) / 3 - (0.3 if self.dear else 0.0)
 
 
 class Expert:
-    """The shopper. Call `reset` with the first observation, then `act` with each one, the first included.
+    """Rule-based shopper. Call `reset` with the first observation, then `act` with each one, the first included.
 
     With probability ``noise`` an action is not the expert's: half of these lead to some other page, half do nothing.
     `noisy` tells whether the last one was.
@@ -142,7 +142,7 @@ class Expert:
         self.noisy = False
 
     def reset(self, observation: str) -> None:
-        """Forget everything and read the instruction.
+        """Forget everything, then read the instruction.
 
         Raises:
             ValueError: the observation has none, as in modes ``html`` and ``url``.
@@ -161,7 +161,7 @@ class Expert:
         self._mistake = self._rng.choice((_none, _neighbour)) if careless else None
 
     def act(self, observation: str) -> str:
-        """The next action, given the page."""
+        """Choose the next action, given the page."""
         pieces = _pieces(observation)
         action = self._next(pieces)
         self.noisy = self._rng.random() < self._noise
@@ -210,7 +210,7 @@ class Expert:
         return f"click[{self._decided.lower()}]"
 
     def _ranked(self, rows: Sequence[tuple[str, str, float]]) -> list[tuple[str, str, float]]:
-        """The likeliest first: many wanted words in the title, those that few titles have before all."""
+        """Rank products by likelihood: many wanted words in the title, those that few titles have first."""
         having = Counter(word for _, title, _ in rows for word in self._wanted(title))
 
         def score(row: tuple[str, str, float]) -> float:
@@ -264,7 +264,7 @@ class Expert:
         return {word for word in _words(text) if word in self._order.words}
 
     def _fitting(self, choices: Sequence[str]) -> tuple[list[str], int]:
-        """The values to choose, one a group, and how many options are asked for."""
+        """Choose option values, one per group, and count the options that are asked for."""
         groups = list(_grouped(choices))
         fitting = []
         if self._order.pairs:
@@ -280,7 +280,7 @@ class Expert:
             fitting += sorted(said, key=len, reverse=True)[:1]
         return fitting, len(fitting)
 
-    # What was done.
+    # Memory of past actions.
 
     def _note(self, action: str, *, done: bool) -> None:
         name = action.partition("[")[2].removesuffix("]")
@@ -310,7 +310,7 @@ def _none(options: Sequence[str], choices: Sequence[str]) -> list[str]:
 
 
 def _neighbour(options: Sequence[str], choices: Sequence[str]) -> list[str]:
-    """The first of the options is the one listed after it, or before it."""
+    """Replace the first option by its neighbour in its group: the next one, or the one before the last."""
     for _, values in _grouped(choices):
         if options and options[0] in values and len(values) > 1:
             at = values.index(options[0])
@@ -326,7 +326,7 @@ def _pieces(observation: str) -> list[str]:
 
 
 def _rows(pieces: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """(asin, title, price) of the products on a page of results."""
+    """Parse (asin, title, price) of the products on a page of results."""
     if any(map(_PAGE.fullmatch, pieces[:5])):
         for asin, title, price in zip(pieces, pieces[1:], pieces[2:]):
             if _ASIN.fullmatch(asin) and price.startswith("$"):
@@ -334,7 +334,7 @@ def _rows(pieces: Sequence[str]) -> Iterator[tuple[str, str, float]]:
 
 
 def _price(text: str) -> float:
-    """The middle of what a price range allows: the shop draws one price out of it, unseen."""
+    """Middle of a price range: the shop draws one price from it, unseen."""
     match = _PRICE.search(text)
     if match is None:
         return 0.0
@@ -343,7 +343,7 @@ def _price(text: str) -> float:
 
 
 def _grouped(choices: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Group names and their values, told apart by the words of the names; the first piece is always a name."""
+    """Split pieces of text into group names and values, by the words of names; the first piece is always a name."""
     name, values = "", list[str]()
     for at, piece in enumerate(choices):
         if at == 0 or (set(WORD.findall(piece.lower())) & _NAMING and not re.search(r"\d", piece)):
@@ -361,6 +361,6 @@ def _same(value: str, wanted: str) -> bool:
 
 
 def _words(text: str) -> Iterable[str]:
-    """Words without endings that differ between a query and a title."""
+    """Words of a text, without endings that differ between a query and a title."""
     for word in WORD.findall(text.lower()):
         yield word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word

@@ -1,12 +1,12 @@
-"""Goals, prices and splits, in the original's order and by its draws.
+"""Goals, prices and splits, in the original's order and with its random draws.
 
 What this module promises:
 
 1. One stream, ``random.Random(price_seed)``, gives first the prices of the products that show a range, in the order of
-   the catalogue, then the price caps of the goals: the draws of the original if it had been seeded so.
+   the catalogue, then the price caps of the goals: the draws of the original with that seed.
 2. The order of goals is the original's shuffle by seed 233. It depends on the number of goals and on nothing else: it
    is the same for every seed, worker and process, so that a split by index means the same goals everywhere.
-3. Nothing but a few numbers for each product is kept: goals are made when they are asked for. With all 1.18 million
+3. Only a few numbers per product are kept: goals are made on request. With all 1.18 million
    products, whose combinations of options make millions of synthetic goals, the order is all that takes memory.
 """
 
@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandboxgym.data import cache_dir
-from sandboxgym.envs.webshop.catalogue import Catalogue
-from sandboxgym.envs.webshop.product import Product
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue
+from sandboxgym.envs.webshop.catalogues.product import Product
 
 Kind = Literal["synthetic", "human"]
 Split = Literal["test", "eval", "train", "product-test", "product-eval", "product-train"]
@@ -40,10 +40,10 @@ Split = Literal["test", "eval", "train", "product-test", "product-eval", "produc
 SHUFFLE_SEED = 233
 PRICE_CAPS = tuple(10.0 * tens for tens in range(1, 100))
 NO_CAP = 1_000_000.0
-"""Upper price of a goal whose product costs too much for two of `PRICE_CAPS` to lie above."""
+"""Upper price of a goal whose product is too expensive for two of `PRICE_CAPS` to lie above it."""
 OFFICIAL_SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}
 PRODUCT_SPLITS = {"product-test": (0, 10), "product-eval": (10, 20), "product-train": (20, 100)}
-"""Shares of the products in percent."""
+"""Splits of the products in percent."""
 Options = tuple[tuple[str, str], ...] | tuple[str, ...]
 _CACHED_GOALS = 2**15
 _LONG = 2**20
@@ -51,36 +51,36 @@ _LONG = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What an episode asks for."""
+    """Goal of an episode."""
 
     asin: str
-    """The product it was made from; another one may satisfy it as well."""
+    """Product that the goal was made from; another one may satisfy it as well."""
     category: str
     query: str
     name: str
     """Title of that product."""
     product_category: str
     instruction: str
-    """What the agent reads; names the price cap, if there is one."""
+    """Instruction for the agent; names the price cap, if there is one."""
     attributes: tuple[str, ...]
     price_upper: float
-    """In dollars; `NO_CAP` if there is none."""
+    """Price cap in dollars; `NO_CAP` if there is none."""
     options: Options
     """(group, value) for synthetic goals, values for human ones: the original compares them so."""
     weight: float
-    """Of the original's draw of a goal; need not sum to 1."""
+    """Weight in the original's draw of a goal; weights need not sum to 1."""
     kind: Kind
     goal_id: str
-    """Such as "synthetic/12": kind and position in the order of all goals."""
+    """Id such as "synthetic/12": kind, and position in the order of all goals."""
 
 
 class Prices(Mapping[str, float]):
-    """Price in dollars of every product, by asin."""
+    """Prices in dollars of all products, by asin."""
 
     def __init__(self, catalogue: Catalogue, values: NDArray[np.float64]) -> None:
         self._catalogue = catalogue
         self.by_position = values
-        """[number of products], in the order of the catalogue."""
+        """Prices [number of products] in the order of the catalogue."""
 
     def __getitem__(self, asin: str) -> float:
         return float(self.by_position[self._catalogue.position(asin)])
@@ -96,7 +96,7 @@ class Prices(Mapping[str, float]):
 
 
 def prices(catalogue: Catalogue, price_seed: int = 0) -> Prices:
-    """What every product costs: its price, or a draw from its range. Pages show the range, the reward uses the draw."""
+    """Draw the price of every product from its range. Pages show the range, the reward uses the draw."""
     return _draw_prices(catalogue, random.Random(price_seed))
 
 
@@ -119,7 +119,7 @@ def _cap_text(cap: float) -> str:
 
 
 class Goals(Sequence[Goal]):
-    """All goals of a kind, in the one order by which tasks are numbered and splits are made.
+    """Goals of a kind, in the one order by which tasks are numbered and splits are made.
 
     A *source* is what goals are made of: a product with an instruction, or a person's instruction.
 
@@ -137,7 +137,7 @@ class Goals(Sequence[Goal]):
         self.price_seed = price_seed
         rng = random.Random(price_seed)
         self.prices = _draw_prices(catalogue, rng)
-        """The first draws of the stream: the same as those of the function `prices`."""
+        """Prices by the first draws of the stream: the same as those of the function `prices`."""
         self._positions = positions
         self._caps = array("d", (_draw_cap(price, rng) for price in self.prices.by_position[self._positions].tolist()))
         self._ends = np.cumsum(counts)
@@ -167,7 +167,7 @@ class Goals(Sequence[Goal]):
 
     @abstractmethod
     def _describe(self, source: int, product: Product, number: int) -> tuple[str, tuple[str, ...], Options]:
-        """Instruction without price, attributes and options of a goal."""
+        """Describe a goal: the instruction without price, its attributes and its options."""
 
     @abstractmethod
     def _weight(self, source: int) -> float: ...
@@ -191,12 +191,12 @@ class Goals(Sequence[Goal]):
         return f"<{len(self):,} {self.kind} goals of {self.catalogue!r}, price_seed={self.price_seed}>"
 
     def weights(self) -> NDArray[np.float64]:
-        """[number of goals], in order: by these the original draws a goal where none is asked for."""
+        """Weights [number of goals] by which the original draws a goal where none is asked for."""
         weights = np.fromiter(map(self._weight, range(len(self._positions))), np.float64, len(self._positions))
         return weights[self._sources()]
 
     def in_products(self, chosen: Callable[[str], bool]) -> Sequence[int]:
-        """Indices of the goals whose product's asin is chosen."""
+        """Indices of the goals of the products with chosen asins."""
         asins = self.catalogue.asins()
         of_source = [chosen(asins[position]) for position in self._positions.tolist()]
         return array("q", np.flatnonzero(np.array(of_source, dtype=bool)[self._sources()]).tobytes())
@@ -209,7 +209,7 @@ class Goals(Sequence[Goal]):
 
 
 class SyntheticGoals(Goals):
-    """One goal for every combination of options of every product with an instruction."""
+    """Synthetic goals: one for every combination of options of every product with an instruction."""
 
     kind = "synthetic"
 
@@ -235,7 +235,7 @@ class SyntheticGoals(Goals):
 
 
 class HumanGoals(Goals):
-    """One goal for every instruction that a person wrote for a product of the catalogue.
+    """Human goals: one for every instruction that a person wrote for a product of the catalogue.
 
     Raises:
         CatalogueNotFound: the catalogue comes without such instructions.
@@ -261,7 +261,7 @@ class HumanGoals(Goals):
 
 @lru_cache(8)
 def goals(catalogue: Catalogue, kind: Kind = "synthetic", *, price_seed: int = 0) -> Goals:
-    """The goals of a catalogue, the same object for all who ask in this process.
+    """Make the goals of a catalogue, one object per process.
 
     Making the order of the millions of synthetic goals that all 1.18 million products have takes seconds, once: it is
     kept on disk.
@@ -280,7 +280,7 @@ def goals(catalogue: Catalogue, kind: Kind = "synthetic", *, price_seed: int = 0
 
 
 def split(goals: Goals, name: Split | None = None) -> Sequence[int]:
-    """Indices of the goals in a split, ascending; of all goals without a name.
+    """Indices of the goals in a split, ascending; without a split's name, of all goals.
 
     "test", "eval" and "train" are the original's: the first 500 goals, the next 1,000, the rest. Different goals of
     one product may fall in different ones. With "product-test", "product-eval" and "product-train" (10, 10 and 80 % of
@@ -312,7 +312,7 @@ def _percentile(asin: str) -> int:
 
 @lru_cache(4)
 def shuffled(length: int) -> NDArray[np.uint32]:
-    """The numbers below ``length`` in the order in which ``random.seed(233); random.shuffle(goals)`` puts goals.
+    """Numbers below ``length`` in the order of goals after the original's ``random.seed(233); random.shuffle(goals)``.
 
     A long order, some 6 s of work for all products, is kept on disk.
     """
@@ -333,7 +333,7 @@ def shuffled(length: int) -> NDArray[np.uint32]:
 
 
 def _write(path: Path, values: NDArray[np.uint32]) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as staging:
         np.save(Path(staging, path.name), values)

@@ -1,7 +1,7 @@
 """Pages of the shop as text, in the original's two forms. Pure functions of a `View`.
 
 ``text`` separates the pieces of a page by `` [SEP] ``; ``text_rich`` has one on each line and marks what can be
-clicked. With ``compat="upstream"`` both are what the original makes of its HTML, to the letter: white space between
+clicked. With ``compat="upstream"`` both are exactly what the original makes of its HTML: with white space between
 tags, invisible elements and all.
 """
 
@@ -12,13 +12,13 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from sandboxgym.envs.webshop.markup import html
 from sandboxgym.envs.webshop.views import View
+from sandboxgym.envs.webshop.web.html import html
 
 ObservationMode = Literal["text", "text_rich", "html", "url"]
 SEPARATOR = " [SEP] "
 SELECTED = " (selected)"
-"""Follows a chosen option in ``text`` (not with ``compat="upstream"``)."""
+"""Mark of a chosen option in ``text`` (not with ``compat="upstream"``)."""
 
 
 class Piece(NamedTuple):
@@ -27,11 +27,11 @@ class Piece(NamedTuple):
     kind: Literal["text", "button", "product", "option"]
     text: str
     marked: bool = False
-    """The product was looked at, the option is chosen."""
+    """True if the product was looked at, or the option is chosen."""
 
 
 def text(view: View) -> str:
-    """The page in one line."""
+    """Render the page in one line."""
     shown = "" if view.compat == "upstream" else SELECTED
     return SEPARATOR.join(
         piece.text.strip() + (shown if piece.marked and piece.kind == "option" else "") for piece in pieces(view)
@@ -39,7 +39,7 @@ def text(view: View) -> str:
 
 
 def text_rich(view: View) -> str:
-    """The page in lines, with marks around what can be clicked."""
+    """Render the page in lines, with marks around what can be clicked."""
     lines, clicked = [], []
     for kind, content, marked in pieces(view):
         mark = "clicked button" if marked else "button"
@@ -58,20 +58,20 @@ def text_rich(view: View) -> str:
 
 
 def pieces(view: View) -> list[Piece]:
-    """The visible text of a page in its order."""
+    """List the visible text of a page in its order."""
     if view.compat == "default":
         return [stripped for piece in _PIECES[view.page](view) if (stripped := _stripped(piece)).text]
     return [parsed for piece in _PIECES[view.page](view) if (parsed := _as_parsed(piece)) is not None]
 
 
 def _stripped(piece: Piece) -> Piece:
-    """Without white space around it; most have none, and are not made twice."""
+    """Strip white space around text; most has none and is not copied."""
     content = piece.text.strip()
     return piece if content == piece.text else piece._replace(text=content)
 
 
 def _as_parsed(piece: Piece) -> Piece | None:
-    """What the original's HTML parser makes of it: white space alone becomes one blank, or a newline, which is dropped.
+    """Normalise text as the original's HTML parser does: white space alone is a blank, or a newline, which is dropped.
 
     Quirk: a blank description, say, is an empty piece of text, an empty one is none.
     """
@@ -184,7 +184,7 @@ _ESCAPED = str.maketrans({character: f"\\u{ord(character):04x}" for character in
 
 
 def _to_json(options: Mapping[str, str]) -> str:
-    """As the original's template engine writes it: sorted, and safe inside a script."""
+    """Write JSON as the original's template engine does: sorted, and safe inside a script."""
     return json.dumps(options, sort_keys=True).translate(_ESCAPED)
 
 
@@ -194,4 +194,4 @@ RENDERERS: Mapping[ObservationMode, Callable[[View], str]] = {
     "html": html,
     "url": operator.attrgetter("url"),
 }
-"""How a view becomes an observation."""
+"""Functions that render a view as an observation, by name."""

@@ -3,7 +3,7 @@
     total = r_type * (met attributes + met options + r_price) / (attributes + options + 1)
 
 The product's type decides r_type: 1, 0.5, 0.1 or 0. Attributes and options are met if they are nearly the same text
-(:mod:`.fuzzy`); attributes also if they occur in the product's text. What could surprise:
+(`words.fuzzy`); attributes also if they occur in the product's text. Surprising rules of the original:
 
 1. The price is the product's, whatever the options; options are compared without regard to their group.
 2. The options of synthetic goals are compared as the text of the pair (group, value): a chosen option is met if its
@@ -19,23 +19,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sandboxgym.envs.webshop.fuzzy import normalize_color, same
+from sandboxgym.envs.webshop.catalogues.product import Product
 from sandboxgym.envs.webshop.goals import Goal, Options
-from sandboxgym.envs.webshop.nouns import Nouns
-from sandboxgym.envs.webshop.product import Product
+from sandboxgym.envs.webshop.words.fuzzy import normalize_color, same
+from sandboxgym.envs.webshop.words.nouns import Nouns
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A purchase's reward and how it came about. Weights sum to 1."""
+    """Reward of a purchase, with the parts it was computed from. Weights sum to 1."""
 
     total: float
     base: float
-    """Before the type was taken into account: total = base * r_type."""
+    """Reward before the type was taken into account: total = base * r_type."""
     r_type: float
     r_att: float
     r_option: float | None
-    """None if the goal asks for no option; `w_option` is 0 then."""
+    """Share of options met; None if the goal asks for no option, and `w_option` is 0 then."""
     r_price: bool
     w_att: float
     w_option: float
@@ -46,7 +46,7 @@ class Reward:
 
 
 def reward(goal: Goal, product: Product, *, price: float, options: Mapping[str, str], nouns: Nouns) -> Reward:
-    """The reward for buying a product when a goal was asked for.
+    """Compute the reward of buying a product for a goal.
 
     Args:
         goal: what was asked for.
@@ -84,7 +84,7 @@ def _type_reward(goal: Goal, product: Product, nouns: Nouns) -> tuple[float, boo
     query_match = product.query == goal.query
     category_match = len(_levels(product.product_category) & _levels(goal.product_category)) >= 2
     wanted = nouns(goal.name)
-    # Distinct nouns over all nouns: repeated ones count in the second only.
+    # Distinct nouns over all nouns: repeated ones count in the second only. 0.2 without nouns is the original's score.
     title_score = len({*nouns(product.title)} & {*wanted}) / len(wanted) if wanted else 0.2
     if title_score == 0:
         r_type = 0.0

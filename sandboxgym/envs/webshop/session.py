@@ -1,65 +1,65 @@
-"""`Session`: where an episode in the shop is, as one small immutable value, and its encoding."""
+"""`Session`: the state of an episode in the shop as one small immutable value, and its encoding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
 
 Compat = Literal["default", "upstream"]
-"""Whether the shop closes the original's quirks, or keeps every one of them."""
+"""Compatibility: "upstream" keeps every quirk of the original, "default" closes them."""
 PageType = Literal["search", "results", "item", "sub_page", "done"]
 SubPage = Literal["Description", "Features", "Reviews", "Attributes"]
 Options = tuple[tuple[str, str], ...]
-"""(group, value), in the order in which the groups were first chosen from."""
+"""Chosen options as (group, value), in the order in which the groups were first chosen from."""
 
 PAGES: tuple[PageType, ...] = get_args(PageType)
 SUB_PAGES: tuple[SubPage, ...] = get_args(SubPage)
 _MAX_BYTES = 2**20
 _MAX_INTEGER = 2**64
-"""Above the seeds that are drawn; numbers of pages and counts stay far below, in the original below 0 too."""
+"""Limit of integers, above the seeds that are drawn; page numbers (below 0 upstream) and counts are far smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A page of the shop, without whose it is."""
+    """A page of the shop, without the session it belongs to."""
 
     page: PageType = "search"
     query: str | None = None
-    """Of the results that were seen last; None before the first search."""
+    """Query of the results seen last; None before the first search."""
     number: int | None = None
-    """Which page of the results, from 1."""
+    """Number of the results page, from 1."""
     asin: str | None = None
-    """The product of the page."""
+    """Asin of the page's product."""
     options: Options = ()
     sub_page: SubPage | None = None
     draw: int | None = None
-    """What the original's search for random products (``<r>``) drew this time."""
+    """Products drawn by the original's random search (``<r>``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """All that a snapshot of `WebShopEnv` holds."""
+    """Snapshot state of `WebShopEnv`."""
 
     goal: int
-    """Index in the whole list of goals, whatever the split."""
+    """Index in the list of all goals, whatever the split."""
     place: Place = Place()
     visited: tuple[str, ...] = ()
     """Products looked at since the search page, in order of the first visit."""
     actions: tuple[tuple[str, int], ...] = ()
-    """How often something of each kind was done since the search page, as the original counts it."""
+    """Counts of actions by kind since the search page, as the original counts them."""
     reward: float = 0.0
-    """Of the last step."""
+    """Reward of the last step."""
     done: bool = False
-    """The last step said that the episode is over."""
+    """True if the last step ended the episode."""
     valid_action: bool = True
-    """The last step did something."""
+    """True if the last step's action was valid."""
 
     def encode(self) -> bytes:
-        """As bytes; some hundred of them unless the query is long."""
+        """Encode the session as bytes, some hundred unless the query is long."""
         place = self.place
         return durable.pack(
             [
@@ -81,7 +81,7 @@ class Session:
 
     @classmethod
     def decode(cls, data: bytes) -> Session:
-        """The inverse of `encode`.
+        """Decode the result of `encode`.
 
         Raises:
             SnapshotCorrupt: the bytes are not an encoded session. Whether the shop has its goal and its products is

@@ -1,14 +1,14 @@
-"""`Shop`: what all environments of a process share, and the transitions of a `Session`, as pure functions.
+"""`Shop`: data shared by all environments of a process, and the transitions of a `Session` as pure functions.
 
-A shop is immutable: catalogue, goals, prices, search, noun tagger and rules. Environments with equal arguments get the
-same one, and with it one cache of pages, so that forks which come to the same page build it once. A session is a small
-value (:mod:`.session`); `Shop.act` gives the next one.
+A shop is immutable: catalogue, goals, prices, search, noun tagger and rules. Environments with equal arguments share
+one, and its cache of pages, so that forks that reach the same page build it once. A session is a small value
+(:mod:`.session`); `Shop.act` returns the next one.
 
-``compat="upstream"`` follows the original's text environment to the letter:
+``compat="upstream"`` follows the original's text environment exactly:
 
-- a search is possible on every page, also after a purchase, after which the episode goes on as if nothing had happened;
+- a search is possible on every page, even after a purchase, and the episode then continues as if nothing had happened;
 - ``next >`` is always there, and leads to empty pages;
-- where ``< prev`` leads is told from the address, so that keywords such as "search_results" mislead it;
+- the target of ``< prev`` is derived from the address, so that keywords such as "search_results" mislead it;
 - of two options with the same value only the later can be chosen; an option named like a button is that button;
 - keywords that begin with ``<r>``, ``<c>`` or ``<q>`` list random products, a category, or the products behind a hidden
   query. Where the original raises an error (``<a>``, ``<c>`` without a category, ``<r>`` in too small a catalogue)
@@ -31,14 +31,14 @@ from typing import get_args
 
 from sandboxgym.brief import brief
 from sandboxgym.envs.webshop import actions, pages, views
-from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
 from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
 from sandboxgym.envs.webshop.goals import goals as all_goals
-from sandboxgym.envs.webshop.nouns import Nouns, open_nouns
+from sandboxgym.envs.webshop.retrieval.search import Search, open_search
 from sandboxgym.envs.webshop.reward import Reward, reward
-from sandboxgym.envs.webshop.search import Search, open_search
 from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, Place, Session
 from sandboxgym.envs.webshop.views import View
+from sandboxgym.envs.webshop.words.nouns import Nouns, open_nouns
 from sandboxgym.errors import SnapshotCorrupt
 
 RANDOM_RESULTS = 50
@@ -52,19 +52,19 @@ _SUB_PAGES = {name.lower(): name for name in SUB_PAGES}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, and what environments tell of it beside the observation."""
+    """A page, with the information that environments give beside the observation."""
 
     view: View
     clickables: tuple[str, ...]
     commands: tuple[str, ...]
-    """Actions that do something here: every click, and a search for the instruction where keywords can be typed."""
+    """Valid actions here: every click, and a search for the instruction where keywords can be typed."""
     progress_key: str
-    """The kind of page, whether it is about the goal's product, and how many of the goal's options are chosen."""
+    """Kind of page, whether it shows the goal's product, and the number of the goal's options that are chosen."""
     state_hash: str
 
 
 class Shop:
-    """The shop and its rules; see the module.
+    """The shop and its rules; see the module's description.
 
     Args:
         catalogue, goals, search, nouns: what it is made of.
@@ -98,11 +98,11 @@ class Shop:
     # Looking.
 
     def page(self, session: Session) -> Page:
-        """The page that the session is on."""
+        """Page of a session."""
         return self._page(session.goal, session.place, session.visited)
 
     def prospect(self, session: Session) -> float | None:
-        """What buying now would earn; on a page of results, the mean over its products; None on the first page.
+        """Reward of buying now; on a page of results, the mean over its products; None on the first page.
 
         Raises:
             NounsUnknown: the shop does not know the nouns of one of their titles.
@@ -114,8 +114,8 @@ class Shop:
         return sum(worths) / len(worths) if worths else 0.0
 
     def features(self, session: Session) -> tuple[float, ...]:
-        """Numbers to learn state values from: which page it is, what buying now would earn (on a page of results, the
-        mean over its products), and what it would with the goal's options chosen (there, of the best product).
+        """Features to learn state values from: the kind of page, the reward of buying now (on a page of results, the
+        mean over its products), and that with the goal's options chosen (there, of the best product).
 
         Raises:
             NounsUnknown: see `prospect`.
@@ -130,7 +130,7 @@ class Shop:
         return (*page, self.prospect(session) or 0.0, max(best, default=0.0))
 
     def _wanted(self, goal: int, asin: str, chosen: Options) -> Options:
-        """The goal's options as far as a product has them, beside those that are chosen."""
+        """Options chosen, with the goal's added where a product has them."""
         offered, wanted = self.catalogue[asin].options, dict(chosen)
         for option in self.goals[goal].options:
             group, value = option if isinstance(option, tuple) else (None, option)
@@ -139,15 +139,15 @@ class Shop:
         return tuple(wanted.items())
 
     def observe(self, session: Session, mode: pages.ObservationMode) -> str:
-        """The same as an observation."""
+        """Observation of the page."""
         return self._observation(mode, session.goal, session.place, session.visited)
 
     def view(self, session: Session) -> View:
-        """What is on it."""
+        """View of the page."""
         return self.page(session).view
 
     def bought(self, session: Session) -> Reward | None:
-        """The reward of a purchase, on the page that follows it."""
+        """Reward of the purchase, on the page after it."""
         place = session.place
         if place.page != "done":
             return None
@@ -155,7 +155,7 @@ class Shop:
         return self.worth(session.goal, place.asin, place.options)
 
     def results(self, place: Place) -> Sequence[str]:
-        """The asins that a search gives, on all its pages together."""
+        """Asins that a search finds, on all its pages together."""
         assert place.query is not None
         words = place.query.split(" ")
         if self.compat == "upstream":
@@ -172,7 +172,7 @@ class Shop:
     # Acting.
 
     def start(self, goal: int) -> Session:
-        """A new session with a goal.
+        """Start a session with a goal.
 
         Args:
             goal: its index in the whole list of goals.
@@ -180,7 +180,7 @@ class Shop:
         return Session(goal)
 
     def act(self, session: Session, text: str, *, draw: Callable[[], int]) -> Session:
-        """The session after an action; the same but for reward and flags if the action does nothing here.
+        """Return the session after an action; if the action does nothing here, only reward and flags change.
 
         Args:
             session: before it.
@@ -203,7 +203,7 @@ class Shop:
         return self._results(session, query, 1, draw)
 
     def _raises(self, query: str) -> bool:
-        """Whether the original does."""
+        """Tell whether the original raises an error."""
         if self.compat == "default":
             return False
         words = query.split(" ")
@@ -247,7 +247,7 @@ class Shop:
         return _moved(session, replace(place, page="item", sub_page=None))  # from a sub page
 
     def _turn(self, session: Session, by: int, view: View, draw: Callable[[], int]) -> Session | None:
-        """Another page of the results, or back to them; None if neither."""
+        """Turn to another page of the results, or back to them; None if neither."""
         place = session.place
         assert place.query is not None and place.number is not None
         here = _named_by(view.url) if self.compat == "upstream" else place.page
@@ -305,10 +305,10 @@ class Shop:
         return pages.RENDERERS[mode](self._page(goal, place, visited).view)
 
     def check(self, session: Session) -> None:
-        """Whether this shop has such a session.
+        """Refuse a session that this shop cannot have.
 
         Raises:
-            SnapshotCorrupt: it has not; the message says what is wrong.
+            SnapshotCorrupt: the session is impossible; the message says why.
         """
         place = session.place
         if not 0 <= session.goal < len(self.goals):
@@ -333,7 +333,7 @@ class Shop:
 
 
 def _moved(session: Session, place: Place, what: str | None = None) -> Session:
-    """The session at another place, with ``what`` counted."""
+    """Move the session to another place, with ``what`` counted."""
     counts = session.actions
     if what is not None:
         counted = dict(counts)
@@ -347,7 +347,7 @@ def _chosen(options: Options, group: str, value: str) -> Options:
 
 
 def _named_by(url: str) -> str | None:
-    """The page that the original takes an address for: the first of these names that is anywhere in it."""
+    """Page that the original takes an address for: the first of these names that is anywhere in it."""
     for name, page in (("search_results", "results"), ("item_page", "item"), ("item_sub_page", "sub_page")):
         if name in url:
             return page
@@ -378,7 +378,7 @@ def open_shop(
     compat: Compat = "default",
     show_attributes: bool = False,
 ) -> Shop:
-    """The shop with these arguments, the same object for all who ask in this process.
+    """Open the shop with these arguments, one object per process.
 
     Args:
         catalogue: see `load_catalogue`.

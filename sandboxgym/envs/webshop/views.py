@@ -1,7 +1,7 @@
-"""`View`: what is on a page of the shop, as an immutable value, before any text or markup.
+"""`View`: the content of a page of the shop as an immutable value, before any text or markup.
 
-Whatever shows the shop renders this value: :mod:`.pages` as text, :mod:`.markup` as HTML. What `compat` changes on the
-pages (which buttons there are, how options are named, what counts as chosen) is decided here.
+All renderers show this value: :mod:`.pages` as text, `site.markup` as HTML. The effects of `compat` on pages (the
+buttons, the names of options, the marks of chosen ones) are decided here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sandboxgym.envs.webshop.catalogue import Catalogue, Product
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, Product
 from sandboxgym.envs.webshop.goals import Goal
 from sandboxgym.envs.webshop.reward import Reward
 from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, Place, SubPage
@@ -25,13 +25,13 @@ _BUTTON_NAMES = frozenset(name.lower() for name in (SEARCH, BACK, PREV, NEXT, BU
 
 
 class Click(NamedTuple):
-    """What a clickable is."""
+    """A clickable element."""
 
     kind: Literal["button", "product", "option"]
     value: str
-    """The button's text, the asin, the option's value."""
+    """Button's text, asin, or option's value."""
     group: str = ""
-    """Of an option."""
+    """Group of an option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Choice:
 
     value: str
     name: str
-    """What to click. The value, or "group: value" if the value alone would name something else, too."""
+    """Name to click: the value, or "group: value" if the value alone would name something else too."""
     selected: bool
 
 
@@ -65,7 +65,7 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """What was bought, and what it is worth."""
+    """A purchase and its reward."""
 
     asin: str
     options: Options
@@ -74,31 +74,31 @@ class Purchase:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is on a page."""
+    """Content of a page."""
 
     page: PageType
     compat: Compat
     instruction: str
     url: str
-    """In the original's form, with the goal's index as the name of the session."""
+    """Address in the original's form, with the goal's index as the name of the session."""
     buttons: tuple[str, ...]
-    """In the order of the page, as they are labelled."""
+    """Labels of the buttons, in the order of the page."""
     clickables: Mapping[str, Click]
-    """What can be clicked, by name."""
+    """Clickable elements by name."""
     query: str = ""
     number: int = 0
     total: int = 0
-    """How many results there are on all pages of them."""
+    """Number of results on all pages together."""
     rows: tuple[Row, ...] = ()
     product: Product | None = None
-    """Of an item page and of its sub pages."""
+    """Product of an item page and of its sub-pages."""
     groups: tuple[OptionGroup, ...] = ()
     sub_page: SubPage | None = None
     purchase: Purchase | None = None
 
     @property
     def has_search_bar(self) -> bool:
-        """Whether keywords can be typed here."""
+        """Tell whether keywords can be typed here."""
         return self.page == "search"
 
 
@@ -114,7 +114,7 @@ def view_of(
     bought: Reward | None = None,
     show_attributes: bool = False,
 ) -> View:
-    """The view of a place.
+    """Make the view of a place.
 
     Args:
         place: which page.
@@ -167,12 +167,12 @@ def view_of(
 
 
 def page_of(found: Sequence[str], number: int) -> Sequence[str]:
-    """The results on a page. Pages 0 and below, which the original can be led to, count from the end."""
+    """Results on a page. Pages 0 and below, which the original can be led to, count from the end."""
     return found[(number - 1) * RESULTS_PER_PAGE : number * RESULTS_PER_PAGE]
 
 
 def url_of(place: Place, session: int | str) -> str:
-    """The address that the original's text environment would show."""
+    """Write the address that the original's text environment would show."""
     if place.page == "search":
         return f"{BASE_URL}/{session}"
     keywords = (place.query or "").replace(" ", "+")
@@ -237,7 +237,7 @@ def _one_line(text: str) -> str:
 def _clicks(
     buttons: tuple[str, ...], rows: tuple[Row, ...], groups: tuple[OptionGroup, ...], compat: Compat
 ) -> Iterator[tuple[str, Click]]:
-    """A later one of the same name replaces an earlier one."""
+    """Index clickable elements by name; of equal names the later one counts."""
     for button in buttons:
         if compat == "upstream" or button != SEARCH:  # that click does nothing
             yield button.lower(), Click("button", button)

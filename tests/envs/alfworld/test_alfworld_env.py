@@ -14,7 +14,7 @@ from gymnasium.error import DependencyNotInstalled
 import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.envs.alfworld.game import GameError
-from sandboxgym.envs.alfworld.library import DataNotFound, GameNotFound
+from sandboxgym.envs.alfworld.games.library import DataNotFound, GameNotFound
 
 ID = "sandboxgym/ALFWorld-v0"
 
@@ -92,7 +92,7 @@ def test_snapshots_fit_any_list_of_games_that_has_the_game() -> None:
 
 
 def test_a_changed_game_file_is_a_mismatch(tmp_path: Path) -> None:
-    from sandboxgym.envs.alfworld.generate import generate_game
+    from sandboxgym.envs.alfworld.games.generate import generate_game
 
     file = tmp_path / "game.tw-pddl"
     file.write_bytes(generate_game("train", 0))

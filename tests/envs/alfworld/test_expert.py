@@ -4,7 +4,7 @@ import random
 import pytest
 
 from sandboxgym.envs.alfworld.expert import Expert, Task, parse_task, play_expert
-from sandboxgym.envs.alfworld.library import open_library
+from sandboxgym.envs.alfworld.games.library import open_library
 
 SENTENCES = {
     "put a pencil in shelf": Task("pencil", "shelf"),
@@ -56,6 +56,19 @@ def test_demonstrations_are_reproducible_and_mark_noise():
     assert 0 < sum(turn.noisy for turn in first.turns) < len(first.turns)
     assert first.turns[0].observation == game.intro()
     assert not any(turn.noisy for turn in play_expert(game).turns)
+
+
+def test_a_fork_knows_what_the_player_knew_and_has_noise_of_its_own():
+    text = "You see bed 1, desk 1, drawer 1. Your task is to: put a pen in desk 1."
+    player = Expert(random.Random(0), noise=0.0)
+    player.reset(text)
+    first = player.act(text)
+    forks = [player.fork(random.Random(0)) for _ in range(2)]
+    commands = [fork.act("Nothing happens.") for fork in forks]
+    assert commands[0] == commands[1] == player.act("Nothing happens.") != first, "forking changed nothing"
+    noisy = Expert(random.Random(0), noise=1.0)
+    noisy.reset(text)
+    assert len({noisy.fork(random.Random(seed)).act(text) for seed in range(20)}) > 1
 
 
 def test_it_stops_at_the_step_limit():

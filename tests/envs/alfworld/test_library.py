@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sandboxgym.envs.alfworld.game import GameError
-from sandboxgym.envs.alfworld.generate import generate_game
-from sandboxgym.envs.alfworld.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
+from sandboxgym.envs.alfworld.games.generate import generate_game
+from sandboxgym.envs.alfworld.games.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
 
 GAMES = {
     "pick_and_place_simple-Pen-None-Desk-1/trial_b": 0,
@@ -216,3 +216,14 @@ def test_copies_of_a_split_beside_each_other_have_ids_of_their_own(data):
     assert ids[old].startswith("old/valid_seen/") and library.index(ids[old]) == old
     assert library.index(ids[old].removeprefix("old/")) != old
     assert len(open_library([ref.gamefile for ref in library])) == len(library)
+
+
+def test_downloaded_games_are_found_without_the_fields_own_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    monkeypatch.setenv("SANDBOXGYM_DATA", str(tmp_path))
+    with pytest.raises(DataNotFound, match="sandboxgym download alfworld"):
+        open_library("valid_seen")
+    game = tmp_path / "alfworld" / "json_2.1.1" / "valid_seen" / "task" / "trial" / "game.tw-pddl"
+    game.parent.mkdir(parents=True)
+    game.write_bytes(generate_game("train", 0))
+    assert open_library("valid_seen")[0].task_id == "valid_seen/task/trial/game.tw-pddl"

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
-from sandboxgym.envs.alfworld.joins import Database, Query
 from sandboxgym.envs.alfworld.pddl import Atom, Conjunction, Domain, PddlError, parse, read_domain, read_problem
+from sandboxgym.envs.alfworld.relations import Database, Query
 
 HEADER = """
 (define (domain test)

@@ -23,7 +23,7 @@ from components import missing
 import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.envs.alfworld import textworld_engine
-from sandboxgym.envs.alfworld.library import open_library
+from sandboxgym.envs.alfworld.games.library import open_library
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 
 import sandboxgym
 from sandboxgym.envs.alfworld.game import Game, GameState
-from sandboxgym.envs.alfworld.library import open_library
+from sandboxgym.envs.alfworld.games.library import open_library
 from sandboxgym.envs.alfworld.solver import SolverBudgetExceeded, Unsolvable, shortest_plan
 
 SKIPPED = ("look", "inventory", "help", "examine")

@@ -19,22 +19,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sandbox"))
 from docker_image import docker_image as docker_image
 
 import sandboxgym  # noqa: F401  registers the ids
-from sandboxgym.envs.swebench.tasks import TaskSet, open_tasks
+from sandboxgym.envs.swebench.rows.tasks import TaskSet, open_tasks
 
 
 @pytest.fixture(scope="session")
 def official_code() -> None:
-    """Skips where swebench is not installed."""
+    """Skip where swebench is not installed."""
     if importlib.util.find_spec("swebench") is None:
         missing("swebench", "swebench is not installed")
 
 
 def check_backend(name: str) -> None:
-    """Skip what cannot run here."""
+    """Skip backends that cannot run here."""
     if name == "overlay" and os.geteuid() != 0:
         missing("overlay", "this process is not root")
     if name.startswith("overlay"):
-        from sandboxgym.sandbox.namespace import why_unavailable
+        from sandboxgym.sandbox.overlay.backend import why_unavailable
 
         if reason := why_unavailable(rootless=name == "overlay-rootless"):
             missing("overlay", reason)
@@ -61,7 +61,7 @@ def quick_backend(official_code: None) -> dict[str, Any]:
 
 @pytest.fixture
 def make_env(quick_backend: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """Makes environments, and closes them."""
+    """Make environments, and close them afterwards."""
     made: list[Any] = []
 
     def make(**arguments: Any) -> Any:
@@ -76,7 +76,7 @@ def make_env(quick_backend: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session", autouse=True)
 def prepared_tasks_are_given_back() -> Iterator[None]:
     yield
-    module = sys.modules.get("sandboxgym.envs.swebench.boxes")
+    module = sys.modules.get("sandboxgym.envs.swebench.workspaces.workspace")
     if module is not None:
         module.forget_prepared()
         gc.collect()  # what is in use would not be removed

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sandboxgym.envs.swebench.env import SWEBenchEnv
-from sandboxgym.envs.swebench.tasks import TaskNotFound, open_tasks
+from sandboxgym.envs.swebench.rows.tasks import TaskNotFound, open_tasks
 from sandboxgym.sandbox.base import MOST_SECONDS, Limits
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -61,7 +61,7 @@ def test_an_argument_that_cannot_be_is_refused_when_the_environment_is_made(name
 def test_what_is_given_in_other_forms_is_taken() -> None:
     names = ["slugline-4", "slugline-9"]
     with_prompt = SWEBenchEnv(prompt="{{}} {workdir}", limits={"seconds": 5}, instances=iter(names))
-    assert [task.instance_id for task in with_prompt.tasks] == ["northpine__slugline-4", "northpine__slugline-9"]
+    assert [task.instance_id for task in with_prompt.task_set] == ["northpine__slugline-4", "northpine__slugline-9"]
     assert SWEBenchEnv(limits=Limits(seconds=3.0), grade_timeout=5, grade_at=0).grade_at == 0
 
 

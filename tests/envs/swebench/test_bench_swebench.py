@@ -9,7 +9,7 @@ import pytest
 
 from sandboxgym.bench import swebench
 from sandboxgym.bench.sandbox import Times
-from sandboxgym.envs.swebench import prepared
+from sandboxgym.envs.swebench.workspaces import prepared
 
 
 def test_the_repository_is_the_same_each_time_and_has_as_many_files_as_are_wanted(tmp_path: Path) -> None:

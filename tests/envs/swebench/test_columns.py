@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxgym.envs.swebench import columns
+from sandboxgym.envs.swebench.rows import recipes as columns
 
 DERIVED_FROM = ("repo", "version", "instance_id", "base_commit", "test_patch")
 PATCH = """diff --git a/tests/admin_docs/test_views.py b/tests/admin_docs/test_views.py

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.swebench import countercheck, mini, suspicion
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import countercheck, suspicion
 
 SOURCE = """import unittest
 from xyz import f

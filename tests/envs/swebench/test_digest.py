@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import sandboxgym
-from sandboxgym.envs.swebench import boxes
+from sandboxgym.envs.swebench.workspaces import workspace as boxes
 
 pytestmark = pytest.mark.slow
 

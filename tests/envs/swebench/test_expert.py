@@ -10,7 +10,7 @@ import pytest
 
 from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.expert import Expert, slips
-from sandboxgym.envs.swebench.tasks import Task
+from sandboxgym.envs.swebench.rows.tasks import Task
 
 TASKS = list(mini.tasks())
 

@@ -10,7 +10,7 @@ import pytest
 from components import missing
 
 from sandboxgym.errors import SnapshotNotSupported
-from sandboxgym.sandbox import criu
+from sandboxgym.sandbox.checkpoint import criu
 
 pytestmark = pytest.mark.slow
 
@@ -80,10 +80,12 @@ def test_another_backend_is_refused(make_env: Maker) -> None:
 def test_the_matrix_of_hidden_state() -> None:
     from sandboxgym.conformance.runner import run
     from sandboxgym.conformance.subject import Subject
-    from sandboxgym.envs.swebench import probing
+    from sandboxgym.envs.swebench import conformance_hooks
 
     arguments = {"snapshot": "full", "instances": ["tally-12"]}
-    subject = Subject.named("sandboxgym/SWEBench-v0", arguments, actions=probing.actions, shell=probing.shell)
+    subject = Subject.named(
+        "sandboxgym/SWEBench-v0", arguments, actions=conformance_hooks.actions, shell=conformance_hooks.shell
+    )
     report = run(subject, only=["probes.matrix"])
     assert {result.id: result.message for result in report.failures} == {}
     (result,) = [result for result in report.results if result.id == "probes.matrix"]

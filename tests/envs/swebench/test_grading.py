@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from components import missing
 
-from sandboxgym.envs.swebench import columns, grading
-from sandboxgym.envs.swebench.record import Check
-from sandboxgym.envs.swebench.tasks import Task, TaskError, TaskSet, from_row
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.record import Check
+from sandboxgym.envs.swebench.rows.tasks import Task, TaskError, TaskSet, from_row
 
 pytestmark = pytest.mark.usefixtures("official_code")
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import sandboxgym
-from sandboxgym.envs.swebench import boxes, grading
+from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.tools import MARKER
+from sandboxgym.envs.swebench.workspaces import workspace as boxes
 from sandboxgym.sandbox.base import SandboxClosed, SandboxError, SandboxUnavailable
-from sandboxgym.sandbox.plain_processes import processes_of
-from sandboxgym.sandbox.processes import offspring
+from sandboxgym.sandbox.copy.processes import processes_of
+from sandboxgym.sandbox.overlay.processes import offspring
 
 Maker = Callable[..., Any]
 Policy = Callable[[random.Random, str], str]
@@ -262,7 +263,7 @@ def check_nothing_is_left(env: Any) -> None:
         env.close()
         assert not root.exists() and not processes_of(root.parent.name, [])
     else:
-        box, store = backend.box, str(backend.runtime.directory)
+        box, store = backend.container, str(backend.runtime.directory)
         env.close()
         assert box.ended and not offspring(box.pid)
         assert not [line for line in Path("/proc/self/mounts").read_text().splitlines() if store in line]

@@ -12,9 +12,10 @@ import gymnasium as gym
 import pytest
 from envs.swebench.conftest import check_backend
 
-from sandboxgym.envs.swebench import columns, prepared
-from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
-from sandboxgym.envs.swebench.tasks import TaskSet, open_tasks
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.tasks import TaskSet, open_tasks
+from sandboxgym.envs.swebench.workspaces import prepared
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 ID = "pallets__flask-99999"

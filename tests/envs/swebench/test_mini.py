@@ -10,7 +10,7 @@ import pytest
 
 from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.mini.source import SourceError, git_patch, parse
-from sandboxgym.envs.swebench.tasks import Task
+from sandboxgym.envs.swebench.rows.tasks import Task
 
 TASKS = list(mini.tasks())
 BACKENDS = ("overlay", "overlay-rootless", "copy", "docker")
@@ -78,8 +78,8 @@ def new_file(path: str, line: str) -> str:
 
 
 def check_verdicts(task: Task, arguments: dict[str, Any]) -> None:
-    from sandboxgym.envs.swebench import grading
-    from sandboxgym.envs.swebench.boxes import Settings, pristine
+    from sandboxgym.envs.swebench.grading import verdict as grading
+    from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
 
     settings = Settings(**arguments)
     start = pristine(task, settings)

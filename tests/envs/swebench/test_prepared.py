@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 from envs.swebench.conftest import check_backend
 
-from sandboxgym.envs.swebench import boxes, mini, prepared
-from sandboxgym.envs.swebench.boxes import Settings, pristine
-from sandboxgym.envs.swebench.tasks import Task, TaskError
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.rows.tasks import Task, TaskError
+from sandboxgym.envs.swebench.workspaces import prepared
+from sandboxgym.envs.swebench.workspaces import workspace as boxes
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 ROOT = Path(__file__).parents[3]
 TASKS = list(mini.tasks())
 CHILD = """
 import sys
-from sandboxgym.envs.swebench import boxes, mini, prepared
+from sandboxgym.envs.swebench import mini; from sandboxgym.envs.swebench.workspaces import prepared, workspace as boxes
 settings, tasks = boxes.Settings(backend={backend!r}, allow_unsafe=True), list(mini.tasks())
 def refused(*_):
     raise SystemExit("it is prepared again")

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.swebench import boxes, checking, grading, mini, record
-from sandboxgym.envs.swebench.boxes import Settings
-from sandboxgym.envs.swebench.record import Check
-from sandboxgym.envs.swebench.tasks import Task
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows import checking, record
+from sandboxgym.envs.swebench.rows.record import Check
+from sandboxgym.envs.swebench.rows.tasks import Task
+from sandboxgym.envs.swebench.workspaces import workspace as boxes
+from sandboxgym.envs.swebench.workspaces.workspace import Settings
 
 TASK = next(iter(mini.tasks()))
 

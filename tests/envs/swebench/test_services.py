@@ -11,7 +11,7 @@ import pytest
 from components import missing
 
 from sandboxgym.envs.swebench import mini
-from sandboxgym.sandbox import criu
+from sandboxgym.sandbox.checkpoint import criu
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from sandboxgym.envs.swebench import mini, patches, suspicion
-from sandboxgym.envs.swebench.tasks import TaskSet
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import patches, suspicion
+from sandboxgym.envs.swebench.rows.tasks import TaskSet
 
 GOLD = """diff --git a/pkg/core.py b/pkg/core.py
 --- a/pkg/core.py

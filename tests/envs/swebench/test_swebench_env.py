@@ -18,12 +18,15 @@ from components import missing
 from gymnasium.utils.env_checker import check_env
 
 import sandboxgym
-from sandboxgym.envs.swebench import boxes, extraction, grading, mini
-from sandboxgym.envs.swebench.tasks import TaskNotFound
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import extraction
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows.tasks import TaskNotFound
 from sandboxgym.envs.swebench.tools import MARKER
+from sandboxgym.envs.swebench.workspaces import workspace as boxes
 from sandboxgym.errors import ResetNeeded, SnapshotMismatch
-from sandboxgym.sandbox import criu
 from sandboxgym.sandbox.base import SandboxFull, SandboxUnavailable, SnapshotLossy
+from sandboxgym.sandbox.checkpoint import criu
 
 pytestmark = pytest.mark.slow
 

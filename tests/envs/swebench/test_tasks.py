@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.swebench import columns
-from sandboxgym.envs.swebench.tasks import (
-    DataNotFound,
-    TaskError,
-    TaskNotFound,
-    TaskSet,
-    from_row,
-    open_tasks,
-)
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.tasks import DataNotFound, TaskError, TaskNotFound, TaskSet, from_row, open_tasks
 
 OLD: dict[str, Any] = {
     "repo": "pallets/flask",

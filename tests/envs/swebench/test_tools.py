@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxgym.envs.swebench.durations import runs_tests, without_durations
+from sandboxgym.envs.swebench.grading.durations import runs_tests, without_durations
 from sandboxgym.envs.swebench.tools import (
     BASH_SHOWN,
     MARKER,

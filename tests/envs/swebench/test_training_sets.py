@@ -16,10 +16,12 @@ import pytest
 from docker_image import fill
 from envs.swebench.conftest import check_backend
 
-from sandboxgym.envs.swebench import datasets, hiding, parsers
-from sandboxgym.envs.swebench.boxes import Settings, forget_prepared, pristine
-from sandboxgym.envs.swebench.rows import TaskError
-from sandboxgym.envs.swebench.tasks import DataNotFound, Task, TaskNotFound, from_row, open_tasks
+from sandboxgym.envs.swebench.grading import parsers
+from sandboxgym.envs.swebench.rows import datasets
+from sandboxgym.envs.swebench.rows.files import TaskError
+from sandboxgym.envs.swebench.rows.tasks import DataNotFound, Task, TaskNotFound, from_row, open_tasks
+from sandboxgym.envs.swebench.workspaces import hiding
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 GOOD = """class Stack:
@@ -690,7 +692,7 @@ LONG = 33 * 2**20
         ("swe-bench", {"problem_statement": "x" * LONG}, r"column 'problem_statement': expected at most"),
         ("swe-bench", {"FAIL_TO_PASS": DEEP}, r"column 'FAIL_TO_PASS': expected a JSON list of tests, .* too deep"),
         ("swe-bench", {"FAIL_TO_PASS": ["x" * LONG]}, r"column 'FAIL_TO_PASS': expected at most"),
-        ("swe-bench", {"patch": "\ud800"}, r"column 'patch': no text in Unicode"),
+        ("swe-bench", {"patch": "\ud800"}, r"column 'patch': not valid Unicode"),
         ("swe-bench", {"instance_id": "x" * 10**6}, r"column 'instance_id': expected a name, found 'xxx"),
         ("swe-bench", {"image": "a\n b"}, r"column 'image': expected the name of an image"),
         ("swe-smith", {"image_name": 3}, r"column 'image': expected text, found 3"),
@@ -730,7 +732,7 @@ def test_malformed_columns(style: str, change: dict[str, Any], message: str) -> 
         ("rows.json", DEEP.encode(), "found JSON that is nested too deep"),
         ("rows.jsonl", b'{"a":' * 100_000, "found JSON that is nested too deep"),
         ("rows.jsonl", b"[1]\n", "expected an object with the columns"),
-        ("rows.jsonl.xz", b"\xfd7zXZ", r"expected a file that is called .parquet, .jsonl, .json"),
+        ("rows.jsonl.xz", b"\xfd7zXZ", r"expected a file whose name ends in .parquet, .jsonl, .json"),
     ],
 )
 def test_damaged_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:

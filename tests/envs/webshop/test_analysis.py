@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxgym.envs.webshop import analysis
-from sandboxgym.envs.webshop.analysis import MAX_TOKEN, analyze, terms, tokens
-from sandboxgym.envs.webshop.porter import stem
+from sandboxgym.envs.webshop.retrieval import analysis
+from sandboxgym.envs.webshop.retrieval.analysis import MAX_TOKEN, analyze, terms, tokens
+from sandboxgym.envs.webshop.retrieval.porter import stem
 
 # From the paper, where its rules are explained one by one.
 PAPER = """

@@ -25,13 +25,14 @@ from gymnasium.error import DependencyNotInstalled
 from little_shop import MUG, nouns, write
 
 import sandboxgym
-from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, leftovers
-from sandboxgym.envs.webshop import chromium
+from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.envs.webshop.browser import WebShopBrowserEnv
-from sandboxgym.envs.webshop.gestures import Gesture, parse
-from sandboxgym.envs.webshop.leases import Leases
 from sandboxgym.envs.webshop.site.server import Server, Site
-from sandboxgym.envs.webshop.tab import PageState
+from sandboxgym.envs.webshop.web import chromium
+from sandboxgym.envs.webshop.web.browser_actions import Gesture, parse
+from sandboxgym.envs.webshop.web.browser_page import PageState
+from sandboxgym.envs.webshop.web.shared import Leases
+from sandboxgym.system import run_directories
 
 ID, TEXT_ID = "sandboxgym/WebShopBrowser-v0", "sandboxgym/WebShop-v0"
 Make = Callable[..., Any]
@@ -360,7 +361,7 @@ def test_snapshots_that_do_not_fit_are_refused(make: Make) -> None:
         make(viewport=(300, 200)).unwrapped.restore(base)
     with pytest.raises(SnapshotMismatch):
         make(observation_mode="html").unwrapped.restore(base)
-    pack, session = sandboxgym.format.pack, env.unwrapped.session.encode()
+    pack, session = sandboxgym.serialization.pack, env.unwrapped.session.encode()
     page = PageState().as_list()
     for state in (
         b"",
@@ -598,7 +599,7 @@ def test_nothing_is_left_however_the_process_ends(
     if end == "all killed":
         assert not clean()
         monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(runtime))
-        assert any(left.removed for left in leftovers.reap())
+        assert any(left.removed for left in run_directories.reap())
     assert wait_until(clean)
     if end in ("forgets", "drops"):
         assert not list(runtime.glob("browser-*"))

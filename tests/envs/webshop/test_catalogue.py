@@ -11,16 +11,17 @@ import time
 
 import pytest
 
-from sandboxgym.envs.webshop import catalogue as catalogue_module
-from sandboxgym.envs.webshop import catalogue_store, generate, json_stream
-from sandboxgym.envs.webshop.catalogue import (
+from sandboxgym.envs.webshop.catalogues import catalogue as catalogue_module
+from sandboxgym.envs.webshop.catalogues import generate, json_stream
+from sandboxgym.envs.webshop.catalogues import store as catalogue_store
+from sandboxgym.envs.webshop.catalogues.catalogue import (
     CatalogueMalformed,
     CatalogueNotFound,
     MemoryCatalogue,
     load_catalogue,
 )
-from sandboxgym.envs.webshop.official import find_files
-from sandboxgym.envs.webshop.product import decode, encode
+from sandboxgym.envs.webshop.catalogues.official_data import find_files
+from sandboxgym.envs.webshop.catalogues.product import decode, encode
 
 
 def item(asin="B000000001", **changes):

@@ -9,11 +9,11 @@ from statistics import mean
 
 import pytest
 
-from sandboxgym.envs.webshop import generate
-from sandboxgym.envs.webshop.catalogue import CATEGORIES, load_catalogue
+from sandboxgym.envs.webshop.catalogues import generate
+from sandboxgym.envs.webshop.catalogues.catalogue import CATEGORIES, load_catalogue
 from sandboxgym.envs.webshop.goals import goals
-from sandboxgym.envs.webshop.nouns import open_nouns
 from sandboxgym.envs.webshop.reward import reward
+from sandboxgym.envs.webshop.words.nouns import open_nouns
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_the_embedded_catalogue_is_as_large_as_the_small_official_one(shop):
 
 
 def test_it_is_the_same_in_every_process(shop):
-    program = "from sandboxgym.envs.webshop.catalogue import load_catalogue; print(load_catalogue().digest)"
+    program = "from sandboxgym.envs.webshop.catalogues.catalogue import load_catalogue; print(load_catalogue().digest)"
     for seed in ("1", "2"):
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)

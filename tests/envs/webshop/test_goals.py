@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 
 from sandboxgym.envs.webshop import goals as goals_module
-from sandboxgym.envs.webshop.catalogue import CatalogueNotFound, HumanInstruction, MemoryCatalogue, load_catalogue
+from sandboxgym.envs.webshop.catalogues.catalogue import (
+    CatalogueNotFound,
+    HumanInstruction,
+    MemoryCatalogue,
+    load_catalogue,
+)
+from sandboxgym.envs.webshop.catalogues.official_data import make_products
 from sandboxgym.envs.webshop.goals import OFFICIAL_SPLITS, PRODUCT_SPLITS, goals, prices, shuffled, split
-from sandboxgym.envs.webshop.official import make_products
 
 
 def product(asin, *, pricing="$15", options=None, instruction=None, attributes=()):
@@ -189,7 +194,7 @@ def test_the_order_depends_on_the_number_of_goals_alone():
 def test_other_processes_have_the_same_order_and_splits():
     # Workers that shuffle for themselves mix training and test tasks (verl-agent, issue 262).
     program = (
-        "import random; random.seed({0}); from sandboxgym.envs.webshop.catalogue import load_catalogue;"
+        "import random; random.seed({0}); from sandboxgym.envs.webshop.catalogues.catalogue import load_catalogue;"
         "from sandboxgym.envs.webshop.goals import goals, split; g = goals(load_catalogue());"
         "print([g[i].instruction for i in split(g, 'test')[:50]], list(split(g, 'product-test')))"
     )

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sandboxgym.envs.webshop import index as index_module
-from sandboxgym.envs.webshop import index_build
-from sandboxgym.envs.webshop.index import ARRAYS, Index, IndexCorrupt
-from sandboxgym.envs.webshop.index_build import Document, IndexingFailed, build, build_on_disk, kept_length
+from sandboxgym.envs.webshop.retrieval import index as index_module
+from sandboxgym.envs.webshop.retrieval import index_build
+from sandboxgym.envs.webshop.retrieval.index import ARRAYS, Index, IndexCorrupt
+from sandboxgym.envs.webshop.retrieval.index_build import Document, IndexingFailed, build, build_on_disk, kept_length
 
 WORDS = [f"w{number}" for number in range(300)]
 """Words that the analyzer leaves as they are."""
@@ -176,7 +176,7 @@ def test_it_is_built_once(tmp_path: Path) -> None:
 BUILDER = """
 import sys, time
 from pathlib import Path
-from sandboxgym.envs.webshop.index_build import build_on_disk
+from sandboxgym.envs.webshop.retrieval.index_build import build_on_disk
 
 def documents():
     for number in range(20_000):

@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.envs.webshop.nouns import NounsUnknown, open_nouns
-from sandboxgym.envs.webshop.tagger import find_nouns, words
+from sandboxgym.envs.webshop.words.nouns import NounsUnknown, open_nouns
+from sandboxgym.envs.webshop.words.tagger import find_nouns, words
 
 EMBEDDED = open_nouns("embedded")
 

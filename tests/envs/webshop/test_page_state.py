@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sandboxgym import SnapshotCorrupt
-from sandboxgym import format as durable
+from sandboxgym import serialization as durable
 from sandboxgym.envs.webshop.session import Place, Session
-from sandboxgym.envs.webshop.tab import PageState
+from sandboxgym.envs.webshop.web.browser_page import PageState
 
 COOKIE = {"name": "a", "value": "b", "domain": "127.0.0.1", "path": "/visitor", "expires": -1, "httpOnly": False}
 COOKIE |= {"secure": False, "sameSite": "Lax"}

@@ -10,10 +10,10 @@ import pytest
 from little_shop import BLANK, LAMP, MUG, RACK, RUG, goal_of, shop_in, write
 
 from sandboxgym.envs.webshop import pages
-from sandboxgym.envs.webshop.markup import html
 from sandboxgym.envs.webshop.session import Place, Session
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.envs.webshop.views import View, page_of
+from sandboxgym.envs.webshop.web.html import html
 
 TASK = "Find me a hand painted striped mug with color: red, and size: small, and price lower than"
 

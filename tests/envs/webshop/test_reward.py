@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxgym.envs.webshop.catalogue import load_catalogue
-from sandboxgym.envs.webshop.fuzzy import THRESHOLD, normalize_color, same, token_set_ratio
+from sandboxgym.envs.webshop.catalogues.catalogue import load_catalogue
+from sandboxgym.envs.webshop.catalogues.product import Product
 from sandboxgym.envs.webshop.goals import Goal, goals
-from sandboxgym.envs.webshop.nouns import CachedNouns, open_nouns
-from sandboxgym.envs.webshop.product import Product
 from sandboxgym.envs.webshop.reward import reward
+from sandboxgym.envs.webshop.words.fuzzy import THRESHOLD, normalize_color, same, token_set_ratio
+from sandboxgym.envs.webshop.words.nouns import CachedNouns, open_nouns
 
 NOUNS = CachedNouns(lambda title: title.lower().split(), name="every word")
 

@@ -16,12 +16,12 @@ from components import missing
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.bench.search import Generator
-from sandboxgym.envs.webshop import index as index_module
-from sandboxgym.envs.webshop import index_build
-from sandboxgym.envs.webshop import search as search_module
-from sandboxgym.envs.webshop.catalogue import Catalogue, load_catalogue
-from sandboxgym.envs.webshop.lucene import Lucene, build_lucene
-from sandboxgym.envs.webshop.search import RESULTS, indexed_text, open_search
+from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
+from sandboxgym.envs.webshop.retrieval import index as index_module
+from sandboxgym.envs.webshop.retrieval import index_build
+from sandboxgym.envs.webshop.retrieval import search as search_module
+from sandboxgym.envs.webshop.retrieval.lucene import Lucene, build_lucene
+from sandboxgym.envs.webshop.retrieval.search import RESULTS, indexed_text, open_search
 
 LEAST_IDENTICAL = 0.995
 """Of the recorded lists, to the last product."""
@@ -171,9 +171,9 @@ def test_backends_that_are_not_there(catalogue: Catalogue, nothing_open: None, m
 
 def test_searching_english_imports_nothing_extra() -> None:
     code = (
-        "import sys; from sandboxgym.envs.webshop.search import open_search;"
-        "from sandboxgym.envs.webshop.index_build import build;"
-        "from sandboxgym.envs.webshop.analysis import terms;"
+        "import sys; from sandboxgym.envs.webshop.retrieval.search import open_search;"
+        "from sandboxgym.envs.webshop.retrieval.index_build import build;"
+        "from sandboxgym.envs.webshop.retrieval.analysis import terms;"
         "assert build([('a', 'women\\'s red shoes')]).search(terms('red shoe'));"
         "print([name for name in ('nltk', 'regex', 'pyserini', 'jnius', 'torch') if name in sys.modules])"
     )

@@ -1,14 +1,14 @@
 """The embedded tasks: small repositories of our own, with a history, in SWE-bench's row format.
 
-1. Each ``.txt`` file here is a repository told as its commits (`source`). A commit that closes an issue is a task, made
-   as SWE-bench makes them: the commit before it is the base, its changes under ``tests/`` are the test patch, its other
-   changes are the solution.
+1. Each ``.txt`` file here is a repository as a list of its commits (`source`). A commit that closes an issue is a
+   task, made as SWE-bench makes them: the commit before it is the base, its changes under ``tests/`` are the test
+   patch, its other changes are the solution.
 2. A task's history ends with its base: later commits, solutions and tests are no part of it.
-3. Base commits and the lists of tests are recorded in ``recorded.json`` by
+3. Base commits and lists of tests are recorded in ``recorded.json`` by
    ``python -m sandboxgym.envs.swebench.mini.record``, which runs every task with and without its solution.
-4. In the last three tasks (`SERVICES`) a running process holds what the repair takes: the server that refused jobs and
-   deleted them, the session in which a search is under way, the watcher that saw what was overwritten since. Their
-   demonstrations let that process tell; with the files alone the same commands solve nothing.
+4. In the last three tasks (`SERVICES`) a running process holds the information that the repair needs: the server that
+   refused and deleted jobs, the session with a search under way, the watcher that saw files before they were
+   overwritten. Their demonstrations ask that process; with the files alone the same commands solve nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from sandboxgym.envs.swebench import columns
 from sandboxgym.envs.swebench.mini.source import Commit, Repository, git_patch, parse
-from sandboxgym.envs.swebench.tasks import HOST, TaskSet, from_row
+from sandboxgym.envs.swebench.rows import recipes as columns
+from sandboxgym.envs.swebench.rows.tasks import HOST, TaskSet, from_row
 
 SERVICES = ("letterbox", "framelink", "pressroom")
 REPOSITORIES = ("slugline", "tally", "spans", "errands", "braid", "hoard", *SERVICES)
@@ -30,12 +30,12 @@ TEST_COMMAND = "python -m pytest -rA tests"
 
 @functools.cache
 def tasks() -> TaskSet:
-    """All embedded tasks."""
+    """List all embedded tasks."""
     return TaskSet((from_row(row, where=f"mini, row {number}") for number, row in enumerate(rows())), source="mini")
 
 
 def rows() -> list[dict[str, Any]]:
-    """The rows of the embedded tasks, as a data set would hold them."""
+    """List the rows of the embedded tasks, in the format of a data set."""
     recorded = json.loads((resources.files(__package__) / "recorded.json").read_text(encoding="utf-8"))
     return [
         row_of(repository, number, **recorded[instance_id])
@@ -46,12 +46,12 @@ def rows() -> list[dict[str, Any]]:
 
 
 def repository_of(name: str) -> Repository:
-    """One of `REPOSITORIES` with all its commits."""
+    """Read one of `REPOSITORIES` with all its commits."""
     return parse((resources.files(__package__) / f"{name}.txt").read_text(encoding="utf-8"), name=name)
 
 
 def instance_id_of(repository: Repository, commit: Commit) -> str | None:
-    """The name of the task that a commit solves; None if it closes no issue."""
+    """Name of the task that a commit solves; None if it closes no issue."""
     return f"{repository.name.replace('/', '__')}-{commit.issue.number}" if commit.issue else None
 
 
@@ -63,7 +63,7 @@ def row_of(
     FAIL_TO_PASS: Sequence[str] = (),
     PASS_TO_PASS: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The row of the task that a repository's commit of this number solves, with what was recorded of it."""
+    """Row of the task that the commit of this number solves, with its recorded columns."""
     commit, base = repository.commits[number], repository.commits[number - 1]
     assert commit.issue is not None
     patches = {

@@ -1,7 +1,7 @@
-"""Record of the embedded tasks what only running them tells: their base commits and which tests fail and pass.
+"""Recorder of the embedded tasks' base commits and of their failing and passing tests, found by running them.
 
 ``python -m sandboxgym.envs.swebench.mini.record`` runs the tests of every task without and with its solution, and
-writes ``recorded.json`` in place. To be run when a task was added or changed.
+writes ``recorded.json`` in place. Run it when a task was added or changed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.envs.swebench import grading, mini
-from sandboxgym.envs.swebench.boxes import Settings, pristine
-from sandboxgym.envs.swebench.columns import WORKDIR
-from sandboxgym.envs.swebench.tasks import Task, from_row
+from sandboxgym.envs.swebench import mini
+from sandboxgym.envs.swebench.grading import verdict as grading
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import Task, from_row
+from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
 
 
 def record(settings: Mapping[str, Any], *, only: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """What is to be recorded, by task.
+    """Run all tasks; returns their records.
 
     Args:
-        settings: of the sandboxes, as `Settings` takes them.
+        settings: settings of the sandboxes, as `Settings` takes them.
         only: these tasks.
 
     Raises:

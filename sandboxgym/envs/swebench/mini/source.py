@@ -1,4 +1,4 @@
-"""Read a repository that is told as its commits, and turn it into patches and a stream for ``git fast-import``.
+"""Format of the embedded repositories, a list of commits, with converters to patches and ``git fast-import`` streams.
 
 A file of this format is a sequence of sections, each opened by a line that begins with ``@@@``::
 
@@ -15,7 +15,7 @@ A file of this format is a sequence of sections, each opened by a line that begi
     replacements
 
 A replacement is written as git writes a conflict: a line of seven ``<``, text that occurs once in the file, a line of
-seven ``=``, what stands there after the commit, a line of seven ``>``.
+seven ``=``, its replacement, a line of seven ``>``.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _EDIT = re.compile(r"^<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MULTILINE | r
 
 
 class SourceError(ValueError):
-    """A file that is not in this format; the message says where."""
+    """Raised for a file that is not in this format; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """What a commit closes."""
+    """An issue that a commit closes."""
 
     number: int
     difficulty: str
     text: str
     actions: tuple[str, ...] = ()
-    """Commands that solve it, where they are more than reading and editing."""
+    """Commands that solve it, if reading and editing are not enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One commit, with all files as they are after it."""
+    """One commit, with all files after it."""
 
     date: str
     author: str
@@ -57,13 +57,13 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A name as on GitHub, and a straight history."""
+    """A repository: a name as on GitHub, and a linear history."""
 
     name: str
     commits: tuple[Commit, ...]
 
     def fast_import(self, count: int) -> str:
-        """The first ``count`` commits as a stream that puts them on the branch ``main``."""
+        """Write the first ``count`` commits as a stream that puts them on the branch ``main``."""
         lines: list[str] = []
         before: Mapping[str, str] = {}
         for commit in self.commits[:count]:
@@ -79,11 +79,11 @@ class Repository:
 
 
 def parse(text: str, *, name: str) -> Repository:
-    """The repository that a file tells.
+    """Parse a file to its repository.
 
     Args:
         text: content of the file.
-        name: how errors call it.
+        name: name of the file in errors.
 
     Raises:
         SourceError: a section is unknown or out of place, or an edit does not apply.
@@ -122,7 +122,7 @@ def parse(text: str, *, name: str) -> Repository:
 
 
 def git_patch(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """What changes files into others, in git's format; no file is deleted."""
+    """Write the patch from some files to others, in git's format; no file is deleted."""
     patch = []
     for path in sorted(after):
         old, new = before.get(path), after[path]

@@ -1,1 +1,1 @@
-"""The shop as a web site: pages for people and browsers, rendered from the same `View` as every observation."""
+"""The shop as a website: pages for people and browsers, rendered from the same `View` as every observation."""

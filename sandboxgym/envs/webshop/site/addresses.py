@@ -1,4 +1,4 @@
-"""Addresses of the site: every page but the last has one that says all about it, so that links, "back" and reload work.
+"""Addresses of the website: every page but the last is fully determined by its own, so links, "back" and reload work.
 
 Keywords and options are in the query string, in which any character can be written; ``/`` in keywords is no problem.
 """
@@ -14,7 +14,7 @@ _SUB_PAGES: dict[str, SubPage] = {name.lower(): name for name in SUB_PAGES}
 
 
 def path_of(place: Place, sid: str) -> str:
-    """Path and query string of a page.
+    """Write the path and query string of a page.
 
     >>> path_of(Place("item", "red / blue", 1, "B000000000", (("size", "10 x 8"),)), "s1")
     '/s/s1/item/B000000000?q=red+%2F+blue&page=1&option.size=10+x+8'
@@ -37,7 +37,7 @@ def path_of(place: Place, sid: str) -> str:
 
 
 def place_of(address: str) -> tuple[str, Place] | None:
-    """The session's name and the page of an address; None if it is no page's, or the last one's.
+    """Parse an address to the session's name and the page; None if it is no page's, or the last one's.
 
     >>> place = Place("item", "red / blue", 1, "B000000000", (("size", '10" x 8'),))
     >>> place_of(path_of(place, "s1")) == ("s1", place)
@@ -61,7 +61,7 @@ def place_of(address: str) -> tuple[str, Place] | None:
 
 
 def split_address(address: str) -> tuple[list[str], dict[str, str]]:
-    """The parts of the path and the fields of the query string; of two with the same name the last.
+    """Split an address into the parts of its path and the fields of its query string; of equal names the last counts.
 
     >>> split_address("//s/a%2Fb/results?q=1&q=2")
     (['s', 'a/b', 'results'], {'q': '2'})

@@ -1,14 +1,13 @@
-"""Connections of the site's visitors, each served by a thread, none of which a visitor can hold for long.
+"""Connections of the website's visitors, each served by a thread that no visitor can hold for long.
 
-1. There are at most so many at once, and so many of one address (of IPv6, one network of 64 bits). Where there are as
-   many, the longest idle one ends for a new one, or one of whoever has most by two; else the new one is refused with a
-   sentence.
-2. A request has to be there `REQUEST_SECONDS` after its first byte, however it trickles, and what is answered has to be
-   taken within `ANSWER_SECONDS`; a connection on which nothing is asked ends after `IDLE_SECONDS`.
-3. A visitor may hang up or send anything at any moment: nothing is written to standard error for it, and nobody else
-   notices.
-4. The name that the visitor knows the site by (``Host``) has to be one of the site's, or else a page of somebody
-   else's could read this site through the visitor's browser, by letting its own name point here (DNS rebinding).
+1. Their number is limited, in all and per address (of IPv6, per network of 64 bits). At the limit, a new one replaces
+   the longest idle one, or one of the address that has at least two more; otherwise it is refused with a sentence.
+2. A request has to be complete `REQUEST_SECONDS` after its first byte, however slowly it arrives, and its answer has to
+   be read within `ANSWER_SECONDS`; an idle connection ends after `IDLE_SECONDS`.
+3. A visitor may hang up or send anything at any moment: nothing is written to standard error for it, and no other
+   visitor notices.
+4. The requested host name (``Host``) has to be one of the website's. Otherwise a foreign page could read this website
+   through the visitor's browser, by letting its own name point here (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -27,15 +26,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from sandboxgym.envs.webshop.site.messages import (
-    MOST_FIELDS,
-    MOST_LINE,
-    Refused,
-    Request,
-    Response,
-    parse,
-    problem,
-)
+from sandboxgym.envs.webshop.site.messages import MOST_FIELDS, MOST_LINE, Refused, Request, Response, parse, problem
 
 log = logging.getLogger("sandboxgym")
 MOST_CONNECTIONS = 256
@@ -44,27 +35,27 @@ IDLE_SECONDS = 60.0
 REQUEST_SECONDS = 10.0
 ANSWER_SECONDS = 20.0
 _LINGER_SECONDS = 1.0
-"""For what a visitor still sends who was refused: were it not read, the kernel would take the answer back."""
+"""Time to read from a refused visitor: if its data stayed unread, the kernel would take the answer back."""
 _LINGER_BYTES = 2**20
 _END = re.compile(rb"\n\r?\n")
 
 Answer = Callable[[Request, str], Response]
-"""From a request and the visitor's address to what is sent."""
+"""Function from a request and the visitor's address to a response."""
 
 
 class HungUp(ConnectionError):
-    """The visitor closed the connection."""
+    """Raised if the visitor closed the connection."""
 
 
 class Incoming:
-    """What comes in on a connection."""
+    """Reader of the bytes that come in on a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._buffer = bytearray()
 
     def wait(self, seconds: float) -> bool:
-        """Whether anything has come in by then."""
+        """Wait; returns whether anything has arrived by the deadline."""
         try:
             if not self._buffer:
                 self._receive(time.monotonic() + seconds)
@@ -73,7 +64,7 @@ class Incoming:
         return True
 
     def head(self, until: float) -> bytes:
-        """Everything up to an empty line.
+        """Read everything up to an empty line.
 
         Raises:
             Refused: that is too much.
@@ -100,7 +91,7 @@ class Incoming:
             self._receive(until)
 
     def skip(self, length: int, until: float) -> None:
-        """Read so many bytes, and forget them.
+        """Read this many bytes and drop them.
 
         Raises:
             TimeoutError, HungUp: as `head`.
@@ -110,7 +101,7 @@ class Incoming:
         del self._buffer[:length]
 
     def drain(self) -> None:
-        """Read what is still sent, for a moment."""
+        """Read briefly what is still being sent."""
         until, left = time.monotonic() + _LINGER_SECONDS, _LINGER_BYTES
         while left > 0:
             self._buffer.clear()
@@ -119,7 +110,7 @@ class Incoming:
 
     def _receive(self, until: float) -> None:
         left = until - time.monotonic()
-        if left <= 0:  # the time-out of a socket begins anew with every byte
+        if left <= 0:  # the timeout of a socket begins anew with every byte
             raise TimeoutError
         self._connection.settimeout(left)
         received = self._connection.recv(2**16)
@@ -130,16 +121,16 @@ class Incoming:
 
 @dataclass(eq=False)
 class _Connection:
-    """One that is open."""
+    """An open connection."""
 
     socket: socket.socket
     visitor: str
     idle: float | None = field(default_factory=time.monotonic)
-    """Since when nothing is asked on it; None while something is."""
+    """Time since which it has been idle; None while a request is served."""
 
 
 class Listener(socketserver.TCPServer):
-    """Listens, and serves who comes until it is closed.
+    """Listening socket that serves every visitor until it is closed.
 
     Args:
         host: the interface.
@@ -170,7 +161,7 @@ class Listener(socketserver.TCPServer):
     # Who may come in.
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection."""
+        """Accept the next connection."""
         try:
             return super().get_request()
         except OSError:
@@ -190,11 +181,11 @@ class Listener(socketserver.TCPServer):
             self._leave(made)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong; without this it would go to standard error."""
+        """Log an error; `socketserver` would write it to standard error."""
         log.debug("a connection of %s could not be served", client_address, exc_info=True)
 
     def _enter(self, made: _Connection) -> Response | None:
-        """Note a connection; the response if there is no room for it."""
+        """Register a connection; returns the refusal if there is no room for it."""
         with self._lock:
             own = [connection for connection in self._open if connection.visitor == made.visitor]
             if len(own) >= self._most_per_visitor and not self._make_room(own):
@@ -205,7 +196,7 @@ class Listener(socketserver.TCPServer):
         return None
 
     def _make_room(self, rivals: list[_Connection], *, than: int | None = None) -> bool:
-        """End the longest idle connection, or the first of an address that has at least two more ``than`` so many."""
+        """End the longest idle connection, or the first of an address that has at least two more than ``than``."""
         idle = [connection for connection in rivals if connection.idle is not None]
         if idle:
             chosen = min(idle, key=lambda connection: connection.idle or 0.0)
@@ -246,12 +237,12 @@ class Listener(socketserver.TCPServer):
             log.debug("a connection of %s ended: %r", connection.visitor, error)
         except Exception as error:
             log.error("a connection of %s could not be served: %r", connection.visitor, error)
-            log.debug("where that happened", exc_info=True)
+            log.debug("traceback of that error", exc_info=True)
         finally:
             self._leave(connection)
 
     def _serve_one(self, connection: _Connection, incoming: Incoming) -> bool:
-        """Whether more may be asked on it."""
+        """Serve one request; returns whether the connection stays open."""
         until = time.monotonic() + REQUEST_SECONDS
         method = "GET"
         try:
@@ -284,11 +275,11 @@ class Listener(socketserver.TCPServer):
 
 
 class _Unused(socketserver.BaseRequestHandler):
-    """`socketserver` wants a class; `Listener.process_request` does its work."""
+    """Placeholder: `socketserver` wants a handler class, but `Listener.process_request` does its work."""
 
 
 def visitor_of(address: str) -> str:
-    """Whom an address counts for: of IPv6 a whole network, for everybody has one.
+    """Identify the visitor of an address: in IPv6 by the whole network, because every visitor has one.
 
     >>> visitor_of("::ffff:192.0.2.1"), visitor_of("2001:db8::1:2:3:4")
     ('192.0.2.1', '2001:db8::/64')
@@ -300,7 +291,7 @@ def visitor_of(address: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A host's name as it is compared: an address in one spelling, a name in small letters.
+    """Normalise a host's name for comparison: an address in one spelling, a name in lower case.
 
     >>> plain_name("[0::1]"), plain_name("::ffff:127.0.0.1"), plain_name("LocalHost.")
     ('::1', '127.0.0.1', 'localhost')
@@ -315,7 +306,7 @@ def plain_name(name: str) -> str:
 
 
 def _refuse(connection: socket.socket, response: Response) -> None:
-    """Say so and close, without waiting: this is the thread that lets others in."""
+    """Answer with a refusal and close, without waiting: this thread accepts the other visitors."""
     with contextlib.suppress(OSError):
         connection.setblocking(False)
         connection.sendall(response.as_bytes(close=True))
@@ -325,6 +316,6 @@ def _refuse(connection: socket.socket, response: Response) -> None:
 
 
 def _end(connection: socket.socket) -> None:
-    """Let the thread that serves it find it closed."""
+    """Shut the connection down, so that the thread that serves it ends."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

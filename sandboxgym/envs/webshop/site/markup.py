@@ -1,9 +1,9 @@
-"""Pages of the site.
+"""HTML pages of the website.
 
-1. The elements marked ``data-t`` hold, in order, exactly the pieces of the page's text observation, and nothing else in
-   a shopper's pages is text: decoration is drawn by the style sheet.
-2. What can be clicked is marked ``data-name``, with its name as actions spell it.
-3. No page needs a script, loads anything from elsewhere, or holds what the visitor is not shown.
+1. The elements marked ``data-t`` hold, in order, exactly the pieces of the page's text observation. A shopper's pages
+   contain no other text: decoration is drawn by the style sheet.
+2. Clickable elements are marked ``data-name``, with the name that actions use.
+3. No page needs a script, loads anything from elsewhere, or holds anything that the visitor is not shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sandboxgym.envs.webshop.pages import SELECTED
 from sandboxgym.envs.webshop.views import BUY, SEARCH, View
 
 Href = Callable[[str], str]
-"""From the name of what is clicked to the address that it leads to."""
+"""Function from the name of a clickable element to its address."""
 _DOCUMENT = """<!doctype html>
 <html lang="en">
 <head>
@@ -59,7 +59,7 @@ def document(view: View, href: Href, *, home: str) -> str:
 
 
 def problem(sentence: str) -> str:
-    """A page that says what is wrong."""
+    """Write a page with an error message."""
     body = f'<p class="error" role="alert">{escape(sentence)}</p>\n<a class="button" href="/">Start again</a>'
     return page("WebShop", f"{_brand('/')}\n<main>\n{body}\n</main>", "problem")
 
@@ -77,13 +77,13 @@ def welcome(products: int, tasks: int) -> str:
 
 
 def page(title: str, body: str, name: str) -> str:
-    """A document of the site."""
+    """Write a document of the website."""
     sheet = f"/style.css?v={zlib.crc32(style().encode()):08x}"  # another address when it changes: browsers keep it
     return _DOCUMENT.format(title=escape(title), style=sheet, page=escape(name), body=body)
 
 
 def escape(text: str) -> str:
-    """The text as markup; a carriage return, too, is one for who parses it."""
+    """Escape text as markup, including carriage returns, which parsers would change."""
     return html.escape(text).replace("\r", "&#13;")
 
 
@@ -189,7 +189,7 @@ def _listed(texts: Iterable[str]) -> str:
 
 
 def _picture(asin: str) -> str:
-    """A neutral placeholder: a shape in a colour of its own."""
+    """Draw a neutral placeholder: a shape whose colour is derived from the product."""
     code = zlib.crc32(asin.encode())
     return f'<span class="picture shape{code % 4}" style="--hue:{code // 4 % 360}" aria-hidden="true"></span>'
 

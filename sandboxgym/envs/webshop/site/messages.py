@@ -1,9 +1,9 @@
-"""What the site's visitors may send, and what goes back: HTTP/1.1, as little of it as a shop needs.
+"""HTTP messages of the website: the small part of HTTP/1.1 that a shop needs.
 
-1. `parse` takes any bytes: what it does not understand, or two readers could understand in two ways, is `Refused` with
-   a status and a sentence. It never raises anything else.
-2. No size is taken from a visitor: a line, the fields and a form have their bounds, and a number is looked at as text
-   before it is one.
+1. `parse` takes any bytes: it raises `Refused`, with a status and a sentence, for anything that it does not understand
+   or that two readers could understand in two ways. It never raises anything else.
+2. No size is trusted: a line, the fields and a form are bounded, and a number is checked as text before it is
+   converted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from http import HTTPStatus
 from sandboxgym.envs.webshop.site import markup
 
 MOST_LINE = 2**16
-"""Bytes of the request line."""
+"""Limit in bytes of the request line."""
 MOST_FIELDS = 2**15
-"""Bytes of all header fields."""
+"""Limit in bytes of all header fields."""
 MOST_FORM = 2**16
-"""Bytes of a form, which is read and not looked at: a purchase is said by its address."""
+"""Limit in bytes of a form, which is read and ignored: the address alone identifies a purchase."""
 _COUNT = 100
-"""Header fields at most."""
+"""Limit of the number of header fields."""
 _METHODS = ("GET", "HEAD", "POST")
 _LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([^\x00-\x20\x7f]+) HTTP/([0-9])\.([0-9])")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
@@ -38,34 +38,34 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a visitor asks for."""
+    """A visitor's request."""
 
     method: str
     target: str
-    """Path and query string."""
+    """Path and query string of the request."""
     host: str | None
-    """The name that the visitor knows the site by, without the port; None where HTTP/1.0 does not say."""
+    """Host name in the request, without the port; None where HTTP/1.0 does not send it."""
     length: int
-    """Bytes that follow."""
+    """Number of bytes of the body."""
     expects: bool
-    """Whether the visitor waits for a word before it sends them."""
+    """True if the visitor waits for "100 Continue" before it sends the body."""
     lasting: bool
-    """Whether it will ask more on the same connection."""
+    """True if the connection stays open for further requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the site answers."""
+    """A response of the website."""
 
     status: HTTPStatus
     body: str = ""
     location: str | None = None
     content_type: str = "text/html; charset=utf-8"
     lasting: bool = False
-    """A browser may keep it; of a page it must not, for "back" has to ask again."""
+    """True if a browser may cache it; not pages, because "back" has to ask again."""
 
     def as_bytes(self, *, method: str = "GET", close: bool) -> bytes:
-        """As it is sent. It says nothing of what made it: no version, no name of a program."""
+        """Encode the response. It names no version and no program."""
         content = self.body.encode("utf-8", "backslashreplace")
         fields = {
             "Date": formatdate(usegmt=True),
@@ -82,7 +82,7 @@ class Response:
 
 
 class Refused(Exception):
-    """A request that is not answered with a page of the shop; the connection ends with it."""
+    """Raised for a request that is not answered with a page of the shop; the connection ends with it."""
 
     def __init__(self, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
@@ -90,12 +90,12 @@ class Refused(Exception):
 
 
 def problem(status: HTTPStatus, sentence: str) -> Response:
-    """A page that says what is wrong."""
+    """Response with an error page."""
     return Response(status, markup.problem(sentence))
 
 
 def parse(head: bytes) -> Request:
-    r"""A request from its line and fields, up to the empty line.
+    r"""Parse a request from its line and fields, up to the empty line.
 
     Raises:
         Refused: it is none, or not one for this site.

@@ -1,14 +1,14 @@
-"""The site's server: one `Shop`, and a small table of who is shopping.
+"""The website's server: one `Shop`, and a small table of sessions.
 
 1. It listens on the loopback interface unless told otherwise, needs the standard library only and loads nothing. It
    answers to its own names only.
-2. An address says which page it is (``addresses.py``); the server keeps only what a session has beside its page: the
-   goal, the products looked at, the purchase. Whoever has the `Site` can read and write that table, which is how the
-   browser environment snapshots it.
-3. "Back", reload and a form sent twice do what they seem to; a purchase is for good.
-4. What cannot be shown is a page with a sentence and a status of 4xx, never a traceback.
-5. Nobody takes the site from the others: connections (``connections.py``) and visits (``sessions.py``) are bounded, in
-   all and for each address.
+2. An address determines its page (``addresses.py``); the server keeps only the rest of a session: the goal, the
+   products looked at, the purchase. The owner of the `Site` can read and write that table, which is how the browser
+   environment snapshots it.
+3. "Back", reload and a form sent twice work as visitors expect; a purchase is final.
+4. Errors are pages with a sentence and a status of 4xx, never a traceback.
+5. No visitor can lock out the others: connections (``connections.py``) and sessions (``sessions.py``) are bounded, in
+   all and per address.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_SESSIONS = 10_000
 
 
 class _NoSuchPage(Exception):
-    """The message says why, as the middle of a sentence."""
+    """Raised if there is no such page; the message is the middle of a sentence that says why."""
 
 
 class Site:
@@ -59,34 +59,34 @@ class Site:
     # The table.
 
     def open(self, session: Session, visitor: str = OWNER) -> str:
-        """Let somebody shop from a session on; the name of it, which nobody can guess."""
+        """Add a session; returns its name, which cannot be guessed."""
         sid = secrets.token_urlsafe(9)
         self.put(sid, session, visitor)
         return sid
 
     def put(self, sid: str, session: Session, visitor: str = OWNER) -> None:
-        """Set where somebody is. When there are `MOST_SESSIONS`, who has most of them loses the one longest unused."""
+        """Set a session. At `MOST_SESSIONS`, the holder of most of them loses the least recently used one."""
         with self._lock:
             self._sessions.put(sid, session, visitor, most=MOST_SESSIONS)
 
     def session(self, sid: str) -> Session:
-        """Where somebody is.
+        """Look up a session.
 
         Raises:
-            KeyError: nobody of that name shops here.
+            KeyError: there is no session of that name.
         """
         with self._lock:
             return self._sessions[sid]
 
     def drop(self, sid: str) -> None:
-        """Forget somebody."""
+        """Remove a session."""
         with self._lock:
             self._sessions.pop(sid)
 
     # The pages.
 
     def answer(self, request: Request, visitor: str) -> Response:
-        """What a visitor's request is answered with; whatever fails, a page with a sentence."""
+        """Answer a visitor's request; every failure is a page with a sentence."""
         names, fields = split_address(request.target)
         try:
             if request.method == "POST":
@@ -94,13 +94,13 @@ class Site:
             if names == ["start"]:
                 return self._start(fields.get("goal", ""), visitor)
             return self.get(request.target)
-        except Exception as error:  # whoever runs the server gets the reason
+        except Exception as error:  # the reason is for the server's log, not for the visitor
             log.error("the page %r could not be made: %r", request.target, error)
-            log.debug("where that happened", exc_info=True)
+            log.debug("traceback of that error", exc_info=True)
             return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made.")
 
     def get(self, address: str) -> Response:
-        """The page of an address; looking at it is what moves a session."""
+        """Show the page of an address; looking at it is what moves a session."""
         names, fields = split_address(address)
         match names:
             case []:
@@ -115,7 +115,7 @@ class Site:
         return problem(HTTPStatus.NOT_FOUND, "There is no such page.")
 
     def post(self, address: str) -> Response:
-        """The purchase of what the address shows, which is the only thing that is sent."""
+        """Buy the product at the address, the only form that is sent."""
         found = place_of(address)
         with self._lock:
             known = None if found is None else self._sessions.get(found[0])
@@ -153,7 +153,7 @@ class Site:
         return self._show(sid, session)
 
     def _moved(self, session: Session, place: Place) -> Session:
-        """The session on another page; like the steps that lead there, it forgets or adds to what was looked at."""
+        """Move the session to another page, which changes the products looked at as the steps to it would."""
         if place.page == "search":
             return self.shop.start(session.goal)
         assert place.query is not None and place.number is not None

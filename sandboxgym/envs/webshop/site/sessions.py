@@ -1,6 +1,6 @@
-"""The table of who is shopping: bounded, and fair to those who hold little of it.
+"""The table of sessions: bounded, and fair to visitors with few of them.
 
-Somebody who opens visits without end loses the oldest of their own, never those of others.
+A visitor who opens sessions without end loses the oldest of their own, never those of others.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections import OrderedDict
 from sandboxgym.envs.webshop.session import Session
 
 OWNER = ""
-"""The holder of sessions that no visitor opened: whoever has the site, who is not bounded but by the whole table."""
+"""Holder of sessions that no visitor opened, those of the site's owner; bounded by the table's size only."""
 MOST_PER_HOLDER = 1_000
 _UNIT = 1024
-"""Bytes, about, of what a session holds that counts as one: most count as one, one with very long keywords as more."""
+"""Approximate size in bytes that counts as one session; a session with very long keywords counts as more."""
 
 
 class Sessions:
-    """Sessions by name. Not safe with threads by itself."""
+    """Sessions by name. Not thread-safe by itself."""
 
     def __init__(self) -> None:
         self._holders: dict[str, str] = {}
         self._tables: dict[str, OrderedDict[str, Session]] = {}
-        """Of each holder, the least recently used first."""
+        """Sessions of each holder, the least recently used first."""
         self._weights: dict[str, int] = {}
-        """Of each holder."""
+        """Size of each holder's sessions."""
         self._total = 0
 
     def __len__(self) -> int:
@@ -34,14 +34,14 @@ class Sessions:
         return self._tables[self._holders[sid]][sid]
 
     def get(self, sid: str) -> Session | None:
-        """The session; None if there is none of that name."""
+        """Get a session; None if there is none of that name."""
         return self[sid] if sid in self._holders else None
 
     def put(self, sid: str, session: Session, holder: str = OWNER, *, most: int) -> None:
         """Set a session, now the most recently used of its holder; a new one is the given holder's.
 
         Where there are too many, the least recently used go: of a holder who has more than `MOST_PER_HOLDER`, then of
-        whoever has most, until the table has at most ``most``.
+        the largest holder, until the table has at most ``most``.
         """
         holder = self._holders.get(sid, holder)
         self.pop(sid)
@@ -54,7 +54,7 @@ class Sessions:
             pass
 
     def pop(self, sid: str) -> None:
-        """Forget a session, if there is one of that name."""
+        """Remove a session, if there is one of that name."""
         holder = self._holders.pop(sid, None)
         if holder is not None:
             self._weigh(holder, -_weight(self._tables[holder].pop(sid)))
@@ -62,7 +62,7 @@ class Sessions:
                 del self._tables[holder], self._weights[holder]
 
     def _drop_oldest(self, holder: str, but: str) -> bool:
-        """Whether there was one to drop."""
+        """Drop the oldest session of the largest holder; returns whether there was one."""
         oldest = next(sid for sid in self._tables[holder])
         if oldest == but:
             return False

@@ -1,0 +1,155 @@
+"""The folder of a run: its name, that no other run takes it, and the settings that the run was started with.
+
+A folder that holds a run is never written over: to start there is refused unless the run is continued (``--resume``) or
+cleared first (``--overwrite``), and while a process trains in a folder no other may.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import yaml
+
+from bpo_ref.config import ConfigError
+from sandboxgym import __version__
+
+if TYPE_CHECKING:
+    from bpo_ref.args import Args
+
+SETTINGS = "settings.yaml"
+LOCK = ".lock"
+CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
+LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
+OTHERS = (
+    SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "demonstrations.tmp", "results.md",
+    "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers",
+)  # fmt: skip
+OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
+"""Everything that a run writes into its folder: what `clear` removes."""
+
+
+def named(args: Args) -> Args:
+    """The settings with ``{env}``, ``{algo}`` and ``{seed}`` in ``out`` filled in.
+
+    Raises:
+        ConfigError: ``out`` has another name in braces.
+    """
+    environment = re.sub(r"-v\d+$", "", re.split("[/:]", args.env_id)[-1]).lower()
+    known = {"env": environment, "algo": args.algo, "seed": str(args.seed)}
+    for name in re.findall(r"\{(\w*)\}", args.out):
+        if name not in known:
+            raise ConfigError(f"out: expected {{env}}, {{algo}} or {{seed}} in braces, found {{{name}}} in {args.out}")
+    return replace(args, out=re.sub(r"\{(\w+)\}", lambda found: known[found[1]], args.out))
+
+
+def holds_run(out: Path) -> bool:
+    """Whether something was learned or measured there, which a new run would write over."""
+    events = any((out / "tensorboard").rglob("events.*"))
+    return events or any(_holds_something(out / name) for name in (*CHECKPOINTS, *LOGS))
+
+
+def resumable(out: Path) -> bool:
+    """Whether ``--resume`` finds a checkpoint there."""
+    return any((out / name).exists() for name in ("checkpoint", "checkpoint.old"))
+
+
+def refusal(args: Args) -> str | None:
+    """Why no run may start in its folder, in a sentence that says what to do; None: it may."""
+    out = Path(args.out)
+    if args.overwrite:
+        if args.resume:
+            return "overwrite: does not go with resume, which continues the run that overwrite would clear"
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and holds_run(out):
+            return f"overwrite: the launcher starts this run again, and what it has saved in {out} would be cleared"
+        for name in ("init_from", "model", "sft_data"):
+            if inside := _own_part(out, getattr(args, name)):
+                return f"overwrite: would clear {inside}, which {name} names; choose another --out"
+        return None
+    if args.resume or not holds_run(out):
+        return None
+    continued = "continue it with --resume, " if resumable(out) else ""
+    return f"out: {out} holds a run: {continued}replace it with --overwrite, or choose another folder with --out"
+
+
+def clear(out: Path) -> None:
+    """Remove what a run has written there, and nothing else."""
+    for path in (out / name for name in OWN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def lock(out: Path) -> IO[str] | None:
+    """Keep other processes from training there, until the file is closed or this process ends.
+
+    Returns:
+        What holds the lock; None where the file system has no locks.
+
+    Raises:
+        ConfigError: another process trains there.
+    """
+    file = (out / LOCK).open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise ConfigError(f"out: another process trains in {out} at this moment; choose another --out") from error
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> None:
+    """``settings.yaml``: the settings as given, for ``--config``; what the algorithm filled in, as comments.
+
+    Args:
+        out: the folder.
+        given: as on the command line and in its file.
+        filled: with the preset.
+        processes: that train.
+    """
+    mine, whole = _plain(given), _plain(filled)
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    preset = {name: value for name, value in whole.items() if name not in mine}
+    lines = [
+        f"# A run of sandboxgym {__version__}, started {started} with {processes} process{'es' * (processes > 1)}.",
+        f"# Repeat it with --config {out / SETTINGS} --out ELSEWHERE; continue it with --resume.",
+        yaml.safe_dump(mine, sort_keys=False, allow_unicode=True, width=120),
+        f"# Filled in by algo: {filled.algo}",
+        *(f"# {line}" for line in yaml.safe_dump(preset, sort_keys=False).splitlines() if preset),
+    ]
+    temporary = out / f"{SETTINGS}.tmp"
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(out / SETTINGS)
+
+
+def _plain(args: Args) -> Mapping[str, Any]:
+    """What YAML has of the settings: lists for tuples, and none of what is decided at each start."""
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(args).items()}
+    return {n: value for n, value in values.items() if value is not None and n not in ("resume", "overwrite")}
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether a file or folder is there and not empty."""
+    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
+
+
+def _own_part(out: Path, named_by: str | None) -> Path | None:
+    """The part of a run's folder that a path lies in; None: in none."""
+    if not named_by:
+        return None
+    path = Path(named_by).resolve()
+    for name in OWN:
+        if path.is_relative_to((out / name).resolve()):
+            return out / name
+    return None

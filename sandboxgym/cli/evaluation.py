@@ -1,0 +1,522 @@
+"""``sandboxgym eval``: a model behind an OpenAI-compatible endpoint on an environment's tasks; or a checkpoint.
+
+    sandboxgym eval ALFWorld-v0 --base-url http://localhost:8000/v1 --model my-model --samples 4 --concurrency 16
+
+With ``--checkpoint`` this is `bpo_ref.eval`, which needs the trainer's packages; an endpoint needs none of them.
+
+What is promised of an endpoint's evaluation: the same command continues one that was interrupted or killed, and counts
+nothing twice; episodes whose requests or environments failed are errors, which are counted and never scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import math
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO, get_args
+
+import gymnasium as gym
+from gymnasium import spaces
+
+import sandboxgym
+from sandboxgym.adapters.chat import Aborted, ChatClient, EndpointError
+from sandboxgym.adapters.prompts import ANYWHERE, Prompt, PromptName, make_prompt
+from sandboxgym.adapters.prompts import FORMAT as ANSWER_FORMAT
+from sandboxgym.cli import FAILED, INTERRUPTED, OK, USAGE, CommandError
+from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, parse_kwargs, see_this_folder
+from sandboxgym.cli.environments import make as make_env
+from sandboxgym.cli.support import evaluation_report as report
+from sandboxgym.cli.support.episodes import FORMAT, Key, Record, Store, Task, play
+from sandboxgym.spaces import Unicode
+from sandboxgym.tree.files import save_trees
+from sandboxgym.tree.page import page
+
+TASKS = 20
+"""Tasks that are played where nobody says how many."""
+STEPS = 100
+"""Answers of an episode at most, where neither the environment nor the command line says."""
+SHOWN_TASKS = 40
+SHOWN_TREES = 200
+LOST = 10
+"""So many episodes that fail in a row, and at least one of each worker: something is wrong with all of them."""
+PATIENCE = 10.0
+"""Seconds that workers have to stop."""
+_VERSIONED = re.compile(r"-v\d+$")
+
+
+def main(argv: Sequence[str]) -> int:
+    """``sandboxgym eval``."""
+    if any(argument.partition("=")[0] == "--checkpoint" for argument in argv):
+        from sandboxgym.cli.passing import eval_main
+
+        return eval_main(argv)
+    options = parser().parse_args(argv)
+    import_modules(options.modules)
+    maker = environment(options.env_id, parse_kwargs(options.kwargs), options.max_steps)
+    subject = look(maker, options)
+    client = endpoint(options)
+    settings = settings_of(options, subject)
+    folder = Path(options.out) if options.out else default_folder(options.env_id, options.model)
+    with Store(folder, settings) as store:
+        return Evaluation(options, subject, maker, client, store).run()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        prog="sandboxgym eval",
+        allow_abbrev=False,
+        description="Success of a model behind an OpenAI-compatible endpoint on an environment's tasks, with a 95 % "
+        "interval, results of each task, and a page of all episodes. The same command continues what was interrupted.",
+        epilog="A checkpoint of the trainer: sandboxgym eval --checkpoint DIR; sandboxgym eval --checkpoint DIR --help "
+        "lists its options. Exit status: 0 done, 1 some episodes have errors or it could not be done, 2 wrong usage, "
+        "130 interrupted.",
+    )
+    made.add_argument(
+        "env_id",
+        metavar="ENV",
+        help="ALFWorld-v0, package.module:Name-v0, or a function or class that makes it (module:name)",
+    )
+    add_kwargs(made)
+    made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
+    group = made.add_argument_group("the endpoint")
+    group.add_argument("--base-url", required=True, metavar="URL", help="such as http://localhost:8000/v1")
+    group.add_argument("--model", required=True, help="as the endpoint calls it")
+    group.add_argument(
+        "--api-key-env",
+        default="OPENAI_API_KEY",
+        metavar="NAME",
+        help="the environment variable that holds the key (default: OPENAI_API_KEY; no key if it is not set)",
+    )
+    group.add_argument("--temperature", type=_number(0), default=1.0, help="of sampling (default: 1)")
+    group.add_argument("--max-tokens", type=_whole(1), default=512, metavar="N", help="of an answer (default: 512)")
+    group.add_argument(
+        "--option",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further fields of every request, as JSON or text (top_p=0.9); NAME=null leaves one out "
+        "(max_tokens=null max_completion_tokens=512)",
+    )
+    group.add_argument(
+        "--timeout", type=_number(0, above=True), default=120.0, help="seconds per request (default: 120)"
+    )
+    group.add_argument("--retries", type=_whole(0), default=4, help="of a failed request (default: 4)")
+    group.add_argument("--concurrency", type=_whole(1), default=8, metavar="N", help="episodes at a time (default: 8)")
+    group.add_argument("--price-in", type=_number(0), metavar="PRICE", help="of a million tokens of prompts")
+    group.add_argument("--price-out", type=_number(0), metavar="PRICE", help="of a million generated tokens")
+    group = made.add_argument_group("the episodes")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
+        "--tasks", type=_count, metavar="N", help=f"the first N tasks, or all (default: {TASKS}, or all if fewer)"
+    )
+    which.add_argument("--task-ids", nargs="+", metavar="TASK", help="these tasks: indices, or ids where there are any")
+    group.add_argument("--samples", type=_whole(1), default=1, metavar="N", help="episodes of each task (default: 1)")
+    group.add_argument("--seed", type=_whole(0), default=0, help="of environments and requests (default: 0)")
+    group.add_argument(
+        "--max-steps",
+        type=_whole(1),
+        metavar="N",
+        help=f"answers of an episode at most (default: the environment's limit, or {STEPS})",
+    )
+    group.add_argument(
+        "--prompt",
+        choices=get_args(PromptName),
+        default="react",
+        help="how the model is asked: thoughts and one tagged action, the bare action, or a number (default: react)",
+    )
+    group.add_argument("--list-actions", action="store_true", help="name the possible actions in every message")
+    group.add_argument("--history", type=_whole(0), default=0, metavar="K", help="recall K turns only (default: all)")
+    group.add_argument("--system", metavar="TEXT", help="another system prompt")
+    made.add_argument("--out", metavar="DIR", help="folder of the results (default: runs/eval/ENV-MODEL)")
+    made.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    return made
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, found {text!r}")
+        return int(text)
+
+    return read
+
+
+def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < least or (above and value == least):
+            how = "above" if above else "from"
+            raise argparse.ArgumentTypeError(f"expected a number {how} {least}, found {text!r}")
+        return value
+
+    return read
+
+
+def _count(text: str) -> int:
+    """A number of tasks; 0 stands for all."""
+    return 0 if text == "all" else _whole(1)(text)
+
+
+def environment(env_id: str, kwargs: dict[str, Any], max_steps: int | None) -> Callable[[], gym.Env[Any, Any]]:
+    """What makes the environment: of a Gymnasium id, or of a function or class that is named ``module:name``.
+
+    Raises:
+        CommandError: there is no such thing.
+    """
+    see_this_folder()
+    if ":" not in env_id or _VERSIONED.search(env_id):
+        spec = find_spec(env_id)
+        more = {} if max_steps is None else {"max_episode_steps": max_steps}
+        return functools.partial(make_env, spec.id, {**more, **kwargs})
+    module, _, name = env_id.partition(":")
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CommandError(f"no environment {env_id!r}: {error}", status=USAGE) from error
+    if not callable(function):
+        raise CommandError(f"{env_id}: expected a function or class that makes an environment", status=USAGE)
+    return functools.partial(function, **kwargs)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is known of an environment before anything is played."""
+
+    tasks: tuple[Task, ...]
+    named: bool
+    """Whether ``reset`` is told the task; otherwise it is the seed that begins it."""
+    available: int | None
+    limit: int
+    space: gym.Space[Any]
+
+
+def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) -> Subject:
+    """Make the environment once, to see that it can be made, and which tasks it has.
+
+    Raises:
+        CommandError: it cannot be made, or has fewer tasks.
+    """
+    try:
+        env = maker()
+    except CommandError:
+        raise
+    except Exception as error:  # whatever a factory raises
+        raise CommandError(f"{options.env_id} could not be made: {type(error).__name__}: {error}") from error
+    try:
+        if not isinstance(env, gym.Env):
+            raise CommandError(f"{options.env_id}: expected a gymnasium.Env, found {type(env).__name__}")
+        available = getattr(env.unwrapped, "num_tasks", None)
+        limit = options.max_steps or (env.spec.max_episode_steps if env.spec is not None else None) or STEPS
+        space = env.action_space
+    finally:
+        env.close()
+    if available == 0:
+        raise CommandError(f"{options.env_id} has no tasks")
+    if options.task_ids:
+        tasks = tuple(dict.fromkeys(int(text) if text.isdecimal() else text for text in options.task_ids))
+        wrong = [t for t in tasks if isinstance(t, int) and available is not None and t >= available]
+        if wrong:
+            raise CommandError(f"there is no task {wrong[0]}: {options.env_id} has {available} tasks", status=USAGE)
+        if available is None and any(isinstance(task, str) for task in tasks):
+            raise CommandError(f"{options.env_id} has no tasks (num_tasks): --task-ids are seeds there", status=USAGE)
+        return Subject(tasks, available is not None, available, limit, space)
+    number = options.tasks
+    if number == 0 and available is None:
+        raise CommandError(f"{options.env_id} does not say how many tasks it has: give --tasks N", status=USAGE)
+    if number is not None and available is not None and number > available:
+        raise CommandError(f"--tasks {number}: {options.env_id} has {available} tasks", status=USAGE)
+    number = available if number == 0 else number or min(TASKS, TASKS if available is None else available)
+    return Subject(tuple(range(number or 0)), available is not None, available, limit, space)
+
+
+def endpoint(options: argparse.Namespace) -> ChatClient:
+    """The client of the endpoint.
+
+    Raises:
+        CommandError: the address or the key cannot be one.
+    """
+    fields = {"temperature": options.temperature, "max_tokens": options.max_tokens, **parse_kwargs(options.option)}
+    if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
+        raise CommandError(f"--option {taken[0]}: this is not for you to choose", status=USAGE)
+    try:
+        return ChatClient(
+            options.base_url,
+            options.model,
+            api_key=os.environ.get(options.api_key_env) or None,
+            timeout=options.timeout,
+            retries=options.retries,
+            options=fields,
+        )
+    except ValueError as error:
+        raise CommandError(f"--{str(error).replace('base_url', 'base-url')}", status=USAGE) from error
+
+
+def prompt_of(options: argparse.Namespace, space: gym.Space[Any]) -> Prompt:
+    """How the model is asked; it is told what actions look like where they are no text."""
+    system = options.system
+    if system is None and not isinstance(space, (Unicode, spaces.Text)):
+        how = f"An action is one of {space}: a number, numbers with blanks between them, or JSON."
+        system = f"{ANYWHERE} {how}" + (f"\n\n{ANSWER_FORMAT}" if options.prompt == "react" else "")
+    return make_prompt(
+        options.prompt, options.env_id, system=system, list_actions=options.list_actions, history=options.history
+    )
+
+
+def settings_of(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+    """What the results depend on; a folder is continued with the same only."""
+    return {
+        "env": options.env_id,
+        "kwargs": parse_kwargs(options.kwargs),
+        "tasks": list(subject.tasks),
+        "samples": options.samples,
+        "seed": options.seed,
+        "max_steps": subject.limit,
+        "base_url": options.base_url,
+        "model": options.model,
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+        "option": parse_kwargs(options.option),
+        "prompt": options.prompt,
+        "list_actions": options.list_actions,
+        "history": options.history,
+        "system": options.system,
+    }
+
+
+def default_folder(env_id: str, model: str) -> Path:
+    """``runs/eval/ENV-MODEL``."""
+    name = f"{env_id.rpartition('/')[2]}-{model.rpartition('/')[2]}"
+    return Path("runs", "eval", re.sub(r"[^A-Za-z0-9.]+", "-", name).strip(".-")[:120] or "run")
+
+
+class Evaluation:
+    """Episodes that are still to be played, the threads that play them, and the report."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        subject: Subject,
+        maker: Callable[[], gym.Env[Any, Any]],
+        client: ChatClient,
+        store: Store,
+    ) -> None:
+        self.options, self.subject, self.maker, self.client, self.store = options, subject, maker, client, store
+        self.prompt = prompt_of(options, subject.space)
+        keys = [(task, sample) for sample in range(options.samples) for task in subject.tasks]
+        self.todo = [key for key in keys if not store.ended(key)]
+        self.asked = len(keys)
+        self._jobs: queue.SimpleQueue[Key] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._row = 0
+        """Errors since an episode ended."""
+
+    def run(self) -> int:
+        """Play what is left, and report; the exit status."""
+        progress = Progress(sys.stderr, self.asked, quiet=self.options.quiet)
+        before = self.asked - len(self.todo)
+        self._introduce(before)
+        problem: BaseException | None = None
+        if self.todo:
+            problem = self._play(progress)
+            progress.clear()
+        if self.store.records:
+            try:
+                self._report()
+            except CommandError:
+                if problem is None:  # else that is what to tell, and probably why
+                    raise
+        if isinstance(problem, KeyboardInterrupt):
+            print(f"interrupted; the same command continues ({self.store.folder})", file=sys.stderr)
+            return INTERRUPTED
+        if isinstance(problem, (EndpointError, CommandError)):
+            there = f"\nThe same command continues: {self.store.folder} has what was played."
+            raise CommandError(f"{problem}{there if self.store.records else ''}")
+        if problem is not None:
+            raise problem
+        failed = [record for record in self.store.records.values() if record["error"] is not None]
+        if failed:
+            print(f"first error: {failed[0]['error']['what']}", file=sys.stderr)
+            print(f"{len(failed)} episodes have errors; the same command plays them again", file=sys.stderr)
+        return FAILED if failed else OK
+
+    def _introduce(self, before: int) -> None:
+        if self.options.quiet:
+            return
+        of = "" if self.subject.available in (None, len(self.subject.tasks)) else f" of {self.subject.available}"
+        count, samples = len(self.subject.tasks), self.options.samples
+        print(
+            f"{self.options.env_id}: {count}{of} task{'s' * (count != 1)} x {samples} sample{'s' * (samples != 1)}, "
+            f"{self.options.model} at {self.options.base_url}\ninto {self.store.folder}"
+            + (f": {before} of {self.asked} episodes are there" if before else ""),
+            file=sys.stderr,
+        )
+
+    def _play(self, progress: Progress) -> BaseException | None:
+        """Play; what ended it before its time, if anything."""
+        for key in self.todo:
+            self._jobs.put(key)
+        workers = [
+            threading.Thread(target=self._work, name=f"sandboxgym-eval-{number}", daemon=True)
+            for number in range(min(self.options.concurrency, len(self.todo)))
+        ]
+        problem: BaseException | None = None
+        try:
+            progress.show(self.store.records.values())
+            for worker in workers:
+                worker.start()
+            working = len(workers)
+            while working and problem is None:
+                result = self._results.get()
+                if result is None:
+                    working -= 1
+                elif isinstance(result, BaseException):
+                    problem = result
+                else:
+                    problem = self._keep(result)
+                    progress.show(self.store.records.values())
+        except (KeyboardInterrupt, CommandError) as error:
+            problem = error
+        finally:
+            self._stop.set()
+            self.client.abort()
+        end = time.monotonic() + PATIENCE
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join(max(0.0, end - time.monotonic()))
+        while not self._results.empty() and not isinstance(problem, CommandError):
+            result = self._results.get()
+            if isinstance(result, dict):  # it ended while the others were being stopped
+                self.store.add(result)
+        return problem
+
+    def _keep(self, record: Record) -> BaseException | None:
+        self.store.add(record)
+        self._row = 0 if record["error"] is None else self._row + 1
+        if self._row >= max(LOST, self.options.concurrency):
+            return CommandError(f"{self._row} episodes failed one after the other: {record['error']['what']}")
+        return None
+
+    def _work(self) -> None:
+        """One thread: an environment of its own, made, used and closed here (browsers insist on it)."""
+        env: gym.Env[Any, Any] | None = None
+        try:
+            while not self._stop.is_set():
+                try:
+                    key = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+                env, record, error = play(
+                    self.maker,
+                    env,
+                    self.client,
+                    self.prompt,
+                    key,
+                    seed=self.options.seed,
+                    limit=self.subject.limit,
+                    named=self.subject.named,
+                )
+                if isinstance(error, EndpointError) and (error.hopeless or not self.client.answered):
+                    self._results.put(error)  # every other episode would end like this one: not worth a record
+                    break
+                self._results.put(record)
+        except Aborted:
+            env = None
+        except BaseException as error:
+            self._results.put(error)
+        finally:
+            if env is not None:
+                try:
+                    env.close()
+                except Exception as error:  # all its episodes have been kept
+                    print(f"an environment could not be closed: {error}", file=sys.stderr)
+            self._results.put(None)
+
+    def _report(self) -> None:
+        tasks, records = self.subject.tasks, self.store.records
+        summary = report.summarise(
+            tasks,
+            self.options.samples,
+            records,
+            self.store.spent,
+            price_in=self.options.price_in,
+            price_out=self.options.price_out,
+        )
+        lines = report.headlines(summary)
+        episodes = [{name: value for name, value in record.items() if name != "turns"} for record in records.values()]
+        content = {
+            "format": FORMAT,
+            "version": sandboxgym.__version__,
+            "settings": settings_of(self.options, self.subject),
+            "summary": summary,
+            "episodes": episodes,
+        }
+        self.store.write("results.json", json.dumps(content, indent=1, allow_nan=False))
+        title = f"{self.options.env_id}, {self.options.model}"
+        table = "\n".join(report.task_table(summary))
+        self.store.write("report.md", f"# {title}\n\n```text\n" + "\n".join(lines) + f"\n```\n\n{table}\n")
+        grown = report.trees(tasks, records)
+        try:
+            save_trees(grown, self.store.folder / "trees.json")
+        except OSError as error:
+            raise CommandError(f"{self.store.folder / 'trees.json'}: {error.strerror or error}") from error
+        shown = f" (the first {SHOWN_TREES} of {len(grown)} trees)" if len(grown) > SHOWN_TREES else ""
+        self.store.write("trees.html", page(grown[:SHOWN_TREES], title=title + shown))
+        if summary["models"] not in ([], [self.options.model]):
+            lines.insert(0, f"answered by {', '.join(summary['models'])}")
+        print("\n".join(lines))
+        if len(tasks) > 1 and summary["ended"]:
+            print("\n" + "\n".join(report.task_table(summary, SHOWN_TASKS)))
+            if len(tasks) > SHOWN_TASKS:
+                print(f"… and {len(tasks) - SHOWN_TASKS} more tasks: {self.store.folder / 'report.md'}")
+        print(f"\n{self.store.folder}: results.json, report.md, episodes.jsonl (all that was said), trees.html")
+
+
+class Progress:
+    """One line that is kept up to date on a terminal, one every few seconds elsewhere."""
+
+    SECONDS = 5.0
+
+    def __init__(self, out: TextIO, total: int, *, quiet: bool = False) -> None:
+        self._out, self._total, self._quiet = out, total, quiet
+        self._terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._printed = time.monotonic()
+
+    def show(self, records: Any) -> None:
+        """The state of things, given all records."""
+        now = time.monotonic()
+        if self._quiet or now - self._printed < (0.1 if self._terminal else self.SECONDS):
+            return
+        self._printed = now
+        ended = [record for record in records if record["error"] is None]
+        errors = len(records) - len(ended)
+        text = f"{len(ended)}/{self._total} episodes"
+        if known := [record["success"] for record in ended if record["success"] is not None]:
+            text += f", success {sum(known) / len(known):.0%}"
+        text += f", {errors} with errors" if errors else ""
+        text += f", {sum(record['tokens_in'] + record['tokens_out'] for record in records):,} tokens"
+        print(f"\r\033[2K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=self._out)
+        self._out.flush()
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._terminal and not self._quiet:
+            print("\r\033[2K", end="", file=self._out, flush=True)

@@ -1,0 +1,1 @@
+"""Shared parts of the commands: terminal output, downloads, game histories."""

@@ -1,0 +1,1 @@
+"""Level 3: checks of random futures and random streams."""

@@ -1,0 +1,213 @@
+"""Level 3: with random futures, a restore changes no probability, and seeded siblings are independent.
+
+Where the random streams are captured, futures couple exactly (`stochastic.coupled`); statistics are needed to show that
+a *seed* given to ``restore`` or ``fork`` gives a fresh draw from the right distribution, and for environments whose
+randomness nobody captures. `continuations` draws the samples, `distribution` compares them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
+from sandboxgym.conformance.harness.scenario import Scene, first_difference
+from sandboxgym.conformance.stats import tests as st
+from sandboxgym.conformance.stats.distribution import RETURNS, SIBLINGS, TRANSITIONS, Study, study
+from sandboxgym.conformance.subject import Subject
+
+
+@check(
+    "stochastic.coupled",
+    level=3,
+    needs=("rng",),
+    after=("api.protocol",),
+    hazard="Draws after a restore are not those that the captured streams were going to give: nothing can be repeated.",
+    blind="Streams that no call of the recorded runs draws from.",
+)
+def coupled(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """For environments with captured streams: a restore after one with a seed gives the uninterrupted future again; a
+    restore with a seed gives the same future twice, also in another environment; and a snapshot of what was restored
+    with a seed repeats that future.
+    """
+    compared = 0
+    if not subject.noise:
+        raise Skipped("no randomness seen: runs with other draws give the same, and restore.* compare those exactly")
+    for index in range(max(1, budget.traces // 2)):
+        control = subject.control(index, budget.steps)
+        last = control.last
+        points = {1, int(rng.integers(1, last)) if last > 1 else 1, max(1, last // 2)}
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points)
+            other = scene.start(control)
+            for point in walk.points:
+                seed = int(rng.integers(2**31))
+                rest = control.ops[point:last]
+                scene.restore(walk.env, walk.snaps[point], seed=seed)
+                once = scene.play(walk.env, rest)
+                scene.restore(walk.env, walk.snaps[point])
+                compared += scene.expect(walk.env, walk, point, "a restore after one with a seed is not exact")
+                for env in (walk.env, other):
+                    scene.restore(env, walk.snaps[point], seed=seed)
+                    middle = len(rest) // 2
+                    twice = scene.play(env, rest[:middle])
+                    snap = scene.snapshot(env)
+                    twice += scene.play(env, rest[middle:])
+                    compared += len(rest)
+                    if difference := first_difference(once, twice):
+                        scene.fail(f"two restores with seed {seed} go on differently: {difference}")
+                    scene.restore(env, snap)
+                    again = scene.play(env, rest[middle:])
+                    if difference := first_difference(once[middle:], again):
+                        scene.fail(f"a snapshot of what was restored with a seed is not exact: {difference}")
+    return {"calls compared": compared}
+
+
+def _judge(subject: Subject, budget: Budget, check: str, what: str) -> dict[str, Any]:
+    """Verdict of a check from the study's p-values."""
+    found = study(subject, budget)
+    if found.reason:
+        raise Skipped(found.reason)
+    tests, adjusted = found.tests.get(check, {}), found.adjusted
+    if not tests:
+        raise Skipped("what it compares was always the same where futures are random")
+    evidence: dict[str, Any] = {
+        "tests": [{**test.to_json(), "adjusted p": adjusted[name]} for name, test in tests.items()],
+        "tests in all": len(adjusted),
+        "false alarms of the run": st.ALPHA,
+        "designs": found.designs,
+        "calibration": found.calibration,
+    }
+    rejected = sorted((name for name in tests if adjusted[name] <= st.ALPHA), key=lambda name: adjusted[name])
+    if rejected:
+        test = tests[rejected[0]]
+        effect = ""
+        if test.effect is not None:
+            effect = f"; {test.distance} {test.effect[0]:.3f}, at least {test.effect[1]:.3f}"
+        message = f"{what}: {test.name} (adjusted p = {adjusted[test.name]:.2g}{effect})"
+        script = found.scripts.get(test.name.rpartition(", ")[2])
+        raise Failed(message, evidence, None if script is None else _runnable(subject, script))
+    if not found.calibration["within the level"]:
+        raise Inconclusive(f"the calibration rejects too often: {found.calibration['rejected']}", evidence)
+    if min(found.drift.values(), default=1.0) <= st.ALPHA / 10:
+        raise Inconclusive("uninterrupted futures drift by themselves from draw to draw", evidence)
+    return evidence
+
+
+def _runnable(subject: Subject, body: str) -> str:
+    return Scene(subject).script() + body
+
+
+def _powerful(subject: Subject, found: Study, tests: dict[str, st.Comparison], evidence: dict[str, Any]) -> None:
+    """Raise unless a shift of the promised size would have been found in every place's main test."""
+    powers = [
+        (st.power(test.sizes, test.cells, found.shift, found.strictest), test.sizes, test.cells)
+        for test in tests.values()
+        if test.cells >= 2
+    ]
+    if not powers:
+        raise Inconclusive("no test with a known power applies", evidence)
+    chance, sizes, cells = max(powers)
+    evidence["power"] = {
+        "TV": found.shift,
+        "at least": round(chance, 4),
+        "detectable TV": round(st.detectable(sizes, cells, found.strictest), 4),
+    }
+    if chance < st.POWER:
+        _weak(
+            subject,
+            f"{sizes[1]} futures a side find a total variation distance of {found.shift} with probability "
+            f"{chance:.3f} only, {st.POWER} is asked for",
+            evidence,
+        )
+
+
+def _weak(subject: Subject, reason: str, evidence: dict[str, Any]) -> NoReturn:
+    """Message for too few futures: with captured streams, seeds are left to exact coupling, which needs no sample."""
+    if subject.capabilities.rng and not subject.noise.startswith("two runs"):
+        raise Skipped(f"{reason}; that streams are exact is for stochastic.coupled and streams.*, without a sample")
+    raise Inconclusive(reason, evidence)
+
+
+@check(
+    TRANSITIONS,
+    level=3,
+    after=("api.protocol",),
+    hazard="Siblings are drawn from another distribution than the backbone: their mean return is another one.",
+    blind="Shifts of what none of the first three transitions shows, or smaller than the detectable one in the "
+    "evidence; in the replayed design, randomness drawn from anything but np_random; in the live design, shifts that "
+    "the variety of pasts hides.",
+)
+def transition_distribution(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Draws the next transitions of one state many times, restored and uninterrupted, and compares them: χ² of whole
+    transitions (or of cells of continuous ones), and the energy distance of their numbers.
+    """
+    evidence = _judge(subject, budget, TRANSITIONS, "the next transitions after a restore have another distribution")
+    found = study(subject, budget)
+    _powerful(subject, found, found.tests[TRANSITIONS], evidence)
+    return evidence
+
+
+@check(
+    RETURNS,
+    level=3,
+    after=("api.protocol",),
+    hazard="Returns of siblings are not those that the state would have given: every advantage is biased.",
+    blind="As transition_distribution; beyond the budget's number of steps, nothing.",
+)
+def return_distribution(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares returns to the end of the episode (ranks; χ²), and how and when it ends, of the same futures."""
+    evidence = _judge(subject, budget, RETURNS, "the returns after a restore have another distribution")
+    found = study(subject, budget)
+    _powerful(subject, found, found.tests[RETURNS], evidence)
+    return evidence
+
+
+@check(
+    SIBLINGS,
+    level=3,
+    after=("api.protocol",),
+    hazard="Siblings repeat each other: a group of four counts as four samples and is worth less.",
+    blind="Dependence by which siblings do not agree more often: antithetic draws, say. Of continuous outcomes, all "
+    "but exact repetition.",
+)
+def siblings_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Makes many families of siblings, by ``fork(k, seed=…)`` and by restores with neighbouring seeds; tests whether
+    members of a family agree more often than those of different families do, and whether the first and the later ones,
+    and all of them and uninterrupted futures, have one distribution; where streams are captured, forks without a seed
+    must all agree.
+    """
+    evidence = _judge(subject, budget, SIBLINGS, "seeded siblings are not independent draws from one distribution")
+    found = study(subject, budget)
+    if subject.capabilities.rng:
+        evidence["unseeded forks that agree"] = _unseeded(subject, budget)
+    chances = {
+        name: round(st.dependence_power(chance, pairs, found.repeats, found.strictest), 4)
+        for name, (chance, pairs) in found.chance.items()
+    }
+    evidence["power"] = {"share of repeating pairs": found.repeats, "of the tests": chances}
+    for how in ("fork", "restore"):
+        best = max((value for name, value in chances.items() if name.startswith(how)), default=0.0)
+        if best < st.POWER:
+            reason = (
+                f"families of {how}s find that {found.repeats:.0%} of pairs repeat with probability {best:.2f} only"
+            )
+            _weak(subject, reason, evidence)
+    return evidence
+
+
+def _unseeded(subject: Subject, budget: Budget) -> int:
+    control = subject.control(0, budget.steps)
+    if not control.repeatable:
+        return 0
+    point = max(1, control.last // 2)
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [point])
+        scene.restore(walk.env, walk.snaps[point])
+        children = scene.fork(walk.env, max(2, budget.forks))
+        futures = [scene.play(child, control.ops[point : control.last]) for child in children]
+        for future in futures[1:]:
+            if difference := first_difference(futures[0], future):
+                scene.fail(f"forks without a seed go on differently: {difference}")
+    return len(futures)

@@ -1,0 +1,1 @@
+"""Control runs and their comparisons: scenarios, branches, other processes, random generators."""

@@ -1,0 +1,158 @@
+"""Branches: actions that differ from a control run's, with expected outcomes from an environment never restored.
+
+The branches of one point are made to catch state remembered under the wrong key: they differ in their first steps and
+then, at the same moments, take the same actions. A value stored by the number of steps, by depth, or by depth and
+action then answers one branch with the value of another.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.harness.canonical import canonical
+from sandboxgym.conformance.harness.scenario import Scene, Walk, choose, opened, record
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject
+
+WIDTH = 3
+"""Branches of one point."""
+LENGTH = 10
+"""Steps of a branch."""
+
+
+def branches(
+    scene: Scene,
+    control: Control,
+    point: int,
+    rng: np.random.Generator,
+    palette: Sequence[Any],
+    *,
+    width: int = WIDTH,
+    length: int = LENGTH,
+) -> list[Walk]:
+    """Branches of a control run from ``point`` on, each played in a new environment that is then closed.
+
+    Args:
+        scene: plays the branches.
+        control: the run whose first ``point`` calls they share.
+        point: calls before they part, at least 1.
+        rng: draws the actions.
+        palette: actions of every kind; the branches take some of them at the same moments.
+        width: number of branches.
+        length: steps of each, less where the episode ends.
+    """
+    first = [canonical(op.value) for op in control.ops[point : point + 1] if op.kind == "step"]
+    common = _common(control, point, rng, palette, length)
+    found = []
+    for number in range(width):
+        found.append(_branch(scene, control, point, rng, first, common, 1 + number % 3, length))
+    return found
+
+
+def _common(
+    control: Control, point: int, rng: np.random.Generator, palette: Sequence[Any], length: int
+) -> list[tuple[Any, ...]]:
+    """Actions of all branches of one point at the same moments, where possible: the control's, or one per kind."""
+    own = [(op.value,) if op.kind == "step" else () for op in control.ops[point : min(control.last, point + length)]]
+    own += [()] * (length - len(own))
+    if not palette or rng.random() < 0.4:
+        return own
+    start = int(rng.integers(len(palette)))
+    return [(palette[(start + offset) % len(palette)],) for offset in range(length)]
+
+
+def _branch(
+    scene: Scene,
+    control: Control,
+    point: int,
+    rng: np.random.Generator,
+    first: list[Any],
+    common: list[tuple[Any, ...]],
+    own: int,
+    length: int,
+) -> Walk:
+    subject = scene.subject
+    env = scene.start(control)
+    space = copy.deepcopy(env.action_space)
+    space.seed(int(rng.integers(2**31)))
+    ops: list[Op] = []
+    outcomes = []
+    raw: Any = None
+    for index in range(point + length):
+        if index < point:
+            op = control.ops[index]
+        elif raw is None or raw[2] or raw[3]:
+            break
+        else:
+            offset = index - point
+            wanted = common[offset] if offset >= own else ()
+            action = wanted[0] if wanted and _possible(wanted[0], raw[4]) else None
+            for _ in range(8 if action is None else 0):
+                action = choose(subject, space, raw[0], raw[4], rng, bool(rng.random() < 0.7))
+                if offset or canonical(action) not in first:
+                    break
+            if not offset:
+                first.append(canonical(action))
+            op = Op("step", action)
+        scene._write_op(env, op)
+        outcome, raw = subject.call(env, op)
+        ops.append(op)
+        outcomes.append(outcome)
+    scene.forget(env)
+    name = f"{control.name}, other actions from {point}"
+    other = Control(name, control.seed, tuple(ops), tuple(outcomes), None, True, "", 0)
+    return Walk(env, other, {}, outcomes, outcomes, len(ops))
+
+
+def _possible(action: Any, info: Any) -> bool:
+    """True if the environment offers an action, where it declares what it offers."""
+    if not isinstance(info, dict):
+        return True
+    if (commands := info.get("admissible_commands")) is not None and isinstance(action, str):
+        return action in commands
+    mask = info.get("action_mask")
+    if isinstance(mask, np.ndarray) and mask.ndim == 1 and isinstance(action, (int, np.integer)):
+        return bool(0 <= action < len(mask) and mask[action])
+    return True
+
+
+def pictured(subject: Subject) -> Subject | None:
+    """The subject with its rendered picture compared after each call; None where it cannot be rendered.
+
+    Pictures that differ in two uninterrupted runs are no part of it either.
+    """
+    from sandboxgym.conformance.checks.freshness import _modes, _rendering
+
+    for mode in _modes(subject):
+        drawing = replace(
+            subject,
+            make_env=_rendering(subject, mode),
+            name=f"{subject.name}, render_mode={mode!r}",
+            observe_state=functools.partial(_drawn, subject),
+            declared=subject.capabilities,
+            make_spec=subject.make_spec,
+            _controls={},
+        )
+        try:
+            with opened(drawing) as env:
+                env.reset(seed=1, options=subject.options(0))
+                if canonical(env.render()) is None:
+                    continue
+            if record(drawing, 0, 8).repeatable:
+                return drawing
+        except Exception:  # a mode that does not work here: freshness.render says why
+            continue
+    return None
+
+
+def _drawn(subject: Subject, env: AnyEnv) -> Any:
+    seen = None if subject.observe_state is None else subject.observe_state(env)
+    try:
+        return seen, env.render()
+    except Exception as error:  # of an environment that was not reset: as comparable as a picture
+        return seen, type(error).__qualname__

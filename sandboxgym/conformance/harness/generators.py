@@ -1,0 +1,247 @@
+"""All random generators that an environment's attributes lead to: their paths, their bits, new bits for them.
+
+1. The walk follows attributes (instance dictionaries, ``__slots__``), containers, closures, defaults, bound methods and
+   partial functions. It calls nothing of the environment's: no property, no ``__getattr__``, no ``__iter__`` but those
+   of built-in containers.
+2. It enters no module and no class, goes in the order of distance, and stops after `MOST` objects.
+3. A generator is identified by its bit generator: two `numpy.random.Generator` over one are one stream. Those of a
+   space and the process's global ones are excluded: `scenario.streams` and `process_globals.global_streams` cover
+   these.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+import sys
+import types
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from sandboxgym.conformance.harness.canonical import Canonical, canonical
+
+MOST = 20_000
+"""Objects that a walk visits at most."""
+WIDEST = 4_096
+"""Items of one container that it visits at most."""
+
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
+_LEGACY = np.random.RandomState
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A generator, and the path by which it was found."""
+
+    path: str
+    kind: str
+    source: Any
+    """Holder of the bits: two paths lead to one stream if this is one object."""
+
+    def bits(self) -> Canonical:
+        """State of the generator."""
+        if self.kind == "python":
+            return canonical(self.source.getstate())
+        if self.kind == "torch":
+            return bytes(self.source.get_state().numpy().tobytes())
+        if self.kind == "jax":
+            return _key_bytes(self.source)
+        return canonical(self.source.state)
+
+    @property
+    def renewable(self) -> bool:
+        """True if its bits can be replaced in place; a key of jax is a value."""
+        return self.kind != "jax"
+
+    def renew(self, seed: int) -> None:
+        """Replace the bits in place."""
+        if self.kind == "python":
+            self.source.seed(seed)
+        elif self.kind == "torch":
+            self.source.manual_seed(seed)
+        elif self.kind == "numpy":
+            self.source.state = type(self.source)(seed).state
+
+    def save(self) -> Any:
+        """The state for `load`."""
+        if self.kind == "python":
+            return self.source.getstate()
+        return self.source.get_state() if self.kind == "torch" else self.source.state
+
+    def load(self, state: Any) -> None:
+        """Set a saved state in place."""
+        if self.kind == "python":
+            self.source.setstate(state)
+        elif self.kind == "torch":
+            self.source.set_state(state)
+        elif self.kind == "numpy":
+            self.source.state = state
+
+
+def find(env: Any, only: Collection[str] | None = None) -> dict[str, Stream]:
+    """Find the generators that an environment leads to, by path; one with several paths is under the nearest.
+
+    Args:
+        env: start of the walk.
+        only: end the walk when there is one under each of these paths.
+    """
+    found: dict[str, Stream] = {}
+    known = _global()
+    seen: set[int] = set()
+    keep: list[Any] = []  # so that no id is used twice
+    queue: collections.deque[tuple[str, Any]] = collections.deque([(type(env).__name__, env)])
+    missing = None if only is None else set(only)
+    while queue and len(seen) < MOST and (missing is None or missing):
+        path, value = queue.popleft()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        keep.append(value)
+        stream = _stream(path, value)
+        if stream is not None:
+            if id(stream.source) not in known:
+                known.add(id(stream.source))
+                keep.append(stream.source)
+                while path in found:  # of a set
+                    path += "'"
+                found[path] = stream
+                if missing is not None:
+                    missing.discard(path)
+            continue
+        queue.extend(_inside(path, value))
+    return found
+
+
+def _stream(path: str, value: Any) -> Stream | None:
+    try:
+        if isinstance(value, np.random.Generator):
+            return _numpy(path, value.bit_generator)
+        if isinstance(value, np.random.BitGenerator):
+            return _numpy(path, value)
+        if isinstance(value, _LEGACY):
+            return _numpy(path, value._bit_generator)  # type: ignore[attr-defined]
+        if isinstance(value, random.Random):
+            value.getstate()  # SystemRandom has none
+            return Stream(path, "python", value)
+        if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Generator):
+            return Stream(path, "torch", value) if value.device.type == "cpu" else None
+        if (jax := sys.modules.get("jax")) is not None and isinstance(value, jax.Array):
+            return Stream(path, "jax", value) if _is_key(jax, path, value) else None
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return None
+
+
+def _numpy(path: str, bits: Any) -> Stream | None:
+    _ = bits.state  # a user's own bit generator may have none
+    return Stream(path, "numpy", bits)
+
+
+def _is_key(jax: Any, path: str, value: Any) -> bool:
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return True
+    name = path.rpartition(".")[2].lower()
+    return value.dtype == np.uint32 and value.shape in ((2,), (4,)) and ("key" in name or "rng" in name)
+
+
+def _key_bytes(value: Any) -> bytes:
+    jax = sys.modules["jax"]
+    return np.asarray(value if value.dtype == np.uint32 else jax.random.key_data(value)).tobytes()
+
+
+def _global() -> set[int]:
+    """Ids of the streams of the process."""
+    legacy: Any = np.random.mtrand
+    known = {id(random._inst), id(legacy._rand._bit_generator)}  # type: ignore[attr-defined]
+    if (torch := sys.modules.get("torch")) is not None:
+        known.add(id(torch.default_generator))
+    return known
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Values that an object holds, with paths; of a space nothing."""
+    kind = type(value)
+    if isinstance(value, gym.Space):
+        return
+    if isinstance(value, dict):
+        for number, (key, item) in enumerate(dict.items(value)):
+            if number >= WIDEST:
+                break
+            yield f"{path}[{_named(key)}]", item
+    elif isinstance(value, (list, tuple, collections.deque)):
+        base: Any = next(each for each in (list, tuple, collections.deque) if isinstance(value, each))
+        for number, item in enumerate(base.__iter__(value)):
+            if number >= WIDEST:
+                break
+            yield f"{path}[{number}]", item
+    elif isinstance(value, (set, frozenset)):
+        whole: Any = set if isinstance(value, set) else frozenset
+        for number, item in enumerate(whole.__iter__(value)):
+            if number >= WIDEST:
+                break
+            yield f"{path}{{}}", item
+    elif isinstance(value, np.ndarray):
+        if value.dtype.hasobject and value.dtype.kind == "O":
+            yield from ((f"{path}[{number}]", item) for number, item in enumerate(value.ravel()[:WIDEST].tolist()))
+        return
+    elif kind is types.FunctionType:
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+            try:
+                yield f"{path}.<{name}>", cell.cell_contents
+            except ValueError:  # not yet filled
+                continue
+        for number, item in enumerate(value.__defaults__ or ()):
+            yield f"{path}.<default {number}>", item
+        for name, item in (value.__kwdefaults__ or {}).items():
+            yield f"{path}.<default {name}>", item
+        return
+    elif kind in (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType):
+        if not isinstance(value.__self__, types.ModuleType):
+            yield f"{path}.__self__", value.__self__
+        return
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        return
+    elif kind is types.GeneratorType:
+        if value.gi_frame is not None:
+            for name, item in value.gi_frame.f_locals.items():
+                yield f"{path}.<{name}>", item
+        return
+    yield from _attributes(path, value, kind)
+
+
+def _attributes(path: str, value: Any, kind: type[Any]) -> Iterator[tuple[str, Any]]:
+    own = _dictionary(value, kind)
+    for name, item in own.items() if own is not None else ():
+        yield f"{path}.{name}" if isinstance(name, str) else path, item
+    for base in kind.__mro__:
+        for descriptor in vars(base).values():
+            if (
+                isinstance(descriptor, types.MemberDescriptorType) and descriptor.__name__ != "__dict__"
+            ):  # a slot: reading it runs no code of the class
+                try:
+                    yield f"{path}.{descriptor.__name__}", descriptor.__get__(value, kind)
+                except (AttributeError, TypeError):
+                    continue
+
+
+def _dictionary(value: Any, kind: type[Any]) -> dict[Any, Any] | None:
+    """The instance's dictionary, even if the class hides it."""
+    for base in kind.__mro__:
+        descriptor = vars(base).get("__dict__")
+        if isinstance(descriptor, (types.GetSetDescriptorType, types.MemberDescriptorType)):
+            try:
+                own = descriptor.__get__(value, kind)
+            except (AttributeError, TypeError):
+                return None
+            return own if isinstance(own, dict) else None
+    return None
+
+
+def _named(key: Any) -> str:
+    return repr(key)[:40] if type(key) in (str, int, float, bytes) else type(key).__name__

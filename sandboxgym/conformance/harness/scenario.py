@@ -1,0 +1,685 @@
+"""Control runs and scenes: calls on environments, compared, with a script that reproduces a difference.
+
+1. A `Scene` performs calls on environments and writes each down as a line of Python. When a comparison fails, these
+   lines, followed by the same calls on an uninterrupted environment, are the counterexample.
+2. A scene closes all its environments and releases all its snapshots, whatever happens.
+3. Futures are compared whole: the rest of the episode, two steps after its end, and the start of the next episode,
+   each with observation, reward, flags and info, types and dtypes included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import gymnasium as gym
+import numpy as np
+
+from sandboxgym.conformance.check import Failed
+from sandboxgym.conformance.harness import generators, masks
+from sandboxgym.conformance.harness.canonical import Canonical, canonical, difference, literal, rows, show
+from sandboxgym.conformance.subject import (
+    AnyEnv,
+    Control,
+    Op,
+    Outcome,
+    Subject,
+    fork,
+    layers,
+    methods,
+    restore,
+    snapshot,
+)
+from sandboxgym.conformance.supervision.clock import Stopwatch
+
+AFTER_END = 2
+"""Steps that a control run takes after the end of its first episode."""
+NEXT_EPISODE = 4
+"""Steps that it takes in the second one, reset without a seed: draws made only by ``reset`` show here."""
+
+
+# Control runs.
+
+
+def control_seed(subject: Subject, index: int) -> int:
+    """Seed with which the ``index``-th control run is reset."""
+    return int(np.random.SeedSequence([subject.seed, index]).generate_state(1)[0]) % 2**31
+
+
+def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()) -> Control:
+    """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it.
+
+    Args:
+        subject: to record.
+        index: decides the seed, the reset options, and how actions are chosen.
+        steps: of the first episode at most.
+        planned: its first actions, where they are not chosen on the way.
+    """
+    seed = control_seed(subject, index)
+    on_policy = index % 2 == 0
+    rng = np.random.default_rng([subject.seed, index, 1])
+    options = subject.options(index)
+    ops: list[Op] = []
+    outcomes: list[Outcome] = []
+    watch = Stopwatch()
+    with opened(subject) as env:
+        space = copy.deepcopy(env.action_space)
+        space.seed(seed)
+
+        def perform(op: Op) -> tuple[Any, ...] | None:
+            outcome, raw = subject.call(env, op)
+            ops.append(op)
+            outcomes.append(outcome)
+            return raw
+
+        def episode(op: Op, limit: int, planned: Sequence[Any] = ()) -> bool:
+            raw = perform(op)
+            for number in range(limit):
+                if raw is None or raw[2] or raw[3]:
+                    break
+                known = number < len(planned)
+                action = planned[number] if known else choose(subject, space, raw[0], raw[4], rng, on_policy)
+                raw = perform(Op("step", action))
+            return raw is not None and bool(raw[2] or raw[3])
+
+        seed_spaces(env, seed)
+        ended = len(ops) if episode(Op("reset", (seed, options)), steps, planned) else None
+        if outcomes[0].raised:
+            env.reset(seed=seed, options=copy.deepcopy(options))  # raises the same for the report
+        if ended is not None:
+            for _ in range(AFTER_END):
+                perform(Op("step", ops[-1].value))
+        following = subject.options(index + 1) if isinstance(subject.reset_options, list) else options
+        episode(Op("reset", (None, following)), NEXT_EPISODE)
+    first, watch = watch.elapsed, Stopwatch()
+    again = replay(subject, seed, ops)
+    seconds = min(first, watch.elapsed)  # the less disturbed of two
+    differs = first_difference(outcomes, again)
+    how = "found by search" if planned else "on-policy" if on_policy else "off-policy"
+    name = f"seed {seed}, {how}, {len(ops)} calls"
+    return Control(name, seed, tuple(ops), tuple(outcomes), ended, not differs, differs or "", seconds)
+
+
+def choose(
+    subject: Subject,
+    space: gym.Space[Any],
+    observation: Any,
+    info: dict[str, Any],
+    rng: np.random.Generator,
+    on_policy: bool,
+) -> Any:
+    """Choose an action: the action source's, or, off-policy, every second time a sample of the action space."""
+    if not on_policy and rng.random() < 0.5:
+        return space.sample()
+    if subject.actions is not None:
+        return subject.actions(observation, info, rng)
+    admissible = info.get("admissible_commands") if isinstance(info, dict) else None
+    if admissible is not None and len(admissible):
+        return admissible[int(rng.integers(len(admissible)))]
+    mask = masks.given(observation, info)
+    return space.sample() if mask is None else masks.sample(space, mask)
+
+
+def replay(subject: Subject, seed: int, ops: Sequence[Op]) -> list[Outcome]:
+    """The outcomes of ``ops`` in a new environment."""
+    with opened(subject) as env:
+        seed_spaces(env, seed)
+        return [subject.call(env, op)[0] for op in ops]
+
+
+def noise(subject: Subject) -> str:
+    """Reason why futures differ by themselves: no repetition from a seed, or known or unknown streams."""
+    for index in (0, 1):
+        control = subject.control(index, 60)
+        if not control.repeatable:
+            return f"two runs from the same seed differ: {control.differs}"
+        for trial in range(3):
+            with opened(subject) as env:
+                seed_spaces(env, control.seed)
+                outcomes = [subject.call(env, control.ops[0])[0]]
+                renew_streams(env, int(np.random.SeedSequence([subject.seed, trial]).generate_state(1)[0]))
+                seed_spaces(env, control.seed + 1 + trial)
+                outcomes += [subject.call(env, op)[0] for op in control.ops[1 : control.last]]
+            differs = first_difference(control.outcomes[: control.last], outcomes)
+            if differs:
+                return f"runs with other draws differ: {differs}"
+    from sandboxgym.conformance.harness.seeds import by_seed  # which needs this module
+
+    return by_seed(subject)
+
+
+def renew_streams(env: AnyEnv, seed: int) -> None:
+    """Give fresh bits to ``np_random`` and every other generator that the environment leads to, not to spaces.
+
+    Raises:
+        AttributeError, TypeError: ``np_random`` cannot be replaced, and no generator was found.
+    """
+    try:
+        env.unwrapped.np_random = np.random.default_rng(seed)
+    except (AttributeError, TypeError):
+        if not generators.find(env):
+            raise
+    replaced = id(getattr(env.unwrapped.np_random, "bit_generator", None))
+    for number, stream in enumerate(generators.find(env).values()):
+        if id(stream.source) != replaced:
+            stream.renew(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))
+
+
+@contextlib.contextmanager
+def opened(subject: Subject) -> Iterator[AnyEnv]:
+    """A new environment, closed at the end of the context."""
+    with quiet():
+        env = subject.make_env()
+        try:
+            yield env
+        finally:
+            env.close()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings: those of ``step`` after the end of an episode are provoked."""
+    level = gym.logger.min_level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gym.logger.min_level = gym.logger.ERROR
+        try:
+            yield
+        finally:
+            gym.logger.min_level = level
+
+
+def seed_spaces(env: AnyEnv, seed: int) -> None:
+    """Seed the spaces of every layer, all differently: with equal seeds, a mix-up in a restore would not show."""
+    for _, space, offset in _spaces_of_layers(env):
+        space.seed(seed + offset)
+
+
+def seeding(name: str, env: AnyEnv, seed: int) -> str:
+    """Line of a script that does the work of `seed_spaces`."""
+    return ", ".join(f"{name}.{path}.seed({seed + offset})" for path, _, offset in _spaces_of_layers(env))
+
+
+def _spaces_of_layers(env: AnyEnv) -> Iterator[tuple[str, gym.Space[Any], int]]:
+    """Each space once, with its path from the outermost layer and the offset of its seed.
+
+    A wrapper that changes the space of observations hides the one below, whose stream is captured too.
+    """
+    seen: list[gym.Space[Any]] = []
+    for depth, layer in enumerate(layers(env)):
+        for name in ("action_space", "observation_space"):
+            space = getattr(layer, name, None) if depth else getattr(layer, name)
+            if isinstance(space, gym.Space) and not any(space is other for other in seen):
+                yield ".".join(["env"] * depth + [name]), space, len(seen)
+                seen.append(space)
+
+
+def first_difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str | None:
+    """First difference of two runs, in words."""
+    for index, (one, other) in enumerate(zip(expected, found)):
+        if one != other:
+            return f"call {index}: {outcome_difference(one, other)}"
+    if len(expected) != len(found):
+        return f"{len(expected)} calls expected, {len(found)} made"
+    return None
+
+
+def outcome_difference(expected: Outcome, found: Outcome) -> str:
+    """Differences of two outcomes, field by field."""
+    if expected.raised != found.raised:
+        return f"expected {_kind(expected)}, {_kind(found)} was found"
+    differing = [
+        difference(getattr(expected, name), getattr(found, name), name)
+        for name in Outcome._fields
+        if getattr(expected, name) != getattr(found, name)
+    ]
+    return "; ".join(text for text in differing if text)
+
+
+def _kind(outcome: Outcome) -> str:
+    return f"{outcome.raised} raised" if outcome.raised else "a transition"
+
+
+def streams(env: AnyEnv) -> dict[str, Canonical]:
+    """Bit states of all random streams of all layers and their spaces; None for those not yet made."""
+    found: dict[str, Canonical] = {}
+    for depth, layer in enumerate(layers(env)):
+        name = f"{type(layer).__name__}#{depth}"
+        found[f"{name}.np_random"] = _bits(_own_stream(layer))
+        for attribute in ("action_space", "observation_space"):
+            space = getattr(layer, attribute, None)
+            for place, inner in _spaces(space, attribute):
+                found[f"{name}.{place}"] = _bits(getattr(inner, "_np_random", None))
+    return found
+
+
+def known_seed(env: AnyEnv) -> Any:
+    """The public ``np_random_seed`` of the base environment, without making a stream; None where there is none yet."""
+    base = env.unwrapped
+    if (
+        getattr(base, "_np_random_seed", None) is None
+        and getattr(type(base), "np_random_seed", None) is gym.Env.np_random_seed
+    ):
+        return None  # reading it would replace np_random
+    try:
+        return canonical(base.np_random_seed)
+    except Exception:  # an author's own property, before it has any
+        return None
+
+
+def _own_stream(layer: Any) -> Any:
+    """A layer's ``np_random`` if it is made: Gymnasium's attribute, or a property of the author's own."""
+    own = vars(layer).get("_np_random") if hasattr(layer, "__dict__") else None
+    if own is None and getattr(type(layer), "np_random", None) not in (gym.Env.np_random, gym.Wrapper.np_random):
+        with contextlib.suppress(Exception):  # before the first reset it may have none
+            return layer.np_random
+    return own
+
+
+def _spaces(space: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(space, gym.Space):
+        return
+    yield place, space
+    inner = getattr(space, "spaces", None)
+    items: Iterable[Any] = inner.items() if isinstance(inner, dict) else enumerate(inner) if inner is not None else ()
+    for key, item in items:
+        yield from _spaces(item, f"{place}[{key!r}]")
+
+
+def _bits(generator: Any) -> Canonical:
+    return canonical(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
+
+
+# Scenes.
+
+
+@dataclass
+class Walk:
+    """A run with snapshots on the way."""
+
+    env: AnyEnv
+    control: Control
+    snaps: dict[int, Any]
+    """Snapshots by the number of calls before each."""
+    outcomes: list[Outcome]
+    expected: Sequence[Outcome]
+    """The control's outcomes where it is repeatable, else this run's own."""
+
+    end: int
+    """Number of comparable calls: without captured streams only those before the next episode starts."""
+
+    @property
+    def points(self) -> list[int]:
+        """Numbers of calls at which the snapshots were taken."""
+        return sorted(self.snaps)
+
+
+@dataclass
+class Scene:
+    """Environments, snapshots and the calls made on them. Use it as a context manager."""
+
+    subject: Subject
+    lines: list[str] = field(default_factory=list)
+    _envs: dict[int, tuple[AnyEnv, str]] = field(default_factory=dict)
+    _snaps: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    _closed: set[int] = field(default_factory=set)
+    _made: int = 0
+    _taken: int = 0
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    _loop: int = 0
+    _released: set[int] = field(default_factory=set)
+
+    def __enter__(self) -> Self:
+        self._quiet = quiet()
+        self._quiet.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Failed) and not hasattr(error, "counterexample"):
+            with contextlib.suppress(Exception):
+                error.counterexample = self.script()  # type: ignore[attr-defined]
+        try:
+            failed = self._leave()
+        finally:
+            self._quiet.__exit__(None, None, None)
+        if failed is not None and error is None:
+            raise failed
+
+    def _leave(self) -> BaseException | None:
+        failed: BaseException | None = None
+        for snap, _ in list(self._snaps.values()):
+            try:
+                if id(snap) not in self._released:
+                    release(snap)
+            except Exception as error:
+                failed = failed or error
+        for env, _ in list(self._envs.values()):
+            if id(env) not in self._closed:
+                try:
+                    env.close()
+                except Exception as error:
+                    failed = failed or error
+        return failed
+
+    # Calls.
+
+    def make(self) -> AnyEnv:
+        """Make a new environment."""
+        env = self.subject.make_env()
+        self.lines.append(f"{self._named(env)} = make_env()")
+        return env
+
+    def start(self, control: Control) -> AnyEnv:
+        """Make an environment at the start of a control run, its spaces seeded, before the first call."""
+        env = self.make()
+        self.seed_spaces(env, control.seed)
+        return env
+
+    def seed_spaces(self, env: AnyEnv, seed: int) -> None:
+        """Seed the spaces of all layers."""
+        seed_spaces(env, seed)
+        self.lines.append(seeding(self.name(env), env, seed))
+
+    def call(self, env: AnyEnv, op: Op) -> Outcome:
+        """Perform one call."""
+        self._write_op(env, op)
+        return self.subject.call(env, op)[0]
+
+    def perform(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
+        """Perform one call; its output, canonical and raw (None if it raised)."""
+        self._write_op(env, op)
+        return self.subject.call(env, op)
+
+    def play(self, env: AnyEnv, ops: Sequence[Op]) -> list[Outcome]:
+        """Perform calls."""
+        return [self.call(env, op) for op in ops]
+
+    def reset(self, env: AnyEnv, seed: int | None = None, options: dict[str, Any] | None = None) -> Outcome:
+        """Start another episode."""
+        return self.call(env, Op("reset", (seed, options)))
+
+    def snapshot(self, env: AnyEnv) -> Any:
+        """Take a snapshot."""
+        name = f"snap{self._taken}"
+        source = self.name(env)
+        self.lines.append(
+            f"{name} = {source}.snapshot()" if methods(env) else f"{name} = sandboxgym.snapshot({source})"
+        )
+        snap = snapshot(env)
+        self._taken += 1
+        self._snaps[id(snap)] = (snap, name)
+        return snap
+
+    def adopt(self, snap: Any, expression: str) -> Any:
+        """Take over a snapshot made otherwise, by loading for example."""
+        name = f"snap{self._taken}"
+        self._taken += 1
+        self.lines.append(f"{name} = {expression}")
+        self._snaps[id(snap)] = (snap, name)
+        return snap
+
+    def restore(self, env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Restore a snapshot; the output of ``restore``."""
+        named = "" if seed is None else f", seed={seed}"
+        name = self.name(env)
+        handle = self.snap_name(snap)
+        own = f"{name}.restore({handle}{named})"
+        self.lines.append(own if methods(env) else f"sandboxgym.restore({name}, {handle}{named})")
+        result = restore(env, snap, seed)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+            self.fail(f"restore() must return (observation, info), it returned {result!r:.200}")
+        return result
+
+    def fork(self, env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
+        """Fork an environment."""
+        children = fork(env, k, seed)
+        names = ", ".join(self._named(child) for child in children)
+        named = "" if seed is None else f", seed={seed}"
+        name = self.name(env)
+        call = f"{name}.fork({k}{named})" if methods(env) else f"sandboxgym.fork({name}, {k}{named})"
+        self.lines.append(f"{names}{',' if len(children) == 1 else ''} = {call}")
+        if len(children) != k:
+            self.fail(f"fork({k}) returned {len(children)} environments")
+        return children
+
+    def close(self, env: AnyEnv) -> None:
+        """Close an environment."""
+        self.lines.append(f"{self.name(env)}.close()")
+        self._closed.add(id(env))
+        env.close()
+
+    def release(self, snap: Any) -> None:
+        """Release a snapshot, where it can be."""
+        if hasattr(snap, "release"):
+            self.lines.append(f"{self.snap_name(snap)}.release()")
+        if id(snap) not in self._released:
+            self._released.add(id(snap))
+            release(snap)
+
+    def forget(self, env: AnyEnv) -> None:
+        """Close an environment and drop it, so that thousands can follow each other."""
+        self.close(env)
+        self._envs.pop(id(env))
+        self._closed.discard(id(env))
+
+    def drop(self, snap: Any) -> None:
+        """Release a snapshot and drop it."""
+        self.release(snap)
+        self._snaps.pop(id(snap), None)
+        self._released.discard(id(snap))
+
+    def note(self, line: str) -> None:
+        """Add a line to the script."""
+        self.lines.append(line)
+
+    @contextlib.contextmanager
+    def iteration(self, index: int) -> Iterator[None]:
+        """Context of one of many equal iterations, from 0: those that passed become one loop in the script."""
+        if index == 0:
+            self._loop = len(self.lines)
+        mark = self._loop + bool(index)
+        made, taken, live = self._made, self._taken, (len(self._envs), len(self._snaps))
+        yield
+        body = "\n".join(f"    {line}" for line in "\n".join(folded(self.lines[mark:])).splitlines())
+        self.lines[self._loop :] = [f"for _ in range({index + 1}):\n{body}"]
+        if live == (len(self._envs), len(self._snaps)):
+            self._made, self._taken = made, taken
+
+    # Composite.
+
+    def walk(self, control: Control, points: Iterable[int]) -> Walk:
+        """Play a control run with snapshots after the given numbers of calls."""
+        wanted = set(points)
+        env = self.start(control)
+        snaps: dict[int, Any] = {}
+        outcomes: list[Outcome] = []
+        for count in range(len(control.ops) + 1):
+            if count in wanted:
+                snaps[count] = self.snapshot(env)
+            if count < len(control.ops):
+                outcomes.append(self.call(env, control.ops[count]))
+        return Walk(env, control, snaps, outcomes, self.expected(control, outcomes), comparable(self.subject, control))
+
+    def expected(self, control: Control, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        """Expected outcomes: the control's where it is repeatable, else those of the run itself."""
+        return control.outcomes if control.repeatable else outcomes
+
+    def alone(self, control: Control, point: int, suffix: Sequence[Op]) -> Walk:
+        """Outcomes of a control's calls up to ``point`` and then others, in a new environment; no snapshots."""
+        env = self.start(control)
+        ops = (*control.ops[:point], *suffix)
+        outcomes = self.play(env, ops)
+        other = Control(
+            f"{control.name}, other actions from {point}", control.seed, ops, tuple(outcomes), None, True, "", 0
+        )
+        return Walk(env, other, {}, outcomes, outcomes, len(ops))
+
+    def followed(self, control: Control, following: Control, calls: int | None = None) -> Walk:
+        """Outcomes of a control run, or its first ``calls``, and then of another one's first episode; no snapshots."""
+        return self.alone(control, len(control.ops) if calls is None else calls, following.ops[: following.last])
+
+    def expect(self, env: AnyEnv, walk: Walk, point: int, what: str, *, calls: int | None = None) -> int:
+        """Play the control run's calls from ``point`` on; fail where the outcomes differ from the expected ones.
+
+        Returns:
+            How many calls were compared.
+        """
+        end = walk.end if calls is None else min(point + calls, walk.end)
+        for index in range(point, end):
+            found = self.call(env, walk.control.ops[index])
+            if found != walk.expected[index]:
+                self.differ(walk, env, index, found, what, point)
+        return end - point
+
+    def expect_raw(self, env: AnyEnv, walk: Walk, index: int, what: str) -> tuple[tuple[Any, ...], Outcome] | None:
+        """Like `expect` for one call; its output, raw and canonical (None if it raised)."""
+        op = walk.control.ops[index]
+        self._write_op(env, op)
+        found, raw = self.subject.call(env, op)
+        if found != walk.expected[index]:
+            self.differ(walk, env, index, found, what, index)
+        return None if raw is None else (raw, found)
+
+    def expect_returned(
+        self, env: AnyEnv, walk: Walk, point: int, result: tuple[Any, dict[str, Any]], what: str
+    ) -> None:
+        """Fail unless ``restore`` returned the observation and info of the call before ``point``."""
+        expected = walk.expected[point - 1]
+        if expected.raised is not None:
+            return
+        found = self.subject.outcome(env, result[0], 0.0, False, False, result[1])
+        found = found._replace(reward=expected.reward, terminated=expected.terminated, truncated=expected.truncated)
+        if self.subject.normalize is not None and expected.info is None:
+            return  # the normaliser gives something of its own, of which reward and flags are part
+        if found != expected:
+            self.fail(f"{what}: {outcome_difference(expected, found)}", {"snapshot after calls": point})
+
+    def differ(self, walk: Walk, env: AnyEnv, index: int, found: Outcome, what: str, point: int | None = None) -> None:
+        """Fail because of the outcome of call ``index``."""
+        evidence: dict[str, Any] = {
+            "control run": walk.control.name,
+            "call": index,
+            "expected": show_outcome(walk.expected[index]),
+            "found": show_outcome(found),
+            "difference": rows(walk.expected[index]._asdict(), found._asdict()),
+            "compared with": "an uninterrupted run" if walk.control.repeatable else "the original environment",
+        }
+        if point is not None:
+            evidence["snapshot after calls"] = point
+        text = outcome_difference(walk.expected[index], found)
+        after = "" if point is None else f", {index - point + 1} calls after the restored moment"
+        raise Failed(f"{what}: call {index} differs{after}: {text}", evidence, self.script(walk, env, index))
+
+    def fail(self, message: str, evidence: dict[str, Any] | None = None) -> None:
+        """Fail, with the calls so far as the counterexample."""
+        raise Failed(message, evidence, self.script())
+
+    # Names and the script.
+
+    def name(self, env: AnyEnv) -> str:
+        """Name of an environment in the script."""
+        return self._envs[id(env)][1]
+
+    def snap_name(self, snap: Any) -> str:
+        """Name of a snapshot in the script."""
+        return self._snaps[id(snap)][1]
+
+    def rename(self, snap: Any, name: str) -> None:
+        """Set another expression for a snapshot in the script."""
+        self._snaps[id(snap)] = (snap, name)
+
+    def _named(self, env: AnyEnv) -> str:
+        if id(env) in self._envs:  # a fork that is its own source, say
+            return self._envs[id(env)][1]
+        name = f"env{self._made}"
+        self._made += 1
+        self._envs[id(env)] = (env, name)
+        return name
+
+    def _write_op(self, env: AnyEnv, op: Op) -> None:
+        self.lines.append(written(self.name(env), op))
+
+    def script(self, walk: Walk | None = None, env: AnyEnv | None = None, index: int | None = None) -> str:
+        """The calls so far, as runnable Python."""
+        head = ["", "import sandboxgym", ""]
+        if self.subject.source is not None:
+            head += self.subject.source.splitlines()
+        else:
+            head += [f"def make_env():  # {self.subject.name}", "    ...  # the factory that was given to the suite"]
+        head += ["", ""]
+        lines = self.lines[:]
+        tail: list[str] = []
+        if walk is not None and env is not None and index is not None:
+            lines, last = lines[:-1], lines[-1]
+            tail = [f"found = {last}"]
+            if walk.control.repeatable:
+                tail += ["", "control = make_env()  # never interrupted"]
+                seed = walk.control.seed
+                tail.append(seeding("control", walk.env, seed))
+                tail += [written("control", op) for op in walk.control.ops[:index]]
+                tail.append(f"expected = {written('control', walk.control.ops[index])}")
+                tail += ['print("expected", expected)']
+            else:
+                tail.append(f"# expected: {show_outcome(walk.expected[index])}")
+            tail += ['print("found   ", found)']
+        body = [*head, *folded(lines), *folded(tail)]
+        numpy = ["import numpy as np"] if any("np." in line for line in body) else []
+        return "\n".join(["import gymnasium as gym", *numpy, *body]) + "\n"
+
+
+def comparable(subject: Subject, control: Control) -> int:
+    """Number of calls of a control run that a restore must repeat."""
+    if subject.capabilities.rng or control.ended is None:
+        return len(control.ops)
+    return next(index for index, op in enumerate(control.ops) if index and op.kind == "reset")
+
+
+def show_outcome(outcome: Outcome) -> str:
+    """An outcome as readable text."""
+    if outcome.raised is not None:
+        return f"{outcome.raised} raised"
+    names = [name for name in Outcome._fields if name not in ("raised", "state")]
+    text = ", ".join(f"{name}={show(getattr(outcome, name))}" for name in names)
+    return text if outcome.state is None else f"{text}, state={show(outcome.state)}"
+
+
+def release(snap: Any) -> None:
+    """Release a snapshot, where it can be."""
+    getattr(snap, "release", lambda: None)()
+
+
+def written(name: str, op: Op) -> str:
+    """A call as Python source."""
+    if op.kind == "step":
+        action = int(op.value) if isinstance(op.value, np.integer) else op.value
+        return f"{name}.step({literal(action)})"
+    seed, options = op.value
+    arguments = [] if seed is None else [f"seed={seed}"]
+    if options is not None:
+        arguments.append(f"options={literal(options)}")
+    return f"{name}.reset({', '.join(arguments)})"
+
+
+def folded(lines: Sequence[str]) -> Iterator[str]:
+    """Lines with runs of steps of one environment folded into loops."""
+    index = 0
+    while index < len(lines):
+        name, step, _ = lines[index].partition(".step(")
+        end = index
+        while step and name.isidentifier() and end < len(lines) and lines[end].startswith(f"{name}.step("):
+            end += 1
+        if end - index > 1:
+            actions = ", ".join(line[len(name) + 6 : -1] for line in lines[index:end])
+            yield f"for action in [{actions}]:"
+            yield f"    {name}.step(action)"
+            index = end
+        else:
+            yield lines[index]
+            index += 1

@@ -1,0 +1,152 @@
+"""Effect of a seed given to ``restore`` or ``fork``, measured by futures and not by kinds of generators.
+
+1. A draw may come from anything: a private space, an integer key, a generator of one's own arithmetic. Randomness under
+   a seed means that futures differ from seed to seed while each seed repeats its own.
+2. A seed must change nothing that it does not decide. Where every seed gives one and the same future, and that is not
+   the captured one, something else was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget
+from sandboxgym.conformance.harness import generators
+from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces, streams
+from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, restore, snapshot
+from sandboxgym.core import SnapshotEnv
+
+VARY = 16
+"""Of `LEAST` restores with seeds that must differ from a future for forks that never do to be at fault."""
+
+OTHER_DRAWS = "runs with other draws differ"
+"""Prefix of `Subject.noise` if recognised streams affect the outcomes."""
+OTHER_SEEDS = "restores with other seeds differ"
+"""Prefix of `Subject.noise` if unrecognised streams do."""
+
+TRIED = 3
+"""Seeds by which it is found out beforehand whether seeds decide anything."""
+TRIED_DECLARED = 8
+"""As many where an environment says by a ``_reseed`` of its own that they do."""
+MANY = 400
+"""Seeds that give one future before it is said that seeds do not decide it; `LEAST` where calls are slow."""
+LEAST = 64
+
+
+def random_by(noise: str) -> bool:
+    """True if futures are random and repeat from a seed."""
+    return noise.startswith((OTHER_DRAWS, OTHER_SEEDS))
+
+
+def reseeds(env: AnyEnv) -> bool:
+    """True if an environment has a ``_reseed`` of its own: it draws from more than ``np_random`` and the spaces."""
+    base = env.unwrapped
+    return isinstance(base, SnapshotEnv) and type(base)._reseed is not SnapshotEnv._reseed
+
+
+def recognised(env: AnyEnv) -> list[str]:
+    """Recognised streams: ``np_random`` and the spaces of each layer, generators wherever they are kept."""
+    found = [name for name, bits in streams(env).items() if bits is not None]
+    return found + [path for path in generators.find(env) if not path.endswith("._np_random")]
+
+
+def told(env: AnyEnv) -> str:
+    """Grounds on which nothing was found to be random, in words."""
+    names = ", ".join(recognised(env)[:6]) or "none"
+    own = "has a _reseed of its own" if reseeds(env) else "has no _reseed of its own"
+    return f"streams recognised: {names}; other bits in them change no future; the environment {own}"
+
+
+def decided(subject: Subject, random: bool) -> dict[str, str]:
+    """Futures by which randomness was found where no recognised stream shows it, for the evidence."""
+    if not random or subject.noise.startswith(OTHER_DRAWS):
+        return {}
+    return {"decided by": "seeds give different futures, each its own again; no stream that was recognised does"}
+
+
+def by_seed(subject: Subject) -> str:
+    """Difference between futures of distinct seeds where each seed repeats its own; empty where none is seen.
+
+    What a restore without a seed does not repeat either proves nothing about seeds; neither does what raises.
+    """
+    for index in (0, 1):
+        try:
+            if text := _by_seed(subject, index):
+                return f"{OTHER_SEEDS}: {text}"
+        except (Exception, SystemExit):  # the checks of restores report it
+            return ""
+    return ""
+
+
+def _by_seed(subject: Subject, index: int) -> str:
+    control = subject.control(index, 60)
+    ops = control.ops[1 : control.last]
+    if control.outcomes[0].raised or not ops:
+        return ""
+    with opened(subject) as env:
+        seed_spaces(env, control.seed)
+        subject.call(env, control.ops[0])
+        snap = snapshot(env)
+        try:
+
+            def future(seed: int | None) -> list[Outcome]:
+                restore(env, snap, seed)
+                return [subject.call(env, op)[0] for op in ops]
+
+            if subject.capabilities.rng and first_difference(control.outcomes[1 : control.last], future(None)):
+                return ""
+            first = future(1)  # 0 may be taken for none
+            for seed in range(2, 1 + (TRIED_DECLARED if reseeds(env) else TRIED)):
+                other = future(seed)
+                if text := first_difference(first, other):
+                    # In this order what goes wrong at every second or third restore repeats nothing.
+                    again = (future(seed), future(seed), future(1)) == (other, other, first)
+                    return f"{text} (seeds 1 and {seed}; {told(env)})" if again else ""
+        finally:
+            release(snap)
+    return ""
+
+
+def must_decide(
+    scene: Scene,
+    env: AnyEnv,
+    budget: Budget,
+    call: str,
+    future: Callable[[int], Any],
+    captured: Any,
+    rng: np.random.Generator,
+) -> None:
+    """Fail unless futures differ from seed to seed, each repeating its own; called where one was not the captured.
+
+    Args:
+        scene: of the calls.
+        env: whose streams are named.
+        budget: limits the number of seeds.
+        call: with a seed; it changed the future.
+        future: from a seed to the future that it gives.
+        captured: the future without a seed.
+        rng: draws seeds, never 0, which may be taken for none.
+    """
+    first: Any = None
+    tried = 0
+    for index in budget.spending(MANY, at_least=LEAST):
+        seed = int(rng.integers(1, 2**31))
+        mark = len(scene.lines)
+        found = future(seed)
+        tried += 1
+        if index and found == first:
+            del scene.lines[mark:]  # one of them is enough to see it
+        if index == 0:
+            one, first = seed, found
+        elif found != first:
+            if (future(seed), future(one)) != (found, first):
+                scene.fail(f"{call} twice gave two futures, with one of the seeds {one} and {seed}")
+            return
+    every = "is that without a seed: no other seed does" if first == captured else "is not that without a seed"
+    scene.fail(
+        f"nothing is random, but {call} changed the future: {tried} more seeds give one and the same future, which "
+        f"{every}, so that what differs is not drawn ({told(env)})"
+    )

@@ -1,0 +1,1 @@
+"""Reports: terminal, JSON, HTML, Markdown; causes, caveats, one-line verdicts."""

@@ -1,0 +1,1 @@
+"""Statistical tests of futures with and without a restore."""

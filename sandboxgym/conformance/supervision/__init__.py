@@ -1,0 +1,1 @@
+"""Watched processes for runs of the suite, and their cleanup."""

@@ -1,0 +1,121 @@
+"""Resources of a process, counted to compare with earlier counts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def held(folder: Path | None = None) -> dict[str, int]:
+    """Count this process's threads, descriptors and children, and a folder's temporary entries and mounts."""
+    gc.collect()
+    found = {"threads": threading.active_count(), "child processes": len(descendants(os.getpid()))}
+    if (PROC / "self/fd").is_dir():
+        found["open descriptors"] = len(os.listdir("/proc/self/fd"))
+    if folder is not None:
+        files = [file for file in folder.rglob("*") if file.is_file() or file.is_symlink()]
+        found["temporary files"] = len(files)
+        found["temporary folders"] = sum(1 for entry in folder.rglob("*") if entry.is_dir())
+        found["mounts in the temporary folder"] = len(mounts_under(folder))
+    return found
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds in RAM; 0 where that is unknown."""
+    try:
+        return int((PROC / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def descendants(pid: int) -> set[int]:
+    """Children of a process and their descendants; zombies too, for somebody must wait for them."""
+    parents: dict[int, int] = {}
+    if not PROC.is_dir():
+        return set()
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+            except (OSError, IndexError, ValueError):
+                continue
+    found: set[int] = set()
+    frontier = {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return found
+
+
+def marked(name: str, value: str) -> set[int]:
+    """Processes with an environment variable; it is inherited by what they start."""
+    wanted = f"{name}={value}".encode()
+    found = set()
+    if PROC.is_dir():
+        for entry in PROC.iterdir():
+            if entry.name.isdigit():
+                try:
+                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                        found.add(int(entry.name))
+                except OSError:
+                    continue
+    return found
+
+
+def mounts() -> set[str]:
+    """Mounts of the machine, as far as this process sees them: those of other programs too.
+
+    Those of a container daemon come and go with any program's containers; they are left out.
+    """
+    try:
+        lines = (PROC / "self/mountinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {" ".join(line.split(" ")[:5:4]) for line in lines if not re.search("/(docker|containerd)/", line)}
+
+
+def mounts_under(folder: Path) -> list[str]:
+    """Mount points in a folder."""
+    try:
+        lines = (PROC / "self/mounts").read_text().splitlines()
+    except OSError:
+        return []
+    places = [line.split()[1].encode().decode("unicode_escape") for line in lines if len(line.split()) > 1]
+    return [place for place in places if Path(place).is_relative_to(folder.resolve())]
+
+
+def containers() -> set[str] | None:
+    """Ids of the containers of a reachable Docker daemon; None where there is none."""
+    if shutil.which("docker") is None:
+        return None
+    try:
+        result = subprocess.run(["docker", "ps", "-aq", "--no-trunc"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return set(result.stdout.split()) if result.returncode == 0 else None
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """True if a condition becomes true within some seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def temporary() -> Path:
+    """The folder for temporary files."""
+    return Path(tempfile.gettempdir())

@@ -1,0 +1,1 @@
+"""Sources of games: embedded, official, from files."""

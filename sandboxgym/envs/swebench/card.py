@@ -1,0 +1,44 @@
+"""What others must know of SWE-bench before it is made: system prompt, data set, extra, caches in use."""
+
+from __future__ import annotations
+
+from sandboxgym.data import DataFile, DataSet
+from sandboxgym.task_env import EnvCard
+
+_HUB = "https://huggingface.co/datasets/princeton-nlp"
+
+
+def _rows(name: str, repository: str) -> tuple[DataFile, ...]:
+    url = f"{_HUB}/{repository}/resolve/main/data/test-00000-of-00001.parquet"
+    return (DataFile(f"{name}.parquet", url, other_names=(f"{name}.jsonl", f"{name}.json")),)
+
+
+ROWS = DataSet(
+    "swebench",
+    "SWE-bench rows (issue, commit, tests, gold patch); `sandboxgym swebench images` gets container images",
+    "MIT (SWE-bench); each repository has its own",
+    {
+        "verified": _rows("verified", "SWE-bench_Verified"),
+        "lite": _rows("lite", "SWE-bench_Lite"),
+        "full": _rows("full", "SWE-bench"),
+    },
+    {
+        "verified": "500 rows that people checked (about 2 MB)",
+        "lite": "300 rows",
+        "full": "2,294 rows of the test split",
+    },
+)
+CARD = EnvCard(
+    title="SWE-bench",
+    system_prompt="""You are a programmer at work in a repository, through a tool that the task introduces. One action a
+turn, of the kind that it asks for; a command may have several lines. Look before you change, run what you changed, and
+submit when you are done.""",
+    data_sets=(ROWS,),
+    caches={"swebench": "prepared tasks"},
+    extra="swebench",
+    module="swebench",
+    ready="embedded tasks",
+    sandboxed=True,
+    probes="sandboxgym.envs.swebench.doctor:PROBES",
+    clear_cache="sandboxgym.envs.swebench.workspaces.prepared:clear",
+)

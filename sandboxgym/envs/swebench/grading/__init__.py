@@ -1,0 +1,1 @@
+"""The official verdict on a patch, and signs of a forged one."""

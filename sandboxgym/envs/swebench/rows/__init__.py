@@ -1,0 +1,1 @@
+"""Rows of SWE-bench's format: read, completed, checked, turned into tasks."""

@@ -1,0 +1,1 @@
+"""Sandboxes with a task's repository in place."""

@@ -1,0 +1,655 @@
+"""Sandboxes with a task's repository in place, without anything that reveals the solution.
+
+1. `pristine` returns a task's files at the start of an episode: prepared once per machine (`prepared`), then shared by
+   every reset, fork and verdict of every process.
+2. Everything that git could reach beyond the starting commit is removed from the repository first: remotes, branches,
+   tags and stashes that are not part of its history, reflogs, and the objects that only those held. Tags of the past
+   stay, for packages that compute their version from them. Other files that reveal the solution, in the images of
+   further training sets, are hidden (`hiding`).
+3. A `Box` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output, even if
+   the backend has no root file system of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import shlex
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.tasks import HOST, Task, TaskError
+from sandboxgym.envs.swebench.workspaces import hiding, prepared
+from sandboxgym.errors import SnapshotReleased
+from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.files.rootfs import resolve
+from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.layers.written import Written, changes, look, untouched
+from sandboxgym.sandbox.overlay.runtime import runtime
+from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.shell.state import ShellState
+
+KEPT = 64
+"""Number of prepared tasks kept in a process; the least recently used one is dropped and loaded again when needed."""
+
+PATCH_FILE = "/tmp/patch.diff"
+EVAL_SCRIPT = "/eval.sh"
+EXTRACTED = "/tmp/.model.patch"
+"""Directory in which `extraction` makes its patch."""
+HISTORY = "/tmp/.history"
+READ = 4 * 2**20
+"""Default limit in bytes of `Box.read_file`: the editor makes several copies of a file."""
+OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EXTRACTED, HISTORY, hiding.BUG_PATCH, hiding.ARCHIVE)
+"""Paths replaced in commands and output too, not only in arguments of `Box.read_file` and `Box.write_file`."""
+
+_QUIET = {
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "LESS": "-R",
+    "PIP_PROGRESS_BAR": "off",
+    "TQDM_DISABLE": "1",
+    # The clock must not show in the ids of commits, nor the order of sets in what is printed.
+    "GIT_AUTHOR_NAME": "agent",
+    "GIT_AUTHOR_EMAIL": "agent@localhost",
+    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "agent",
+    "GIT_COMMITTER_EMAIL": "agent@localhost",
+    "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
+    "PYTHONHASHSEED": "0",
+}
+_RESTLESS = (b"SECONDS", b"COMP_WORDBREAKS")
+"""Variables of bash that change by themselves."""
+_MAKE_REPOSITORY = f"""set -e
+mkdir -p {WORKDIR}
+cd {WORKDIR}
+git init -q -b main .
+git fast-import --quiet < {HISTORY}
+rm {HISTORY}
+git reset -q --hard "$BASE"
+"""
+# Leave of a repository only what HEAD's history holds, or fail.
+_FORGET = f"""set -e
+cd {WORKDIR}
+keep=$(mktemp)
+git for-each-ref --merged=HEAD --format='delete %(refname)' refs/tags > "$keep"
+if branch=$(git symbolic-ref -q HEAD); then echo "delete $branch" >> "$keep"; fi
+for remote in $(git remote); do git remote remove "$remote"; done
+git for-each-ref --format='delete %(refname)' | {{ grep -vxFf "$keep" || true; }} | git update-ref --stdin
+rm "$keep"
+git worktree prune
+rm -rf "$(git rev-parse --git-path logs)"
+for name in FETCH_HEAD ORIG_HEAD MERGE_HEAD CHERRY_PICK_HEAD REBASE_HEAD BISECT_LOG; do
+  rm -f "$(git rev-parse --git-path "$name")"
+done
+reachable() {{ git rev-list --objects --all --indexed-objects HEAD | cut -c1-40 | LC_ALL=C sort -u | wc -l; }}
+present() {{ git cat-file --batch-all-objects --batch-check='%(objectname)' | wc -l; }}
+if [ "$(present)" -gt "$(reachable)" ]; then
+  objects=$(git rev-parse --git-path objects)
+  rm -rf "$objects"/pack/*.promisor "$objects"/pack/*.keep "$objects"/pack/*.bitmap "$objects"/info/commit-graph*
+  git repack -a -d -q
+  rm -f "$objects/info/alternates"
+  git prune --expire=now
+  if [ "$(present)" -gt "$(reachable)" ]; then echo "objects beyond HEAD cannot be removed"; exit 1; fi
+fi
+"""
+# The files as they stand, as a tree in the object store, without a change of the index; by the rules of `extraction`,
+# which looks for what was changed since: no configuration counts, nor what the repository excludes by itself.
+_WRITE_TREE = f"""set -e
+cd {WORKDIR}
+head=$(git rev-parse HEAD)
+GIT_OBJECT_DIRECTORY=$(cd "$(git rev-parse --git-common-dir)/objects" && pwd)
+own=$(mktemp -d)
+export GIT_OBJECT_DIRECTORY GIT_DIR=$own/git GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null HOME=$own
+export XDG_CONFIG_HOME=$own
+git init -q --bare --template= "$GIT_DIR"
+git config core.bare false
+git config core.fileMode true
+export GIT_WORK_TREE=$PWD
+git read-tree "$head"
+git add -A .
+git write-tree
+rm -rf "$own"
+"""
+_CONDA = "/opt/miniconda3/bin/activate"
+_VENV = f"{WORKDIR}/.venv/bin/activate"
+_ACTIVATE = (
+    f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; elif [ -f {_VENV} ]; then source {_VENV}; fi"
+)
+# git opens what is in its directory without a look, and would wait for a pipe, or read a device, until it is ended.
+NO_PIPES = """no_pipes() {
+  found=$(find "$1" \\( -xtype p -o -xtype c \\) -print -quit 2>/dev/null)
+  if [ "$found" ]; then printf 'no file: %s\\n' "$found"; exit 3; fi
+}"""
+# Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
+# to its end: a process that could not be started leaves a part out. Where variables were set before it (`Box._told`),
+# git looks only at what can differ from the start, which gives the same text: at `paths`, and, with `base`, where the
+# index differs from that commit, the start's, or from the present one. Files whose hash is `known` are not read at all.
+_HASHED = "hashed"
+_NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
+_MOST_PATHS, _LONGEST = 256, 50_000
+"""Limits of the script's input: number of paths, and bytes."""
+_HASH = f"""export LC_ALL=C
+set -o pipefail
+{NO_PIPES}
+if [ "$known_repository" ]; then
+  echo "$known_repository"
+elif cd {WORKDIR} 2>/dev/null; then
+  [ ${{#paths[@]}} -gt 0 -a -z "$base" ] || no_pipes .git
+  options=(--no-optional-locks -c core.fileMode=true -c core.quotePath=true)
+  if [ "$base" ]; then
+    differs() {{
+      GIT_NO_REPLACE_OBJECTS=1 git "${{options[@]}}" diff-index --cached --ita-visible-in-index --no-renames \\
+        -z --name-only "$@" -- 2>/dev/null
+    }}
+    mapfile -d '' -t more < <(differs "$base" && differs HEAD && printf 'whole\\0')
+    if [ "${{#more[@]}}" -gt 0 ] && [ "${{#more[@]}}" -le {_MOST_PATHS} ] && [ "${{more[-1]}}" = whole ]; then
+      unset 'more[-1]'
+      paths+=("${{more[@]}}")
+    else
+      paths=()
+    fi
+  fi
+  [ ${{#paths[@]}} -eq 0 ] || export GIT_LITERAL_PATHSPECS=1
+  about=(--porcelain=v2 --branch --no-renames --untracked-files=all)
+  status=$(git "${{options[@]}}" status "${{about[@]}}" -- "${{paths[@]}}" 2>&1)
+  {{
+    printf '%s\\n' "$status"
+    case $status in
+      *$'\\n'[12u]' '*)
+        git "${{options[@]}}" diff --binary --no-color --no-ext-diff --no-textconv HEAD -- "${{paths[@]}}" ;;
+    esac
+    case $status in
+      *$'\\n? '*)
+        git ls-files -z --others --exclude-standard -- "${{paths[@]}}" |
+          sort -z | xargs -0 -r git hash-object --no-filters -- ;;
+    esac
+    true
+  }} 2>/dev/null | git hash-object --stdin || exit
+else
+  echo none
+fi
+if [ "$known_beside" ]; then
+  printf '%s\\n%s\\n' "$known_beside" {_HASHED}
+  exit
+fi
+for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
+  cd "$place" 2>/dev/null || continue
+  names=$(find . -xdev -type f -size -2048k \\
+    -not -path '*/.cache/*' -not -path '*/__pycache__/*' -not -path '*/.git/*' | sort)
+  if [ "$names" ]; then
+    names=$(printf '%s\\n' "$names" | head -n 1000)
+    printf '%s\\n' "$names"
+    printf '%s\\n' "$names" | git hash-object --no-filters --stdin-paths
+  fi
+  true
+done 2>/dev/null | git hash-object --stdin || exit
+echo {_HASHED}
+"""
+# Where the start is simple enough that only what was written since can differ from it: its commit, and the directories
+# beside the repository that count. Fails elsewhere.
+_WHEREABOUTS = f"""set -e
+cd {WORKDIR}
+[ "$PWD" = "$(pwd -P)" ] && [ -d .git ] && [ ! -L .git ]
+status=$(git --no-optional-locks -c core.fileMode=true status --porcelain=v2 --no-renames --untracked-files=all 2>&1)
+[ -z "$status" ]
+if git ls-files -s | grep -q '^160000'; then exit 1; fi
+told='^(include|filter\\.|core\\.(worktree|excludesfile|attributesfile|fsmonitor|untrackedcache|sparse|splitindex))'
+if git config --get-regexp "$told" > /dev/null; then exit 1; fi
+git rev-parse --verify HEAD
+cd "${{TMPDIR:-/tmp}}" && pwd -P
+cd "$HOME" && pwd -P
+"""
+# In the directory of git: what git status is told of from elsewhere, or that counts for nothing.
+_HARMLESS = frozenset(
+    (
+        *("index", "HEAD", "ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "REBASE_HEAD"),
+        *("AUTO_MERGE", "MERGE_MSG", "MERGE_MODE", "COMMIT_EDITMSG", "packed-refs", "logs", "refs", "objects"),
+    )
+)
+_RULES = frozenset((".git", ".gitignore", ".gitattributes", ".gitmodules"))
+_READERS = frozenset(("bash", "sh", "find", "sort", "head", "xargs", "grep"))
+_PREPARATION = hashlib.sha256(
+    "\0".join((_MAKE_REPOSITORY, _FORGET, _WRITE_TREE, _ACTIVATE, _HASH, _WHEREABOUTS, *hiding.SCRIPTS)).encode()
+).hexdigest()
+"""Digest of the scripts that prepare a task and read data from it: part of every entry's key."""
+# What the script said of files that `Sandbox.written` told of: runs once for equal ones, whatever box they are in.
+_known: OrderedDict[str, tuple[str, str]] = OrderedDict()
+_KNOWN = 4096
+_known_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings shared by all sandboxes of an environment."""
+
+    backend: str = "auto"
+    limits: Limits = field(default_factory=Limits)
+    network: bool = False
+    allow_unsafe: bool = False
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables added to the environment of every command."""
+    image: str | None = None
+    """Image used for tasks that are to run on this machine's tool chain."""
+    snapshot: SnapshotMode = "filesystem"
+
+    def image_of(self, task: Task) -> str:
+        """Image that a task runs on."""
+        return self.image if self.image is not None and task.image == HOST else task.image
+
+    def box(self, task: Task) -> Box:
+        """Make a sandbox for a task, not started."""
+        image = self.image_of(task)
+        rootfs: str | RootFS
+        env = {**_QUIET, **dict(self.env)}
+        if not self.network:
+            env |= {"PIP_NO_INDEX": "1"} | dict(self.env)
+        if self.backend == "auto" or self.backend.startswith("overlay"):
+            with contextlib.suppress(SandboxUnavailable, OSError):  # the backend will say so
+                runtime()  # its process starts while it is found out what the sandbox stands on
+        if image == HOST:
+            rootfs, env = _host(), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env}
+        else:
+            rootfs = image.removeprefix("dir:") if image.startswith("dir:") else f"docker:{image}"
+        try:
+            sandbox = make_sandbox(
+                self.backend,
+                rootfs=rootfs,
+                limits=self.limits,
+                network=self.network,
+                allow_unsafe=self.allow_unsafe,
+                env=env,
+                snapshot=self.snapshot,
+            )
+        except ValueError as error:
+            if not image.startswith("dir:"):
+                raise
+            raise TaskError(f"{task.instance_id}, image {image!r}: {error}") from error
+        return Box(sandbox, network=self.network)
+
+
+@functools.cache
+def _host() -> str | RootFS:
+    """Find the host's tool chain, once; only its name where it cannot be mounted (enough for the copy backend)."""
+    try:
+        return resolve(HOST)
+    except SandboxUnavailable:
+        return HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Pristine:
+    """A task's files and shell before any action."""
+
+    snapshot: SandboxSnapshot
+    reference: str
+    """Git tree with which the work is compared."""
+    digest: tuple[str, str]
+    """`Box.digest` of the files and shell."""
+    files: tuple[str, str] = ("", "")
+    """`Box.files` of the files."""
+    whereabouts: tuple[str, ...] = ()
+    """Commit and the relevant directories beside the repository (`_WHEREABOUTS`); empty if not simple."""
+    made: bool = False
+    """True if it was prepared for this object, and neither found nor made by another process meanwhile."""
+
+
+class Box:
+    """A sandbox that has its repository at ``/testbed``."""
+
+    def __init__(self, sandbox: Sandbox, *, network: bool) -> None:
+        self.sandbox = sandbox
+        self.network = network
+        self.start: Pristine | None = None
+        """Files that this sandbox started from, if known: unchanged ones need not be read again."""
+        self._written_out: tuple[ShellState, str] | None = None
+
+    @property
+    def shares_root(self) -> bool:
+        """Tell whether ``/`` in its commands is that of this machine."""
+        return bool(self._root)
+
+    @property
+    def _root(self) -> str:
+        """Directory that stands for ``/``, if the backend has no root of its own."""
+        inside = getattr(self.sandbox.backend, "inside", None)
+        return "" if inside is None else str(inside("/")).rstrip("/")
+
+    def localised(self, text: str) -> str:
+        """Replace our paths in text by this backend's. Idempotent."""
+        if not (root := self._root):
+            return text
+        for path in OWN_PATHS:
+            text = text.replace(root + path, path).replace(path, root + path)
+        return text
+
+    def generalised(self, text: str) -> str:
+        """Replace this backend's paths by ours, for text that is shown."""
+        return text.replace(root, "") if (root := self._root) else text
+
+    def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
+        """Run a command in the persistent shell; ``raw``: bytes of its output to keep unchanged."""
+        result = self.sandbox.execute(self.localised(command), timeout=timeout, raw=raw)
+        if not (root := self._root):
+            return result
+        written = result.raw.replace(root.encode("utf-8", "surrogateescape"), b"")
+        return replace(result, output=self.generalised(result.output), raw=written)
+
+    def run(
+        self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
+    ) -> Result:
+        """Run a command in a bash of its own, independent of the shell's state; see `Sandbox.run`."""
+        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output, most=most)
+        return replace(result, output=self.generalised(result.output)) if self._root else result
+
+    def read_file(self, path: str, *, limit: int = READ) -> bytes:
+        """Read a file; `FileTooLarge` if it has more than ``limit`` bytes."""
+        return self.sandbox.read_file(path, limit=limit)
+
+    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file."""
+        self.sandbox.write_file(path, data, mode=mode)
+
+    def restore(self, snapshot: SandboxSnapshot) -> None:
+        """Restore a captured state."""
+        self.sandbox.restore(snapshot)
+
+    def make_repository(self, task: Task) -> None:
+        """Make the repository of a task whose row contains it; otherwise it is in the image."""
+        if task.history:
+            self.write_file(HISTORY, task.history.encode())
+            try:
+                script(self, f"BASE={shlex.quote(task.base_commit)}\n{_MAKE_REPOSITORY}")
+            except SandboxUnavailable as error:
+                raise TaskError(f"{task.instance_id}, columns 'history' and 'base_commit': {error}") from error
+
+    def close(self) -> None:
+        """Close the sandbox. Idempotent."""
+        self.sandbox.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
+        """Hashes of everything that can change later steps: of all of it, and of the repository alone.
+
+        Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
+        contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
+        except ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
+        where the files cannot be read: no process can be started for it, or they are not read within the time limit;
+        and where the shell's state is too large to be read as a whole.
+
+        Reading is done only after something was written (`Sandbox.written`), else it costs a look at the files that
+        were; while more than the idle shell runs, always. git looks at the whole repository then only where it is not
+        seen what was written since the task's start (`Backend.layers_above`), or where that has a say in what git
+        finds; else at what was written.
+
+        Args:
+            alone: it is known that nothing but the idle shell runs.
+            timeout: seconds that reading may take; by default as a command.
+        """
+        return self.digest_of(self.files(alone=alone, timeout=timeout))
+
+    def digest_of(self, files: tuple[str, str]) -> tuple[str, str]:
+        """Compute `digest` from files that were already read (`files`)."""
+        repository, beside = files
+        if not repository:
+            return "", ""
+        shell = self._shell()
+        if shell is None:
+            return "", ""
+        whole = "\0".join((repository, beside, self.generalised(shell)))
+        return hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest(), repository
+
+    def snapshot(self, *, strict: bool, mode: SnapshotMode | None = None) -> SandboxSnapshot:
+        """Take a `Sandbox.snapshot`; known hashes of files are kept for it."""
+        before = self.sandbox.written() if _known else None
+        snapshot = self.sandbox.snapshot(strict=strict, mode=mode)
+        tree = snapshot.tree
+        # The layer that was written to is frozen now: what is seen of it is what was captured.
+        if before is not None and isinstance(tree, OverlayTree) and tree.layers:
+            below, _, seen = before.key.partition("/")
+            frozen = look(tree.layers[0].files, below) if seen else before
+            if frozen is not None and frozen.key == before.key and (known := _recall(before.key)) is not None:
+                _learn(untouched(tree.id), known)
+        return snapshot
+
+    def files(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
+        """Hash the files of the repository and beside it; empty where they cannot be read."""
+        written = self.sandbox.written(alone=alone)
+        known = None if written is None else _recall(written.key)
+        if known is not None:
+            return known
+        try:
+            done = self.run(f"{_NOTHING_KNOWN}\n{self._told(written)}{_HASH}", timeout=timeout)
+        except OSError:  # there is no room for one more process, or no bash any more
+            return "", ""
+        repository, _, beside = done.output.partition("\n")
+        if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
+            return "", ""
+        found = repository, beside
+        # Only the idle shell runs: nothing wrote while the files were read, in the tick of the last change or
+        # after it, and from now on nothing can without a trace.
+        if written is not None and written.settle() and self.sandbox.written(alone=alone) == written:
+            _learn(written.key, found)
+        return found
+
+    def _told(self, written: Written | None) -> str:
+        """Variables for `_HASH` that name the files written since the start; none if all have to be read."""
+        start = self.start
+        if written is None or start is None or not start.whereabouts or not start.files[0]:
+            return ""
+        try:
+            layers = self.sandbox.backend.layers_above(start.snapshot.tree)
+        except (SnapshotReleased, SandboxClosed):
+            return ""
+        changed = None if layers is None else changes(layers)
+        if changed is None:
+            return ""
+        base, *beside = start.whereabouts
+        paths = _paths_of(changed, beside)
+        if paths is None:
+            return ""
+        told = [f"paths=(.git {' '.join(map(shlex.quote, paths))})"]
+        if any(_meet(path, f"{WORKDIR}/.git") for path in changed):
+            told.append(f"base={shlex.quote(base)}")
+        if not any(_meet(path, WORKDIR) for path in changed):
+            told.append(f"known_repository={shlex.quote(start.files[0])}")
+        if not any(_meet(path, place) for path in changed for place in beside):
+            known = start.files[1].removesuffix(f"{_HASHED}\n").rstrip("\n")
+            told.append(f"known_beside={shlex.quote(known)}")
+        text = "".join(f"{line}\n" for line in told)
+        return text if len(text.encode()) <= _LONGEST else ""
+
+    def _shell(self) -> str | None:
+        """State of the shell as text; None if it is not fully known, because it is too large, say."""
+        try:
+            state = self.sandbox.shell_state()
+        except SandboxClosed:
+            raise
+        except SandboxError:
+            return None
+        if state is None:
+            return ""
+        if state.omitted:
+            return None
+        kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
+        state = replace(state, variables=kept, status=0, last=b"")
+        if self._written_out is None or self._written_out[0] != state:
+            self._written_out = state, state.script().decode("utf-8", "surrogateescape")
+        return self._written_out[1]
+
+
+def _meet(path: str, place: str) -> bool:
+    """Tell whether one of two paths contains the other."""
+    one, other = f"{path.rstrip('/')}/", f"{place.rstrip('/')}/"
+    return one.startswith(other) or other.startswith(one)
+
+
+def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None:
+    """Paths of the repository that git has to look at; None if all.
+
+    Args:
+        changed: files written since a simple start.
+        beside: directories beside the repository that count.
+    """
+    paths = dict[str, None]()
+    for path in changed:
+        names = path.split("/")[1:]
+        if not path.isprintable() or names[-1] in _READERS or names[0] == WORKDIR.lstrip("/") == path[1:]:
+            return None
+        if names[0] != WORKDIR.lstrip("/"):
+            # git's own programs and settings; and what the programs that read stand on.
+            kept = names[0] in ("run", "var", "dev") or {"__pycache__", "site-packages", "dist-packages"} & set(names)
+            if any("git" in name for name in names) or not (kept or any(_meet(path, place) for place in beside)):
+                return None
+            continue
+        inside = names[1:]
+        if inside[0] == ".git":
+            told = inside[1:] and inside[1] in _HARMLESS
+            if not told or inside[1:3] in (["objects", "info"], ["refs", "replace"]):
+                return None
+            continue
+        if _RULES & set(inside):
+            return None
+        if "__pycache__" in inside:
+            inside = inside[: inside.index("__pycache__") + 1]
+        paths["/".join(inside)] = None
+    return list(paths) if len(paths) <= _MOST_PATHS else None
+
+
+def _recall(key: str) -> tuple[str, str] | None:
+    with _known_lock:
+        found = _known.get(key)
+        if found is not None:
+            _known.move_to_end(key)
+        return found
+
+
+def _learn(key: str, found: tuple[str, str]) -> None:
+    with _known_lock:
+        _known[key] = found
+        while len(_known) > _KNOWN:
+            _known.popitem(last=False)
+
+
+def script(box: Box, source: str) -> str:
+    """Run one of our scripts in a sandbox.
+
+    Raises:
+        SandboxUnavailable: it failed; the message holds the end of what it printed.
+    """
+    done = box.run(source, timeout=600.0)
+    if done.exit_code:
+        raise SandboxUnavailable(f"the repository could not be prepared: {done.output[-1000:].strip()}")
+    return done.output
+
+
+_prepared: OrderedDict[tuple[Any, ...], Pristine] = OrderedDict()
+
+
+def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristine:
+    """Prepare or load a task's files at the start of an episode.
+
+    Args:
+        task: the task to prepare.
+        settings: settings of the sandboxes that will have the files.
+        verify: read all that is kept of it on disk, and prepare it again if that is not what was kept.
+
+    Raises:
+        SandboxUnavailable: no such sandbox on this machine, or no such image.
+        TaskError: the image does not hold the repository at the task's base.
+        ImportError, ValueError: it cannot be graded, see `verdict.check_gradable`.
+    """
+    key = (os.getpid(), task.digest, settings)
+    found = _prepared.get(key)
+    if found is None:
+        with settings.box(task) as box:
+            key_on_disk = _key(box, task, settings)
+            made: list[prepared.Stored] = []
+
+            def make() -> prepared.Stored:
+                made.append(_prepare(box, task, settings))
+                return made[0]
+
+            stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
+        whole, repository = stored.notes["digest"]
+        if isinstance(stored.snapshot.tree, OverlayTree):  # of files not written to yet
+            of_repository, beside = stored.notes["files"]
+            _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
+        notes = stored.notes
+        files, whereabouts = tuple(notes["files"]), tuple(notes["whereabouts"])
+        digest = (whole, repository)
+        found = Pristine(stored.snapshot, notes["reference"], digest, files, whereabouts, made=bool(made))
+        _prepared[key] = found
+        while len(_prepared) > KEPT:
+            _prepared.popitem(last=False)[1].snapshot.release()
+    _prepared.move_to_end(key)
+    return found
+
+
+def forget_prepared() -> None:
+    """Drop the prepared tasks that `pristine` keeps in memory."""
+    while _prepared:
+        _prepared.popitem()[1].snapshot.release()
+
+
+def _key(box: Box, task: Task, settings: Settings) -> str:
+    """Key of a prepared task: the image, the row, the preparation's code, the variables that its shell starts with.
+
+    And on the version of the official code, which was found to be able to grade it.
+    """
+    try:
+        official = importlib.metadata.version("swebench")
+    except importlib.metadata.PackageNotFoundError:
+        official = ""
+    backend = box.sandbox.backend
+    base = backend.base()
+    try:
+        return prepared.key(
+            backend.capabilities.name, base.base, task.digest, _PREPARATION, settings.env, settings.network, official
+        )
+    finally:
+        base.release()
+
+
+def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
+    from sandboxgym.envs.swebench.grading import verdict as grading
+
+    grading.check_gradable(task)  # here, because it imports the official code, which takes longer than a reset
+    box.make_repository(task)
+    hiding.prepare(box, task)
+    found = box.run(f"cd {WORKDIR} && git cat-file -t {shlex.quote(task.base_commit)}")
+    if found.exit_code or found.output.strip() != "commit":
+        raise TaskError(
+            f"{task.instance_id}, column 'base_commit': {settings.image_of(task)!r} has no commit "
+            f"{task.base_commit} in {WORKDIR} ({found.output.strip()[-200:]})"
+        )
+    script(box, _FORGET)
+    reference = script(box, _WRITE_TREE).strip()
+    box.execute(f"cd {WORKDIR}")
+    if settings.image_of(task) != HOST:
+        box.execute(_ACTIVATE, timeout=60.0)
+    files = box.files(timeout=600.0)
+    simple = box.run(_WHEREABOUTS)
+    whereabouts = [] if simple.exit_code else simple.output.splitlines()
+    if len(whereabouts) != 3 or any(name.startswith("GIT_") for name, _ in settings.env):
+        whereabouts = []
+    digest = box.digest_of(files)
+    if not digest[0]:
+        raise SandboxUnavailable(f"{task.instance_id}: the repository cannot be read within 600 seconds")
+    return prepared.Stored(
+        box.snapshot(strict=False, mode="filesystem"),
+        {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)}
+        | {"whereabouts": whereabouts},
+    )

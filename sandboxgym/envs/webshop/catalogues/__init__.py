@@ -1,0 +1,1 @@
+"""Product catalogues: embedded, official, on disk."""

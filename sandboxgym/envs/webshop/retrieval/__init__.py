@@ -1,0 +1,1 @@
+"""The shop's search engine, which ranks exactly as Lucene does."""

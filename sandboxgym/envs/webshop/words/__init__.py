@@ -1,0 +1,1 @@
+"""Words: lists, nouns, and the original's two comparisons of texts."""

@@ -1,0 +1,1 @@
+"""Running processes captured and restored with CRIU."""

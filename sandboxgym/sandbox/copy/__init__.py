@@ -1,0 +1,1 @@
+"""The ``copy`` backend: copied directories and plain processes."""

@@ -1,0 +1,1 @@
+"""The ``docker`` backend: containers of the local daemon."""

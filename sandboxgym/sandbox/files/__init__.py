@@ -1,0 +1,1 @@
+"""File systems of sandboxes: roots, archives, exact copies, files of name resolution."""

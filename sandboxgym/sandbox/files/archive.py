@@ -1,0 +1,369 @@
+"""Trees as tar archives: the files written since the base, with deletions.
+
+The members ``layers/<number>/<path>`` are the layers, topmost first. Facts that tar cannot express are in their pax
+headers: ``SANDBOXGYM.whiteout`` (the name was deleted), ``.opaque`` (a directory that hides the layers below),
+``.redirect`` (its path there, if it was renamed), ``.mtime`` in nanoseconds, ``.extents`` of a sparse file,
+``.xattr.<name>`` in base64. Sockets are left out, and so are set-user-id bits and file capabilities, which have no
+effect in a sandbox.
+
+An archive is read and bounded completely before anything of it is written (``members.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+from sandboxgym.brief import brief
+from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
+from sandboxgym.sandbox.base import RootFS, SandboxError
+from sandboxgym.sandbox.files import members as checked
+from sandboxgym.sandbox.files.members import LARGEST_FILE, LARGEST_HEADERS, LONGEST_NAME, MOST, Member, number
+from sandboxgym.sandbox.layers.squash import extents, is_whiteout, mark_deletions, own_attribute, prefix, squash
+from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
+
+FORMAT, VERSION = "sandboxgym-overlay", 1
+
+_HEAD, _END = "sandboxgym.json", "sandboxgym.end"
+_KEY = "SANDBOXGYM."
+_SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
+_CHUNK = 1 << 20
+_LONGEST_IDENTITY = 200
+_DEEPEST = 500
+"""Layers of an archive at most; more than the kernel stacks."""
+
+
+def pack(tree: OverlayTree) -> bytes:
+    """Pack layers as an archive for `unpack`; see the module.
+
+    Raises:
+        SandboxError: it cannot be read as a whole, or is more than `unpack` would take.
+    """
+    squash(tree, deepest=1, kept=0)
+    layers = tree.layers
+    out = io.BytesIO()
+    head = {"format": FORMAT, "version": VERSION, "base": tree.base, "id": tree.id, "layers": len(layers)}
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive:
+        _add_json(archive, _HEAD, head)
+        number = 0
+        try:
+            for at, layer in enumerate(layers):
+                linked: dict[tuple[int, int], str] = {}
+                for path, name in _walk(str(layer.files), f"layers/{at}"):
+                    number += _add(archive, path, name, linked, rootless=tree.rootless)
+                    archive.members.clear()  # type: ignore[attr-defined]  # of no use in writing
+                    if number > MOST - 2 or len(os.fsencode(name)) >= LONGEST_NAME:
+                        raise SandboxError(
+                            f"what was written cannot be packed: expected at most {MOST - 2} files, with paths of "
+                            f"less than {LONGEST_NAME} bytes"
+                        )
+        except OSError as error:
+            raise SandboxError(f"what was written cannot be packed: {os.strerror(error.errno or 0)}") from error
+        _add_json(archive, _END, {"members": number})
+    return out.getvalue()
+
+
+def _add_json(archive: tarfile.TarFile, name: str, content: dict[str, object]) -> None:
+    data = json.dumps(content).encode()
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+def _walk(top: str, name: str) -> Iterator[tuple[str, str]]:
+    """Paths and names in the archive, a directory before what is in it, in a fixed order."""
+    pending = [(top, name)]
+    while pending:
+        path, name = pending.pop()
+        yield path, name
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            pending += [(os.path.join(path, one), f"{name}/{one}") for one in sorted(os.listdir(path), reverse=True)]
+
+
+def _add(archive: tarfile.TarFile, path: str, name: str, linked: dict[tuple[int, int], str], *, rootless: bool) -> bool:
+    """Add one file; False if its type has no member."""
+    status = os.lstat(path)
+    info = tarfile.TarInfo(name)
+    info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+    if rootless:  # the one user there is is root inside
+        info.uid = info.gid = 0
+    info.mtime = int(status.st_mtime)
+    headers = {"mtime": str(status.st_mtime_ns)}
+    content: IO[bytes] | None = None
+    if is_whiteout(status):
+        headers = {"whiteout": "1"}
+    elif stat.S_ISDIR(status.st_mode):
+        info.type = tarfile.DIRTYPE
+        if own_attribute(path, "opaque", rootless=rootless) == b"y":
+            headers["opaque"] = "1"
+        redirect = own_attribute(path, "redirect", rootless=rootless)
+        if redirect is not None:
+            headers["redirect"] = base64.b64encode(redirect).decode()
+    elif stat.S_ISLNK(status.st_mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+    elif stat.S_ISFIFO(status.st_mode):
+        info.type = tarfile.FIFOTYPE
+    elif stat.S_ISREG(status.st_mode):
+        first = linked.setdefault((status.st_dev, status.st_ino), name)
+        info.mode &= ~_SPECIAL_BITS
+        if first != name:
+            info.type, info.linkname, headers = tarfile.LNKTYPE, first, {}
+        else:
+            content = open(path, "rb")  # noqa: SIM115
+    else:
+        return False
+    with content or contextlib.nullcontext():
+        if headers and not is_whiteout(status):
+            headers |= {f"xattr.{key}": value for key, value in _attributes(path).items()}
+        if content is not None:
+            pieces = extents(content.fileno(), status.st_size)
+            info.size = sum(length for _, length in pieces)
+            if info.size < status.st_size:
+                headers["size"] = str(status.st_size)
+                headers["extents"] = " ".join(f"{start}+{length}" for start, length in pieces)
+                if len(headers["extents"]) > LARGEST_HEADERS // 2:
+                    raise SandboxError(f"what was written cannot be packed: {name} has {len(pieces)} holes")
+            else:
+                pieces = [(0, status.st_size)]
+        info.pax_headers = {_KEY + key: value for key, value in headers.items()}
+        archive.addfile(info, None if content is None else _Pieces(content, pieces))  # type: ignore[arg-type]
+    return True
+
+
+def _portable(name: str) -> bool:
+    return (name.startswith("user.") and not name.startswith("user.overlay.")) or name.startswith("system.posix_acl_")
+
+
+def _attributes(path: str) -> dict[str, str]:
+    names = filter(_portable, os.listxattr(path, follow_symlinks=False))
+    return {name: base64.b64encode(os.getxattr(path, name, follow_symlinks=False)).decode() for name in names}
+
+
+class _Pieces:
+    """Reader of a file's data without its holes."""
+
+    def __init__(self, file: IO[bytes], pieces: list[tuple[int, int]]) -> None:
+        self.file = file
+        self.pieces = pieces[::-1]
+
+    def read(self, number: int) -> bytes:
+        found = []
+        while number and self.pieces:
+            start, length = self.pieces.pop()
+            self.file.seek(start)
+            data = self.file.read(min(number, length))
+            if not data:
+                break
+            if len(data) < length:
+                self.pieces.append((start + len(data), length - len(data)))
+            number -= len(data)
+            found.append(data)
+        return b"".join(found)
+
+
+def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool, limit: int | None = None) -> OverlayTree:
+    """Unpack an archive of `pack` as a tree.
+
+    Args:
+        data: the archive.
+        store: for its layers.
+        rootfs: below it.
+        rootless: True if it is written without privileges.
+        limit: bytes that it may take on disk; None: any that there is room for.
+
+    Raises:
+        SnapshotCorrupt: it is no such archive, or a member would leave its layer, is a device or set-user-id. Nothing
+            is left of it.
+        SnapshotMismatch: it is of another base, or cannot be had without privileges.
+        SandboxFull: it would take more than ``limit`` bytes, or than the disk has; nothing was written.
+    """
+    layers: list[Layer] = []
+    try:
+        with checked.refusing():
+            identity = _Unpacking(data, store, rootfs, layers, rootless=rootless, limit=limit).run()
+        return OverlayTree(store, rootfs, layers, rootless=rootless, identity=identity)
+    finally:
+        store.drop(layers)
+
+
+class _Unpacking:
+    """The members of an archive, each checked before it is written."""
+
+    def __init__(
+        self,
+        data: bytes,
+        store: LayerStore,
+        rootfs: RootFS,
+        layers: list[Layer],
+        *,
+        rootless: bool,
+        limit: int | None,
+    ) -> None:
+        self.data = memoryview(data)
+        self.members = checked.read(data, prefixes=(_KEY,))
+        self.store = store
+        self.rootfs = rootfs
+        self.layers = layers
+        self.rootless = rootless
+        self.limit = limit
+        self.kinds: dict[str, bytes] = {}
+        """Kind of every member written so far, by name."""
+        self.folders: list[tuple[str, int]] = []
+        self.numbers: frozenset[str] = frozenset()
+
+    def run(self) -> str:
+        """Write all members; returns the identity of the tree."""
+        members = self.members
+        head = self._json(members[0] if members else None, _HEAD)
+        if head.get("format") != FORMAT or head.get("version") != VERSION:
+            raise SnapshotCorrupt(f"expected an archive of {FORMAT} version {VERSION}, found {brief(head)}")
+        depth, identity = head.get("layers"), head.get("id")
+        if type(depth) is not int or not 0 <= depth <= _DEEPEST or not isinstance(identity, str):
+            raise SnapshotCorrupt(f"expected a name and at most {_DEEPEST} layers, found {brief(head)}")
+        if head.get("base") != self.rootfs.id:
+            raise SnapshotMismatch(
+                f"expected files written over {self.rootfs.id}, found some over {brief(head.get('base'))}"
+            )
+        end = members[-1] if len(members) > 1 and members[-1].name == _END else None
+        if end is None or self._json(end, _END).get("members") != len(members) - 2:
+            raise SnapshotCorrupt("the archive was cut short")
+        files = members[1:-1]
+        nbytes = sum(map(_nbytes, files))
+        checked.check_fits(nbytes, self.limit)
+        self.store.check_room(nbytes)
+        self.layers += [self.store.new() for _ in range(depth)]
+        self.numbers = frozenset(map(str, range(depth)))
+        for member in files:
+            self._member(member)
+        for path, mtime in reversed(self.folders):
+            os.utime(path, ns=(mtime, mtime))
+        return identity[:_LONGEST_IDENTITY]
+
+    def _json(self, member: Member | None, name: str) -> dict[str, Any]:
+        if member is None or member.name != name or member.kind != tarfile.REGTYPE or member.size > _CHUNK:
+            raise SnapshotCorrupt(f"expected the member {name}, found {member and brief(member.name)}")
+        content = json.loads(bytes(self._content(member)).decode())
+        if not isinstance(content, dict):
+            raise SnapshotCorrupt(f"expected an object in the member {name}")
+        return content
+
+    def _content(self, member: Member) -> memoryview:
+        return self.data[member.start : member.start + member.size]
+
+    def _place(self, name: str) -> str:
+        """Target path of a member.
+
+        Its directory must have come before, as a directory: no link is ever followed.
+        """
+        parts = name.split("/")
+        if len(parts) < 2 or parts[0] != "layers" or parts[1] not in self.numbers:
+            raise SnapshotCorrupt(f"the member {name!r} belongs to no layer")
+        if name in self.kinds:
+            raise SnapshotCorrupt(f"the member {name!r} comes twice")
+        if len(parts) > 2 and self.kinds.get("/".join(parts[:-1])) != tarfile.DIRTYPE:
+            raise SnapshotCorrupt(f"the directory of the member {name!r} is missing")
+        return os.path.join(self.layers[int(parts[1])].files, "/".join(parts[2:]))
+
+    def _member(self, member: Member) -> None:
+        path = self._place(member.name)
+        top = member.name.count("/") == 1
+        headers = {key.removeprefix(_KEY): value for key, value in member.headers.items() if key.startswith(_KEY)}
+        kind = member.kind
+        if member.mode & _SPECIAL_BITS and kind != tarfile.DIRTYPE:
+            raise SnapshotCorrupt(f"the member {member.name!r} is set-user-id or set-group-id")
+        if top and kind != tarfile.DIRTYPE:
+            raise SnapshotCorrupt(f"the member {member.name!r} should be a directory")
+        if "whiteout" in headers:
+            os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
+            mark_deletions(os.path.dirname(path), rootless=self.rootless)
+            self.kinds[member.name] = b"whiteout"
+            return
+        if kind == tarfile.DIRTYPE:
+            if not top:
+                os.mkdir(path)
+            self._mark(path, headers)
+        elif kind == tarfile.SYMTYPE:
+            os.symlink(member.linkname, path)
+        elif kind == tarfile.LNKTYPE:
+            same_layer = member.linkname.split("/")[:2] == member.name.split("/")[:2]
+            if not same_layer or self.kinds.get(member.linkname) != tarfile.REGTYPE:
+                raise SnapshotCorrupt(f"the member {member.name!r} is a link to {member.linkname!r}, which is no file")
+            first = member.linkname.split("/")
+            os.link(os.path.join(self.layers[int(first[1])].files, "/".join(first[2:])), path, follow_symlinks=False)
+            self.kinds[member.name] = kind
+            return
+        elif kind == tarfile.FIFOTYPE:
+            os.mkfifo(path)
+        else:
+            self._write(path, member)
+        self.kinds[member.name] = kind
+        self._attributes(path, member, headers)
+
+    def _mark(self, path: str, headers: dict[str, str]) -> None:
+        own = prefix(rootless=self.rootless)
+        if "opaque" in headers:
+            os.setxattr(path, own + "opaque", b"y")
+        if "redirect" in headers:
+            if self.rootless:
+                raise SnapshotMismatch("the archive holds a renamed directory, which takes root to unpack")
+            redirect = base64.b64decode(headers["redirect"], validate=True)
+            inside = redirect[1:] if redirect.startswith(b"/") else redirect
+            parts = inside.split(b"/")
+            if any(part in (b"", b".", b"..") for part in parts) or (inside == redirect and len(parts) > 1):
+                raise SnapshotCorrupt(f"a renamed directory has the path {redirect!r}")
+            os.setxattr(path, own + "redirect", redirect)
+
+    def _write(self, path: str, member: Member) -> None:
+        size, pieces = _pieces(member)
+        content, at = self._content(member), 0
+        with open(path, "xb", buffering=0) as target:
+            for start, length in pieces:
+                target.seek(start)
+                while length:
+                    written = target.write(content[at : at + min(length, _CHUNK)])
+                    at, length = at + written, length - written
+            target.truncate(size)
+
+    def _attributes(self, path: str, member: Member, headers: dict[str, str]) -> None:
+        if not self.rootless:
+            os.chown(path, member.uid, member.gid, follow_symlinks=False)
+        if member.kind != tarfile.SYMTYPE:
+            os.chmod(path, member.mode)
+        for key, value in headers.items():
+            name = key.removeprefix("xattr.")
+            if name != key:
+                if not _portable(name):
+                    raise SnapshotCorrupt(f"the member {member.name!r} has the extended attribute {name!r}")
+                os.setxattr(path, name, base64.b64decode(value, validate=True), follow_symlinks=False)
+        mtime = number(headers["mtime"])
+        os.utime(path, ns=(mtime, mtime), follow_symlinks=False)
+        if member.kind == tarfile.DIRTYPE:
+            self.folders.append((path, mtime))
+
+
+def _pieces(member: Member) -> tuple[int, list[tuple[int, int]]]:
+    """Size of a file and the extents of its content, each an offset and a length."""
+    size = number(member.headers.get(_KEY + "size", str(member.size)))
+    pieces = [(0, member.size)]
+    if (listed := member.headers.get(_KEY + "extents")) is not None:
+        pieces = [(number(start), number(length)) for start, _, length in (p.partition("+") for p in listed.split())]
+    end = 0
+    for start, length in pieces:
+        if start < end or length < 0:
+            raise SnapshotCorrupt(f"the parts of the sparse member {member.name!r} overlap")
+        end = start + length
+    if not end <= size <= LARGEST_FILE or sum(length for _, length in pieces) != member.size:
+        raise SnapshotCorrupt(f"the parts of the member {member.name!r} do not fit its size")
+    return size, pieces
+
+
+def _nbytes(member: Member) -> int:
+    """Bytes on disk that a member takes."""
+    return checked.blocks(_pieces(member)[1]) if member.kind == tarfile.REGTYPE else member.nbytes

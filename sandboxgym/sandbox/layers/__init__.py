@@ -1,0 +1,1 @@
+"""File layers of overlay sandboxes: stored, merged, compared, counted and deleted."""

@@ -1,0 +1,263 @@
+"""The durable snapshot format: a self-describing header and payload sections under one digest, all plain data.
+
+Layout of a file::
+
+    magic (8 bytes) | header length (4, big endian) | sha256 of the header (32) | header (JSON) | sections …
+
+The header lists every section with its length and holds the digest of them all, so truncation and corruption are found
+before anything is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets, NumPy
+arrays and scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code. Reading
+takes time and memory proportional to the bytes (``bounds.py``), and a value that could not be read within those bounds
+is not written.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from sandboxgym import bounds
+from sandboxgym.bounds import ARRAY, FROZENSET, INT, MAX_NESTING, SCALAR, SET, TUPLE
+from sandboxgym.brief import brief
+from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported, from_outside
+
+MAGIC = b"SBXGYM\x00\x01"
+FORMAT_VERSION = 1
+_PREFIX = struct.Struct(">8sI32s")
+_MAX_HEADER = 2**20
+_MAX_SECTIONS = 64
+
+_KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) or "V" (structured)
+_MAX_DTYPE = 32  # characters of its name; NumPy's parser of long ones is slow
+_MAX_DIMENSIONS = 64
+_LOSSY = (bytearray, memoryview, msgpack.Timestamp, msgpack.ExtType)  # msgpack takes these and returns something else
+
+
+def pack(value: Any) -> bytes:
+    """Encode plain data.
+
+    Raises:
+        SnapshotNotSupported: naming the type that is not plain data, or the bound that `unpack` would refuse it by.
+    """
+    packed = _pack(value, 0)
+    try:
+        bounds.check(packed)
+    except SnapshotCorrupt as error:
+        raise SnapshotNotSupported(f"cannot encode this state: {error}") from None
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """Decode the bytes of `pack`, in time and memory proportional to their number.
+
+    Raises:
+        SnapshotCorrupt: the bytes are not such an encoding, or one out of proportion.
+    """
+    try:
+        bounds.check(data)
+        return _unpacked(data)
+    except SnapshotCorrupt:
+        raise
+    except Exception as error:  # msgpack and NumPy raise many types on hostile bytes; all mean the same
+        if from_outside(error):
+            raise
+        raise SnapshotCorrupt(f"expected msgpack data of this format: {brief(error)}") from error
+
+
+def _pack(value: Any, depth: int) -> bytes:
+    if depth > MAX_NESTING:
+        raise SnapshotNotSupported(f"cannot encode tuples or sets nested more than {MAX_NESTING} deep")
+    try:
+        packed: bytes = msgpack.packb(value, default=functools.partial(_extend, depth), strict_types=True)
+    except (OverflowError, ValueError) as error:
+        raise SnapshotNotSupported(f"cannot encode this state: {error}") from error
+    _refuse_lossy(value)
+    return packed
+
+
+def _refuse_lossy(value: Any) -> None:
+    """Refuse values that msgpack would encode as another type; circular values were refused before."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if type(item) is list:
+            pending.extend(item)
+        elif type(item) is dict:
+            pending.extend(item.keys())
+            pending.extend(item.values())
+        elif isinstance(item, _LOSSY):
+            raise _not_plain(item)
+
+
+def _not_plain(value: Any) -> SnapshotNotSupported:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return SnapshotNotSupported(f"cannot encode a value of type {name}: it is not plain data")
+
+
+def _extend(depth: int, value: Any) -> Any:
+    kind = type(value)  # subclasses (enums, named tuples, masked arrays) would lose their type, so they are refused
+    if kind is int:  # outside 64 bits
+        length = value.bit_length() // 8 + 1
+        return msgpack.ExtType(INT, value.to_bytes(length, "big", signed=True))
+    if kind is tuple:
+        return msgpack.ExtType(TUPLE, _pack(list(value), depth + 1))
+    if kind in (set, frozenset):
+        members = sorted(value, key=functools.partial(_pack, depth=depth + 1))
+        return msgpack.ExtType(SET if kind is set else FROZENSET, _pack(members, depth + 1))
+    if kind is np.ndarray or isinstance(value, np.generic):
+        array = np.asarray(value)
+        if array.dtype.kind not in _KINDS or len(array.dtype.str) > _MAX_DTYPE:
+            raise SnapshotNotSupported(f"cannot encode a NumPy value of dtype {array.dtype}")
+        content = [array.dtype.str, list(array.shape), array.tobytes()]
+        return msgpack.ExtType(ARRAY if kind is np.ndarray else SCALAR, _pack(content, depth + 1))
+    raise _not_plain(value)
+
+
+def _unpacked(data: bytes) -> Any:
+    """Decode bytes that passed `bounds.check`, extension types inside included."""
+    return msgpack.unpackb(data, ext_hook=_extension, object_pairs_hook=_mapping, strict_map_key=False)
+
+
+def _mapping(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    if len(pairs) > bounds.FEW:
+        bounds.check_keys([key for key, _ in pairs])
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise SnapshotCorrupt("a map has a key twice")
+    return mapping
+
+
+def _extension(code: int, data: bytes) -> Any:
+    if code == INT:
+        number = int.from_bytes(data, "big", signed=True)
+        if -(2**63) <= number < 2**64:
+            raise SnapshotCorrupt("expected an integer outside 64 bits in an extension type")
+        return number
+    content = _unpacked(data)
+    if type(content) is not list:
+        raise SnapshotCorrupt(f"expected a list in the extension type {code}, found {brief(content, 40)}")
+    if code == TUPLE:
+        return tuple(content)
+    if code in (SET, FROZENSET):
+        bounds.check_keys(content, of_set=True)
+        members = set(content) if code == SET else frozenset(content)
+        if len(members) != len(content):
+            raise SnapshotCorrupt("a set has a member twice")
+        return members
+    name, shape, buffer = content
+    kind = _dtype(name)
+    if shape and (len(shape) > _MAX_DIMENSIONS or not all(type(side) is int and side >= 0 for side in shape)):
+        raise SnapshotCorrupt(f"expected the shape of an array, found {brief(shape, 40)}")
+    if kind.kind == "U":  # NumPy takes any number for a code point, and fails when it is looked at
+        # Not by the encoding's name, for Python would import a module for it.
+        decode = codecs.utf_32_be_decode if kind.str[0] == ">" else codecs.utf_32_le_decode
+        decode(buffer, "surrogatepass", True)
+    elif kind.kind == "b" and buffer.translate(None, b"\0\1"):
+        raise SnapshotCorrupt("expected an array of truth values, found other numbers")
+    array: Any = np.frombuffer(buffer, dtype=kind)
+    if code == ARRAY:
+        return array.reshape(shape).copy()
+    if shape or len(array) != 1:
+        raise SnapshotCorrupt(f"expected a NumPy scalar, found one with shape {brief(shape, 40)}")
+    return array[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype(name: str) -> Any:
+    """The dtype with a name written by the encoder."""
+    if type(name) is not str or len(name) > _MAX_DTYPE:
+        raise SnapshotCorrupt(f"expected the name of a dtype, found {brief(name, 40)}")
+    kind = np.dtype(name)
+    if kind.kind not in _KINDS or kind.str != name:
+        raise SnapshotCorrupt(f"expected an array of plain memory, found dtype {brief(name, 40)}")
+    return kind
+
+
+def content_digest(sections: Mapping[str, bytes]) -> str:
+    """sha256 over named sections: equal content has an equal digest, whatever its id, parent or time."""
+    digest = hashlib.sha256()
+    for name in sorted(sections):
+        digest.update(f"{name}:{len(sections[name])}:".encode())
+        digest.update(sections[name])
+    return digest.hexdigest()
+
+
+def dumps(header: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
+    """Header fields (JSON values) and sections as one self-describing byte string."""
+    table = {name: len(content) for name, content in sections.items()}
+    fields = {**header, "format": FORMAT_VERSION, "sections": table, "digest": content_digest(sections)}
+    head = json.dumps(fields, separators=(",", ":")).encode()
+    if len(head) > _MAX_HEADER:
+        raise SnapshotNotSupported(
+            f"cannot encode a header of {len(head)} bytes, expected at most {_MAX_HEADER}: a smaller configuration"
+        )
+    prefix = _PREFIX.pack(MAGIC, len(head), hashlib.sha256(head).digest())
+    return b"".join((prefix, head, *sections.values()))
+
+
+def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Verified header and sections of the byte string of `dumps`.
+
+    Raises:
+        SnapshotCorrupt: saying what was expected and what was found.
+    """
+    if len(data) < _PREFIX.size:
+        raise SnapshotCorrupt(f"expected at least {_PREFIX.size} bytes of a snapshot, found {len(data)}")
+    magic, length, checksum = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise SnapshotCorrupt(f"expected a snapshot (magic {MAGIC!r}), found {magic!r}")
+    if length > _MAX_HEADER:
+        raise SnapshotCorrupt(f"expected a header of at most {_MAX_HEADER} bytes, found one of {length}")
+    head = data[_PREFIX.size : _PREFIX.size + length]
+    if len(head) != length or hashlib.sha256(head).digest() != checksum:
+        raise SnapshotCorrupt(f"the header of {length} bytes is truncated or does not match its checksum")
+    try:
+        header = json.loads(head.decode())  # of bytes, json would guess the encoding and import it
+        if header["format"] != FORMAT_VERSION:  # before anything that another version may have otherwise
+            raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION}, found {brief(header['format'], 40)}")
+        digest, table = header["digest"], list(header["sections"].items())
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise SnapshotCorrupt(f"the header is not readable: {brief(error)}") from error
+    if len(table) > _MAX_SECTIONS or not all(type(nbytes) is int and nbytes >= 0 for _, nbytes in table):
+        raise SnapshotCorrupt(f"expected the sizes of sections, found {brief(header['sections'])}")
+    sections: dict[str, bytes] = {}
+    offset = _PREFIX.size + length
+    for name, nbytes in table:
+        section = data[offset : offset + nbytes]
+        if len(section) != nbytes:
+            raise SnapshotCorrupt(f"section {brief(name, 40)} of {brief(nbytes)} bytes is truncated")
+        sections[name] = section
+        offset += nbytes
+    if offset != len(data):
+        raise SnapshotCorrupt(f"expected {offset} bytes, found {len(data)}")
+    if content_digest(sections) != digest:
+        raise SnapshotCorrupt("the sections do not match the digest in the header")
+    return header, sections
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write atomically: a reader, or a crash at any moment, finds the old file or the new one, never a part.
+
+    The file's permissions are those of any file the user creates (the umask's).
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""Operating-system support: run directories, directory trees of any depth, other interpreters."""

@@ -1,0 +1,272 @@
+"""The protocol of an environment with tasks: what prompts, rollout trees, adapters, trainer and commands rely on.
+
+An environment derives from `TaskEnv` and gives four things, each of which has a default:
+
+1. **Tasks as rows**: ``env.tasks(split)`` is a sequence of `Task`, and ``reset(options={"task": …})`` plays one of
+   ``env.tasks()``, named by its position or its id.
+2. **Info keys**: what ``reset`` and ``step`` tell beside the observation has the names and types of `TaskInfo`.
+3. **An expert**, for demonstrations: ``env.expert(rng=…, noise=…)`` makes an `Expert`.
+4. **A card**, `EnvCard`: the system prompt, data sets, the extra to install. It stands in a module of its own that
+   imports nothing heavy, for commands read the cards of all environments.
+
+Nothing else in this package knows an environment by its name, but for the line that registers it.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, SupportsIndex, TypedDict, overload, runtime_checkable
+
+import gymnasium as gym
+
+from sandboxgym.brief import brief
+from sandboxgym.core import ActT, ObsT, SnapshotEnv
+from sandboxgym.data import DataSet
+
+
+class TaskNotFound(LookupError):
+    """No task of the environment answers to the position or id that was asked for."""
+
+
+class TaskInfo(TypedDict, total=False):
+    """Keys of ``info`` that something outside of the environment reads. All are optional; others may be added.
+
+    A *privileged* key may tell what an agent has to find out. Trainers may use it, since a baseline may know anything
+    that the present action does not change; prompts never show it (`PRIVILEGED`).
+    """
+
+    task_id: str
+    """Id of the task that is played, that of its row in ``env.tasks()``. For people, records and tests."""
+    task_type: str
+    """Type of the task, that of its row. Evaluation counts success by it."""
+    instruction: str
+    """What the task asks for, in words, that of its row. For interfaces that show it apart from the observation."""
+    admissible_commands: list[str]
+    """Actions that do something in this state. Prompts list them, look-ahead tries them, ``play`` numbers them, random
+    agents (conformance, benchmarks) draw from them."""
+    valid_action: bool
+    """Whether the last action was understood. Trees keep it, the trainer's ``invalid_penalty`` and evaluation count it.
+    Absent is true."""
+    success: bool
+    """Whether the task is solved. Trees keep it, evaluation counts it, demonstrations are kept by it. Absent is false
+    in trees, and keeps a demonstration."""
+    state_hash: str
+    """Equal for equal states of the same task. GiGPO groups by it, look-ahead and ``play`` recognise states by it."""
+    progress_key: Any
+    """Privileged. How far the task is, for state baselines and schedules: text, a number, None, an enumeration's
+    member, or a tuple or frozen set of these; few different values per task."""
+    features: tuple[float, ...]
+    """Privileged. Numbers of the order of 1, equally many in every state, from which ``network`` learns state values;
+    given only where the environment was asked for them."""
+    lossy: list[str]
+    """What a snapshot taken now would not hold, one description each. The conformance suite compares it with what is
+    lost."""
+    masked: bool
+    """Whether the episode ended in a way that says nothing about the agent's work. The trainer leaves it out,
+    evaluation counts it as not solved."""
+    verdict: str | None
+    """What was decided about the work, or why nothing could be: "infra failure" and "sandbox ended" have counts of
+    their own in the trainer's log. None or absent where nothing was."""
+    suspicious: list[str]
+    """Signs that the verdict was forged, one description each. The trainer's log counts such episodes."""
+
+
+PRIVILEGED = frozenset({"progress_key", "features"})
+"""Keys of `TaskInfo` that no policy may see."""
+
+
+class Task:
+    """A row of ``env.tasks()``.
+
+    Args:
+        id: stable name, the same on every machine; ``info["task_id"]``.
+        instruction: what is asked for, in words, or a function that finds out when it is first read.
+        type: ``info["task_type"]``; empty where the environment has no types of tasks.
+    """
+
+    __slots__ = ("_instruction", "id", "type")
+
+    def __init__(self, id: str, instruction: str | Callable[[], str] = "", type: str = "") -> None:
+        self.id = id
+        self.type = type
+        self._instruction = instruction
+
+    @property
+    def instruction(self) -> str:
+        """What is asked for, in words; ``info["instruction"]`` where the environment tells it apart."""
+        if not isinstance(self._instruction, str):
+            self._instruction = self._instruction()
+        return self._instruction
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Task) and (self.id, self.type) == (other.id, other.type)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.type))
+
+    def __repr__(self) -> str:
+        return f"Task({self.id!r}, type={self.type!r})"
+
+
+class TaskRows(Sequence[Task]):
+    """Tasks of which each row is made when it is asked for: a million cost nothing.
+
+    Args:
+        count: number of tasks.
+        row: makes the task at a position from 0 to ``count`` - 1.
+    """
+
+    def __init__(self, count: int, row: Callable[[int], Task]) -> None:
+        self._count = count
+        self._row = row
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, position: int) -> Task: ...
+    @overload
+    def __getitem__(self, position: slice) -> TaskRows: ...
+    def __getitem__(self, position: int | slice) -> Task | TaskRows:
+        if isinstance(position, slice):
+            chosen = range(self._count)[position]
+            return TaskRows(len(chosen), lambda number: self._row(chosen[number]))
+        return self._row(range(self._count)[position])
+
+    def __repr__(self) -> str:
+        return f"<{self._count:,} tasks>"
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """A player that demonstrates; ``env.expert()`` makes one, which plays one episode after another."""
+
+    noisy: bool
+    """Whether the last action was a deliberate mistake, which a learner should not imitate."""
+
+    def reset(self, observation: Any) -> None:
+        """Begin an episode: the environment has been reset."""
+
+    def act(self, observation: Any) -> Any:
+        """The next action."""
+
+
+@dataclass(frozen=True)
+class EnvCard:
+    """What others must know of an environment before it is made, and without importing it.
+
+    Hooks are names (``package.module:function``), imported when they are needed.
+    """
+
+    title: str = ""
+    """Name for people. ``sandboxgym doctor`` says whether it can run; empty: nothing is said."""
+    system_prompt: str = ""
+    """What an agent is told before its first observation: the situation and the form of actions."""
+    data_sets: tuple[DataSet, ...] = ()
+    """What it can use in place of what it embeds: ``sandboxgym download``, ``list``, ``info`` and ``doctor``."""
+    caches: Mapping[str, str] = field(default_factory=dict)
+    """Directories under `data.cache_dir` and what they hold. ``sandboxgym gc --all`` deletes them."""
+    extra: str = ""
+    """Extra of this package to install; empty where none is needed."""
+    module: str = ""
+    """Module that is there once the extra is installed."""
+    ready: str = ""
+    """What can be run where nothing is missing, in a few words."""
+    sandboxed: bool = False
+    """Whether it needs a process sandbox that works on this machine."""
+    probes: str = ""
+    """Hook: a tuple of functions, each of which makes a finding of ``sandboxgym doctor``."""
+    clear_cache: str = ""
+    """Hook: a function of ``dry_run`` that clears the entries of its caches that processes may use, and returns a
+    `run_directories.Leftover` for each, with a ``note`` for those that are in use."""
+
+
+class TaskEnv(SnapshotEnv[ObsT, ActT]):
+    """A `SnapshotEnv` with tasks: what trainer, prompts and commands need to know.
+
+    Authors write `tasks`, call `chosen_task` in ``reset``, and may give `expert` and `card`.
+    """
+
+    card: ClassVar[EnvCard] = EnvCard()
+
+    def tasks(self, split: str | None = None) -> Sequence[Task]:
+        """The tasks as rows. Made as they are read where there are many (`TaskRows`).
+
+        Args:
+            split: None: the tasks of this environment, in the order of ``reset(options={"task": position})``. A name:
+                those of another split of the same source; an environment made for that split can be reset to them.
+
+        Raises:
+            ValueError, LookupError, OSError: there is no such split, or its data is not here.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define tasks(split=None)")
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks that there are to reset to."""
+        return len(self.tasks())
+
+    def expert(self, *, rng: random.Random | None = None, noise: float = 0.0, **options: Any) -> Expert:
+        """A player that demonstrates.
+
+        Args:
+            rng: random stream of its choices.
+            noise: probability of a deliberate mistake in each action.
+            options: further settings, the environment's own (``expert_kwargs`` of the trainer).
+
+        Raises:
+            NotImplementedError: the environment has none; see `has_expert`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no expert")
+
+    def task_index(self, task: str | SupportsIndex) -> int:
+        """Position in ``tasks()`` of a task, given by position or id.
+
+        Raises:
+            TaskNotFound: there is none.
+        """
+        rows = self.tasks()
+        if isinstance(task, str):
+            found = next((number for number, row in enumerate(rows) if row.id == task), None)
+            if found is None:
+                raise TaskNotFound(f"expected a task such as {rows[0].id!r}, found {brief(task, 80)}")
+            return found
+        number = operator.index(task)
+        if not 0 <= number < len(rows):
+            raise TaskNotFound(f"expected a task from 0 to {len(rows) - 1}, found {number}")
+        return number
+
+    def chosen_task(self, options: Mapping[str, Any] | None, also: str = "task") -> int:
+        """Position of the task that ``reset``'s options ask for; without one it is drawn from ``np_random``.
+
+        Args:
+            options: of ``reset``.
+            also: the environment's own word for ``"task"``; it comes first where both are given.
+
+        Raises:
+            TaskNotFound: see `task_index`.
+            ValueError: an option is not known.
+        """
+        options = options or {}
+        names = (also,) if also == "task" else (also, "task")
+        if unknown := options.keys() - set(names):
+            raise ValueError(
+                f"expected the options {' or '.join(map(repr, names))}, found {brief(sorted(unknown), 80)}"
+            )
+        wanted = next((options[name] for name in names if options.get(name) is not None), None)
+        return int(self.np_random.integers(self.num_tasks)) if wanted is None else self.task_index(wanted)
+
+
+def task_count(env: gym.Env[Any, Any]) -> int | None:
+    """Number of tasks of an environment in any stack of wrappers; None where its ``reset`` takes no task."""
+    count: int | None = getattr(env.unwrapped, "num_tasks", None)
+    return count
+
+
+def has_expert(env: gym.Env[Any, Any]) -> bool:
+    """Whether an environment, in any stack of wrappers, has a player that demonstrates."""
+    given = getattr(type(env.unwrapped), "expert", None)
+    return given is not None and given is not TaskEnv.expert

@@ -1,0 +1,101 @@
+"""Live environments for rollouts: their sources, and jobs on several at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any, Protocol, Self, TypeVar
+
+import gymnasium as gym
+
+T = TypeVar("T")
+logger = logging.getLogger("sandboxgym")
+
+
+class EnvSource(Protocol):
+    """Source of live environments for `rollout`: `Envs`, or a pool of workers (`sandboxgym.workers.pool`)."""
+
+    def take(self) -> gym.Env[Any, Any]:
+        """A live environment in any state, to be reset or restored."""
+
+    def give(self, env: gym.Env[Any, Any], /) -> None:
+        """Return an environment, for use by the next path."""
+
+    def discard(self, env: gym.Env[Any, Any], /) -> None:
+        """Close an environment that failed, whatever state it is in."""
+
+    def call(self, jobs: Sequence[Callable[[], T]], /) -> list[T]:
+        """Run jobs, each on an environment of its own, and return their results in order."""
+
+
+class Envs:
+    """Live environments for rollouts, made on demand and reused.
+
+    Args:
+        make: makes one.
+        threads: number of environments that work at the same time. More than 1 pays for those that wait: sandboxes,
+            browsers, remote ones; pure Python ones (ALFWorld) are faster one by one.
+    """
+
+    def __init__(self, make: Callable[[], gym.Env[Any, Any]], *, threads: int = 1) -> None:
+        if threads < 1:
+            raise ValueError(f"expected at least one thread, found threads={threads}")
+        self._make = make
+        self._made: list[gym.Env[Any, Any]] = []
+        self._idle: list[gym.Env[Any, Any]] = []
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="sandboxgym-envs") if threads > 1 else None
+        self._alone = threading.Lock()  # one environment at a time, whoever calls
+
+    def take(self) -> gym.Env[Any, Any]:
+        """A live environment in any state, to be reset or restored."""
+        if not self._idle:
+            self._made.append(self._make())
+            self._idle.append(self._made[-1])
+        return self._idle.pop()
+
+    def give(self, env: gym.Env[Any, Any]) -> None:
+        """Return an environment, for use by the next path."""
+        self._idle.append(env)
+
+    def discard(self, env: gym.Env[Any, Any]) -> None:
+        """Close an environment that failed, whatever state it is in."""
+        self._made = [made for made in self._made if made is not env]
+        try:
+            env.close()
+        except Exception as error:
+            logger.warning("an environment that had failed could not be closed: %s", described(error))
+
+    def call(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run jobs, each on an environment of its own, and return their results in order.
+
+        All have ended when this returns or raises the first job's error.
+        """
+        if self._executor is None:
+            with self._alone:
+                return [job() for job in jobs]
+        futures = [self._executor.submit(job) for job in jobs]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Close all environments made here."""
+        if self._executor is not None:
+            self._executor.shutdown()
+        with ExitStack() as stack:  # all, also where one fails to
+            for env in self._made:
+                stack.callback(env.close)
+            self._made, self._idle = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def described(error: BaseException) -> str:
+    """An error as one line of text."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,1 @@
+"""Environments in other threads and processes: `RemoteEnv`, `EnvPool`, `SnapshotVectorEnv`."""

@@ -1,0 +1,277 @@
+"""The worker's side: environments in numbered slots, and the calls executed on them.
+
+The vocabulary shared by an owner (``worker.py``) and its workers: a `Call`, its `Outcome`, a `Shipped` snapshot, typed
+failures. Snapshots cross as their durable bytes, once: a host keeps the most recent ones that it took or received, by
+id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle  # type: ignore[import-untyped]  # a requirement of Gymnasium
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
+from sandboxgym import randomness
+from sandboxgym.core import Snapshot, SnapshotSpec
+from sandboxgym.errors import SnapshotError
+from sandboxgym.wrappers import fork, restore, snapshot
+
+AnyEnv = gym.Env[Any, Any]
+MakeEnv = Callable[[], AnyEnv]
+
+
+class EnvFailure(Exception):
+    """An environment in a worker failed.
+
+    Attributes:
+        index: which environment of a vector environment; None elsewhere.
+        during: the call it happened in (``"step"``, ``"reset"``, ``"restore"`` …).
+        remote_traceback: the traceback in the worker; empty where there is none.
+    """
+
+    index: int | None = None
+    during: str = ""
+    remote_traceback: str = ""
+
+
+class WorkerDied(EnvFailure):
+    """The worker process of an environment ended; its state is lost except for snapshots."""
+
+
+class CallTimedOut(EnvFailure, TimeoutError):
+    """An environment took longer than allowed; its worker was ended."""
+
+
+class RemoteTraceback(Exception):
+    """Remote traceback of an exception raised in a worker, set as its ``__cause__``."""
+
+    def __str__(self) -> str:
+        return f"in the worker:\n\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Facts that an owner knows of an environment in a worker."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    metadata: dict[str, Any]
+    spec: EnvSpec | None
+    render_mode: str | None
+    snapshot_spec: SnapshotSpec | None
+    """Spec of the snapshots; None where the environment does not support them."""
+
+
+class Call(NamedTuple):
+    """One method of `Host` for the environment in one slot."""
+
+    slot: int
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """Result of a call: the value that it returned, or the exception that it raised."""
+
+    value: Any
+    error: BaseException | None = None
+
+    def get(self) -> Any:
+        """Return the value, or raise the exception."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+SnapKey = tuple[str, int]
+"""Key of a snapshot kept by a worker: (id, number of wrappers' states)."""
+
+
+class Shipped(NamedTuple):
+    """A snapshot in transit between an owner and a worker: its bytes, the object, or only the key of a kept one."""
+
+    key: SnapKey | None
+    data: bytes | None = None
+    handle: Any = None
+
+
+class NotKept(Exception):
+    """The worker does not keep, or no longer keeps, the snapshot named by its key only."""
+
+
+def snapshot_key(snap: Any) -> SnapKey | None:
+    """Key of a `Snapshot`; None for a third party's handle, which is shipped whole each time."""
+    return (snap.id, len(snap.layers)) if isinstance(snap, Snapshot) else None
+
+
+def env_maker(env: str | EnvSpec | MakeEnv, **kwargs: Any) -> MakeEnv:
+    """A function that makes the environment in any process: ``gym.make`` of an id or a spec, or a given factory.
+
+    An id registered in this process only (not by a module that a worker imports) goes along as its spec.
+    """
+    if not isinstance(env, (str, EnvSpec)):
+        return functools.partial(env, **kwargs) if kwargs else env
+    if isinstance(env, str) and ":" not in env:
+        env = gym.spec(env)
+    return functools.partial(gym.make, env, **kwargs)
+
+
+class Host:
+    """The environments of one worker, on which calls are executed.
+
+    Args:
+        keep: number of snapshots kept, least recently used first out.
+        ships: snapshots leave as bytes (another process), not as objects.
+    """
+
+    def __init__(self, *, keep: int, ships: bool) -> None:
+        self._envs: dict[int, AnyEnv] = {}
+        self._makes: dict[int, MakeEnv] = {}
+        self._kept: OrderedDict[SnapKey, Snapshot] = OrderedDict()
+        self._keep = keep
+        self._ships = ships
+
+    def perform(self, call: Call) -> Any:
+        """Execute one call."""
+        return getattr(self, call.method)(call.slot, *call.args)
+
+    def make(self, slot: int, make: MakeEnv) -> Description:
+        """Make a new environment in the slot, and close the one that was there."""
+        with contextlib.suppress(Exception):  # of one that is done with
+            self.close(slot)
+        self._makes[slot] = make
+        env = self._envs[slot] = make()
+        try:
+            spec = snapshot_spec_of(env)
+        except AttributeError:
+            spec = None
+        return Description(env.observation_space, env.action_space, env.metadata, env.spec, env.render_mode, spec)
+
+    def reset(self, slot: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """See ``gymnasium.Env.reset``."""
+        return self._envs[slot].reset(seed=seed, options=options)
+
+    def step(self, slot: int, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """See ``gymnasium.Env.step``."""
+        return self._envs[slot].step(action)
+
+    def snapshot(self, slot: int, streams: bool = False, drawn: Any = None) -> Any:
+        """Capture the whole stack, with ``streams`` also the present random streams of the spaces.
+
+        ``drawn`` are those streams as they are on the owner's side, where the owner has drawn from them.
+        """
+        env = self._envs[slot]
+        self._put_streams(env, drawn)
+        shipped = self._ship(snapshot(env))
+        return (shipped, self.streams(slot)) if streams else shipped
+
+    def restore(self, slot: int, shipped: Shipped, seed: int | None, streams: bool = False) -> Any:
+        """Return to a captured state: its (observation, info), with ``streams`` also the spaces' random streams."""
+        started = restore(self._envs[slot], self._receive(shipped), seed=seed)
+        return (started, self.streams(slot)) if streams else started
+
+    def fork(self, slot: int, slots: Sequence[int], seed: int | None, streams: Any) -> None:
+        """Fork children of the environment into new slots."""
+        self._put_streams(self._envs[slot], streams)
+        self._envs.update(zip(slots, fork(self._envs[slot], len(slots), seed=seed), strict=True))
+
+    def streams(self, slot: int) -> Any:
+        """The random streams of the environment's spaces."""
+        env = self._envs[slot]
+        return randomness.capture_spaces(env.action_space, env.observation_space)
+
+    def render(self, slot: int) -> Any:
+        """See ``gymnasium.Env.render``."""
+        return self._envs[slot].render()
+
+    def attribute(self, slot: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An attribute of the outermost layer that has it, or the result of calling it if it is callable."""
+        value = self._envs[slot].get_wrapper_attr(name)
+        return value(*args, **kwargs) if callable(value) else value
+
+    def run(
+        self,
+        slot: int,
+        run: bytes | Callable[..., Any],
+        shipped: Shipped | None,
+        seed: int | None,
+        options: dict[str, Any] | None,
+    ) -> Any:
+        """Restore or reset, then call ``run(env, observation, info)``. An environment that fails then is made anew."""
+        function = cloudpickle.loads(run) if isinstance(run, bytes) else run
+        snap = None if shipped is None else self._receive(shipped)
+
+        def start() -> Any:
+            env = self._envs[slot]
+            return env.reset(seed=seed, options=options) if snap is None else restore(env, snap, seed=seed)
+
+        try:
+            started = start()
+        except SnapshotError:
+            raise
+        except Exception:  # what an earlier job left behind
+            self.make(slot, self._makes[slot])
+            started = start()
+        return function(self._envs[slot], *started)
+
+    def close(self, slot: int) -> None:
+        """Close the slot's environment, if there is one."""
+        env = self._envs.pop(slot, None)
+        if env is not None:
+            env.close()
+
+    def close_all(self) -> None:
+        """Close every environment, even if closing one of them failed."""
+        for slot in list(self._envs):
+            with contextlib.suppress(Exception):
+                self.close(slot)
+        self._kept.clear()
+
+    def _ship(self, snap: Any) -> Shipped:
+        key = snapshot_key(snap)
+        if key is None or not self._ships:
+            return Shipped(key, handle=snap)
+        self._remember(key, snap)
+        return Shipped(key, data=snap.to_bytes())
+
+    def _receive(self, shipped: Shipped) -> Any:
+        key, data, handle = shipped
+        if handle is not None or key is None:
+            return handle
+        if data is not None:
+            snap = Snapshot.from_bytes(data)
+        elif key in self._kept:
+            snap = self._kept[key]
+        else:
+            raise NotKept(key)
+        self._remember(key, snap)
+        return snap
+
+    def _remember(self, key: SnapKey, snap: Snapshot) -> None:
+        remember(self._kept, key, snap, self._keep)
+
+    @staticmethod
+    def _put_streams(env: AnyEnv, streams: Any) -> None:
+        if streams is not None:
+            randomness.restore_spaces(streams, env.action_space, env.observation_space)
+
+
+def snapshot_spec_of(env: AnyEnv) -> SnapshotSpec:
+    """Spec of the snapshots of a stack's base environment; raises AttributeError where it has none."""
+    spec: SnapshotSpec = env.get_wrapper_attr("snapshot_spec")
+    return spec
+
+
+def remember(kept: OrderedDict[SnapKey, Any], key: SnapKey, value: Any, most: int) -> None:
+    """Put into a least-recently-used mapping; owner and worker do the same, so their contents agree."""
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)

@@ -1,0 +1,284 @@
+"""`RemoteEnv`: an environment in a worker process, used like a local one.
+
+1. ``reset``, ``step``, ``render``, ``snapshot``, ``restore`` and ``fork`` act on the whole stack in the worker, and
+   exceptions come back with their own types.
+2. Its snapshots are those of the same stack in this process: they restore in an environment of the same id made by
+   ``gym.make``, and the other way round. Wrappers around the `RemoteEnv` are captured by `sandboxgym.snapshot` in
+   addition.
+3. The random streams of ``action_space`` and ``observation_space`` are part of its state, drawn from in either process.
+4. If the worker dies or is ended by a timeout, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
+   ``restore`` starts a new worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, ClassVar, Self
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
+from sandboxgym import randomness
+from sandboxgym.core import SnapshotSpec, Transition
+from sandboxgym.errors import SnapshotNotSupported
+from sandboxgym.randomness import sibling_seed
+from sandboxgym.workers.env_host import Description, MakeEnv, WorkerDied, env_maker
+from sandboxgym.workers.worker import Mode, Worker, make_worker
+
+
+class WorkerSlots:
+    """One worker and its slots in use. The worker ends with its last environment, unless it is kept on."""
+
+    def __init__(self, worker: Worker, *, keep_on: bool = False) -> None:
+        self.worker = worker
+        self.keep_on = keep_on
+        self.slots: set[int] = set()
+        self._next = 0
+
+    def join(self) -> int:
+        """Take a slot for one more environment."""
+        with self.worker.lock:
+            self._next += 1
+            self.slots.add(self._next)
+            return self._next
+
+    def leave(self, slot: int) -> None:
+        """Free a slot; freeing the last one closes the worker."""
+        with self.worker.lock:
+            self.slots.discard(slot)
+            last = not self.slots and not self.keep_on
+        if last:
+            self.worker.close()
+
+
+class RemoteEnv(gym.Env[Any, Any]):
+    """Proxy of an environment that lives in a worker process.
+
+    Calls are synchronous and may come from any thread, one at a time for each worker.
+
+    Args:
+        env: an id, an ``EnvSpec`` or a function that makes the environment.
+        timeout: seconds that ``step``, ``render`` and the like may take; None waits.
+        reset_timeout: likewise for ``reset``, ``snapshot`` and ``restore`` (default: 10 × ``timeout``).
+        create_timeout: likewise for starting the worker and making the environment.
+        fork_to: where `fork` puts the children: each in a new ``"process"``, or all in this one's ``"worker"``, which
+            is cheaper, steps them in turn and needs no durable snapshots.
+        mode: ``"thread"`` keeps it in a thread of this process instead.
+        shared: the slots of a worker to share.
+        **kwargs: of ``gym.make`` or of the function.
+
+    Example:
+        >>> env = RemoteEnv("sandboxgym/ALFWorld-v0", max_episode_steps=40)
+        >>> observation, info = env.reset(seed=0)
+        >>> snap = env.snapshot()
+        >>> env.close()
+    """
+
+    captures_stack: ClassVar[bool] = True
+    """Snapshots include the wrappers in the worker; see ``wrappers/stack.py``."""
+
+    def __init__(
+        self,
+        env: str | EnvSpec | MakeEnv,
+        *,
+        timeout: float | None = None,
+        reset_timeout: float | None = None,
+        create_timeout: float | None = 300.0,
+        fork_to: str = "process",
+        mode: Mode = "process",
+        shared: WorkerSlots | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if fork_to not in ("process", "worker"):
+            raise ValueError(f"expected fork_to to be 'process' or 'worker', found {fork_to!r}")
+        self._make = env_maker(env, **kwargs)
+        self._timeout = timeout
+        self._reset_timeout = reset_timeout if reset_timeout is not None or timeout is None else 10 * timeout
+        self._create_timeout = create_timeout
+        self._fork_to = fork_to
+        self._mode = mode
+        self._slots = shared or WorkerSlots(make_worker(mode))
+        self._slot = self._slots.join()
+        self._generation = 0
+        self._closed = False
+        try:
+            self._take_on(self._create())
+        except BaseException:
+            self._slots.leave(self._slot)
+            raise
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """See ``gymnasium.Env.reset``."""
+        self._revive()
+        return self._call("reset", seed, options, timeout=self._reset_timeout)  # type: ignore[no-any-return]
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """See ``gymnasium.Env.step``."""
+        return self._call("step", action, timeout=self._timeout)  # type: ignore[no-any-return]
+
+    def render(self) -> Any:
+        """See ``gymnasium.Env.render``."""
+        return self._call("render", timeout=self._timeout)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """An attribute of the environment in the worker, or the result of calling it."""
+        return self._call("attribute", name, args, kwargs, timeout=self._timeout)
+
+    def close(self) -> None:
+        """Close the environment, and its worker if nothing else uses it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._living():
+            with contextlib.suppress(Exception):
+                self._slots.worker.call(self._slot, "close", timeout=self._reset_timeout)
+        self._slots.leave(self._slot)
+
+    @property
+    def last(self) -> Transition:
+        """The last transition of the base environment; see `SnapshotEnv.last`."""
+        return self.call("last")  # type: ignore[no-any-return]
+
+    @property
+    def snapshot_spec(self) -> SnapshotSpec:
+        """Spec of the snapshots of the base environment.
+
+        Raises:
+            SnapshotNotSupported: it has none.
+        """
+        if self._described.snapshot_spec is None:
+            raise SnapshotNotSupported(f"{self} has no snapshots: derive the environment from sandboxgym.SnapshotEnv")
+        return self._described.snapshot_spec
+
+    def snapshot(self) -> Any:
+        """Capture the whole stack in the worker; see `sandboxgym.snapshot`."""
+        with self._slots.worker.lock:
+            shipped, streams = self._call("snapshot", True, self._drawn(), timeout=self._reset_timeout)
+            self._put_streams(streams)
+            return self._slots.worker.receive(shipped)
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return to a captured state, in place; see `sandboxgym.restore`."""
+        with self._slots.worker.lock:
+            self._revive()
+            self._check_open()
+            started, streams = self._slots.worker.restore(
+                self._slot, snap, seed, streams=True, timeout=self._reset_timeout
+            )
+            self._put_streams(streams)
+        return started  # type: ignore[no-any-return]
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
+        """Create ``k`` new environments at this state; see `SnapshotEnv.fork`. All or nothing."""
+        if k < 1:
+            raise ValueError(f"expected at least 1 fork, found k={k}")
+        return self._fork_here(k, seed) if self._fork_to == "worker" else self._fork_apart(k, seed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork(1)[0]
+
+    def __copy__(self) -> Self:
+        raise TypeError("a shallow copy of an environment would share its state: use fork(), or copy.deepcopy")
+
+    def __str__(self) -> str:
+        return f"<RemoteEnv {self.spec.id if self.spec else self._make}>"
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> Any:  # type: ignore[override]
+        """Unavailable: drawing from a copy would not advance the environment's own stream."""
+        raise AttributeError("the random stream of a RemoteEnv is in its worker; seed it by reset(seed=…)")
+
+    @property
+    def np_random_seed(self) -> int | None:  # type: ignore[override]
+        """Seed of the environment in the worker."""
+        return self.call("np_random_seed")  # type: ignore[no-any-return]
+
+    def _fork_here(self, k: int, seed: int | None) -> list[Self]:
+        shared = self._slots
+        with shared.worker.lock:
+            slots = [shared.join() for _ in range(k)]
+            try:
+                self._call("fork", slots, seed, self._drawn(), timeout=self._reset_timeout)
+            except BaseException:
+                for slot in slots:
+                    shared.leave(slot)
+                raise
+            return [self._child(shared, slot) for slot in slots]
+
+    def _fork_apart(self, k: int, seed: int | None) -> list[Self]:
+        children: list[Self] = []
+        snap = self.snapshot()
+        try:
+            for _ in range(k):
+                shared = WorkerSlots(make_worker(self._mode))
+                shared.worker.start()  # all side by side: they wait for their interpreters below
+                children.append(self._child(shared, shared.join()))
+            for index, child in enumerate(children):
+                child.restore(snap, seed=None if seed is None else sibling_seed(seed, index))
+        except BaseException:
+            for child in children:
+                child.close()
+            raise
+        return children
+
+    def _child(self, shared: WorkerSlots, slot: int) -> Self:
+        """A proxy for another environment like this one; in a new worker its first restore makes it."""
+        child = type(self).__new__(type(self))
+        for name in ("_make", "_timeout", "_reset_timeout", "_create_timeout", "_fork_to", "_mode", "_closed"):
+            setattr(child, name, getattr(self, name))
+        child._slots, child._slot = shared, slot
+        child._generation = shared.worker.generation if shared is self._slots else 0
+        child._take_on(self._described)
+        if shared is self._slots:
+            child._put_streams(child._call("streams", timeout=self._timeout))
+        return child
+
+    def _take_on(self, described: Description) -> None:
+        self._described = described
+        self.observation_space = copy.deepcopy(described.observation_space)
+        self.action_space = copy.deepcopy(described.action_space)
+        self.metadata = described.metadata
+        self.render_mode = described.render_mode
+        self.spec = described.spec
+        self._synced = self._streams()
+
+    def _create(self) -> Description:
+        with self._slots.worker.lock:
+            described = self._slots.worker.call(self._slot, "make", self._make, timeout=self._create_timeout)
+            self._generation = self._slots.worker.generation
+        return described  # type: ignore[no-any-return]
+
+    def _living(self) -> bool:
+        return self._slots.worker.alive and self._generation == self._slots.worker.generation
+
+    def _revive(self) -> None:
+        with self._slots.worker.lock:
+            if not self._closed and not self._living():
+                self._create()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise gym.error.ClosedEnvironmentError(f"{self} was closed")
+
+    def _call(self, method: str, *args: Any, timeout: float | None) -> Any:
+        self._check_open()
+        with self._slots.worker.lock:
+            if not self._living():
+                raise WorkerDied(f"{self} was lost with its worker: reset() or restore() starts a new one")
+            return self._slots.worker.call(self._slot, method, *args, timeout=timeout)
+
+    def _streams(self) -> list[Any]:
+        return randomness.capture_spaces(self.action_space, self.observation_space)
+
+    def _drawn(self) -> list[Any] | None:
+        """The spaces' streams, if they were seeded or drawn from in this process since they were last synchronised."""
+        streams = self._streams()
+        if streams == self._synced:
+            return None
+        self._synced = streams
+        return streams
+
+    def _put_streams(self, streams: list[Any]) -> None:
+        randomness.restore_spaces(streams, self.action_space, self.observation_space)
+        self._synced = streams
