@@ -153,6 +153,7 @@ def test_every_page_has_a_description_of_its_own() -> None:
     assert len(set(found.values())) == len(found)
 
 
+MADE = ("tree-example/index.html",)  # by the site, when it is built
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 
 
@@ -162,7 +163,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 def test_what_a_page_links_to_is_in_the_repository(page: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [link for link in links if link not in MADE and not (page.parent / link).exists()] == []
 
 
 @pytest.mark.slow
