@@ -211,7 +211,7 @@ def gae_credit(tree: RolloutTree, args: Args) -> None:
                 following, edge.advantage = data.values[0], advantage
                 continue
             data.advantages = []
-            reward, gamma = edge.reward, args.gamma  # of the action's last token; between its tokens nothing is discounted
+            reward, gamma = edge.reward, args.gamma  # of the last token; between tokens nothing is discounted
             for value in reversed(data.values):
                 advantage = reward + gamma * following - value + gamma * lam * advantage
                 data.advantages.insert(0, advantage)
@@ -227,7 +227,7 @@ Parent = Callable[[Edge, int, float], float]
 def tree_credit(
     tree: RolloutTree, args: Args, parent: Parent, share: Callable[[int], float], prior: tuple[float, float]
 ) -> list[ForkSample]:
-    """Â = Q̂ - b with backed-up values; weights are multiplied by K^-p at forks, and by 1/q on surviving roulette.
+    """Â = Q̂ - b with backed-up values; forks multiply weights by K^-p, survived roulette multiplies them by 1/q.
 
     b = a S + (1 - a) ``parent`` at and below a fork, with S the leave-one-out mean of the nearest fork's children,
     carried forward along one-edge nodes (minus the rewards since); ``parent`` above the first fork and behind roulette.
