@@ -153,7 +153,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
     - ``success`` and ``resolved``: whether the verdict of this step is ``resolved``; false without a verdict.
     - ``task_id``, ``repo``, ``task_type`` (equal to ``repo``), ``steps``, ``submitted``, ``valid_action``;
       ``returncode`` (None without a command) and ``timed_out``.
-    - ``state_hash``: equal for equal states (`workspace.Workspace.digest` says what counts; empty if the files could not be
+    - ``state_hash``: equal for equal states (`workspace.Box.digest` says what counts; empty if the files could not be
       read); ``progress_key``: whether the repository was changed, and the result of the tests that the agent ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
       Losses that only the attempt reveals are in ``last`` and in the info that a restore returns.
