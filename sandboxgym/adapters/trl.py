@@ -164,9 +164,8 @@ class TRLEnvironments:
         self.close()
 
     def _begin(self, env: gym.Env[Any, Any], row: dict[str, Any]) -> str:
-        if (
-            not self._left or row != self._row
-        ):  # a process may get only part of a group, and evaluation uses other sizes
+        # Compare rows, because a process may get only part of a group, and evaluation uses other sizes.
+        if not self._left or row != self._row:
             self._release()
             self._text = self._start(env, row)
             if self._generations == 1:
