@@ -1,4 +1,4 @@
-"""The strength of a certificate: what can be lost unseen is named, what cannot is not."""
+"""The strength of a certificate: it names exactly the state that could be lost unnoticed."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
       of the official data under ``$ALFWORLD_DATA`` (``train``, ``valid_train``, ``valid_seen``, ``valid_unseen``), a
       directory, a file, or a list of files.
     - ``task_types``: only games of these types.
-    - ``limit``: only this many of the first games.
+    - ``limit``: number of games to use, from the start of the list.
     - ``stop_when_won``: end the episode when the goal holds.
     - ``aliases``: accept the other verb for placing. It prints the same as the game's own verb, ``valid_action`` is
       true and ``admissible_commands`` do not change. Off by default, because the original refuses it.
