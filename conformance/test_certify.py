@@ -1,4 +1,4 @@
-"""Certification of environments named on the command line: ``pytest conformance/ --sandboxgym-env sandboxgym/ALFWorld-v0``.
+"""Certify environments named on the command line: ``pytest conformance/ --sandboxgym-env sandboxgym/ALFWorld-v0``.
 
 One test per environment and check; no tests without the option.
 """

@@ -1,4 +1,4 @@
-"""Values cached under the wrong key, or referring to a source that continues: other actions and live sources reveal them.
+"""Values cached under the wrong key, or tied to a source that continues: other actions and live sources reveal them.
 
 The control's own actions after a restore get the right answers from all of these. Corridors and quests, each with one
 method changed; `Marsh` is an environment whose ends and events random actions rarely reach.

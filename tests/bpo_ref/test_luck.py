@@ -1,4 +1,4 @@
-"""The luck that look-ahead subtracts from returns: errors of `experiments.luck`, and its arithmetic on made-up rollouts."""
+"""The luck that look-ahead subtracts: errors of `experiments.luck`, and its arithmetic on made-up rollouts."""
 
 from __future__ import annotations
 

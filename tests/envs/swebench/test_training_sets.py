@@ -1,4 +1,4 @@
-"""Rows of SWE-smith, SWE-Gym, SWE-rebench and R2E-Gym: parsed, run in images made here, without leaks from their images."""
+"""Rows of SWE-smith, SWE-Gym, SWE-rebench and R2E-Gym: parsed, and run in images made here without leaks."""
 
 from __future__ import annotations
 
