@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs, in order, and the site builds without a warning."""
+"""The documentation is correct: its code runs, in order, and the site builds without a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first hour of somebody who installs the wheel: each path through the docs, by the commands that the docs give."""
+"""The first hour of a new user of the wheel: each path through the docs, with the commands in the docs."""
 
 from __future__ import annotations
 

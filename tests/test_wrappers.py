@@ -1,4 +1,4 @@
-"""Snapshots through stacks of wrappers: what gym.make adds, what users add, what is refused."""
+"""Snapshots through stacks of wrappers: those of gym.make, those of users, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed configurations: each trains a small model of its family, and asks for the memory that is counted."""
+"""The committed configurations: each trains a small model of its family, and needs the calculated memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strength of a certificate: what can be lost unseen is named, what cannot is not."""
+"""The strength of a certificate: it names exactly the state that could be lost unnoticed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faulty import Foreign, Shared, Undeclared
 from toy_envs import Corridor, Dice, Drift
 
 from sandboxgym import SnapshotEnv
-from sandboxgym.conformance import Budget, Subject, run
+from sandboxgym.conformance import Budget, Subject, run, runner
 from sandboxgym.conformance.strength import Strength, Trial, coarser, field_of, measure, name, paths, with_field
 
 CHECKS = (
@@ -170,8 +170,7 @@ def test_the_summary_names_other_faults_that_nobody_saw() -> None:
 def test_what_nobody_explains_is_tried_before_what_is_explained(monkeypatch):
     """A field that no check sees takes all of them, so that it must not stand before others."""
     from sandboxgym.conformance import strength as module
-    from sandboxgym.conformance import runner
-from sandboxgym.conformance.check import Result, Verdict
+    from sandboxgym.conformance.check import Result, Verdict
 
     class Explained(Attic):
         metadata = {"render_modes": [], "unobservable": {"diary": "nobody reads it"}}
