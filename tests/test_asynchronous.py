@@ -189,13 +189,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("max_live", [1, 3, 5, 1024])
+@pytest.mark.parametrize("max_live", [1, 3, 1024])
 def test_the_trees_are_those_of_lockstep(envs: Envs, held: list[Any], name: str, max_live: int) -> None:
     """To the order of the paths and of the children of every node, whichever answer and environment comes first."""
     kwargs: dict[str, Any] = {"tasks": [None] * 3, "seed": (3,), "max_live": max_live}
     expected = whole(rollout(envs, Thinking(), SCHEDULES[name], **kwargs))
     with Envs(lambda: Irregular(gym.make("toys/Dice-v0")), threads=4) as irregular:
-        for shuffle in range(3):
+        for shuffle in range(1 if max_live == 1 else 2):
             policy = Slow(Thinking(), shuffle)
             assert whole(rolled(irregular, policy, SCHEDULES[name], **kwargs)) == expected
             policy.check()
@@ -286,12 +286,8 @@ def doomed(fate: Callable[[str, int], bool], schedule: Schedule, **kwargs: Any) 
 
 @pytest.mark.parametrize("name", ["causal", "entropy", "nested", "both"])
 @pytest.mark.parametrize("call", ["reset", "snapshot", "restore", "step"])
-@pytest.mark.parametrize("max_live", [2, 1024])
+@pytest.mark.parametrize("max_live", [3])
 def test_an_environment_that_fails_changes_nothing(fates: None, name: str, call: str, max_live: int) -> None:
-    with Envs(lambda: gym.make("toys/Dice-v0")) as envs:
-        Mortal.meet, meet = (lambda *_: None), Mortal.meet  # type: ignore[method-assign]
-        Mortal.meet = meet  # type: ignore[method-assign]
-        envs.close()
     intact, none = doomed(lambda *_: False, SCHEDULES[name], max_live=max_live)
     times = Mortal.calls[call]
     assert none == []
@@ -305,7 +301,7 @@ def test_an_environment_that_fails_changes_nothing(fates: None, name: str, call:
 
 
 @pytest.mark.parametrize("name", ["causal", "entropy", "nested", "both"])
-@pytest.mark.parametrize("period", [5, 7, 11])
+@pytest.mark.parametrize("period", [5, 11])
 def test_many_failures_change_nothing_but_what_they_drop(fates: None, name: str, period: int) -> None:
     def paths(trees: Iterable[RolloutTree]) -> dict[Any, Any]:
         return {
@@ -516,7 +512,7 @@ def test_a_cancelled_rollout_waits_for_calls_under_way_and_leaves_nothing(
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
-    assert Gated.steps["begun"] == Gated.steps["ended"] < 10
+    assert Gated.steps["begun"] == Gated.steps["ended"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sandboxgym-rollout")]
     assert given_back(envs, made)
     envs.close()
