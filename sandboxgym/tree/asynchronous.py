@@ -419,7 +419,8 @@ class Asynchronous(Driver):
         if not self.retries:
             raise error
         await self.in_source(partial(super().discard, run.env))
-        if run.dropped:
+        if run.dropped:  # nobody goes on with it
+            self.note(self.failure(run, error))
             return False
         run.lost += 1
         again = run.lost <= self.retries
