@@ -130,9 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, default=8, help="number of trees")
     parser.add_argument("--max-live", type=int, default=16, help="most environments live at once")
     arguments = parser.parse_args(argv)
-    print(
-        f"scale={arguments.scale:g}, {arguments.max_live} environments, {platform.machine()}, Python {platform.python_version()}, one run each\n"
-    )
+    place = f"{platform.machine()}, Python {platform.python_version()}"
+    print(f"scale={arguments.scale:g}, {arguments.max_live} environments, {place}, one run each\n")
     print(
         "| schedule | driver | paths | steps | seconds | steps per second | x lockstep |\n|---|---|---|---|---|---|---|"
     )
