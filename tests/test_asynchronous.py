@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -113,6 +115,13 @@ class Both(ForkEveryPath):
         return TopEntropy(2, width=3).after(tree, path)
 
 
+class Watched(Forks):
+    """Forks before actions are executed, while every path is captured at every step."""
+
+    def watches(self, path: Path) -> bool:
+        return True
+
+
 class AtStarts(Schedule):
     """Forks at the state that a path starts from, which several paths leave."""
 
@@ -132,6 +141,7 @@ SCHEDULES = {
     "roulette, late": Roulette(3, 1, 3, late=True),
     "nested": ForkEveryPath(2),
     "both": Both(2),
+    "watched": Watched(2, 1, 3),
     "at starts": AtStarts(3),
 }
 
@@ -306,7 +316,7 @@ def test_an_environment_that_fails_changes_nothing(fates: None, name: str, call:
         assert whole(trees) == whole(intact)
 
 
-@pytest.mark.parametrize("name", ["causal", "entropy", "nested", "both"])
+@pytest.mark.parametrize("name", ["entropy", "nested", "both", "watched"])
 @pytest.mark.parametrize("period", [5, 11])
 def test_many_failures_change_nothing_but_what_they_drop(fates: None, name: str, period: int) -> None:
     def paths(trees: Iterable[RolloutTree]) -> dict[Any, Any]:
@@ -365,7 +375,10 @@ def test_what_is_dropped_and_what_is_told_of_it_are_those_of_lockstep(
     assert len(lost[0]) == 3 * len(victims)
 
 
-def test_a_path_that_is_dropped_takes_the_forks_that_are_on_their_way_with_it(held: list[Any]) -> None:
+@pytest.mark.parametrize("schedule", [Forks(2, 1), Watched(2, 1)])
+def test_a_path_that_is_dropped_takes_the_forks_that_are_on_their_way_with_it(
+    held: list[Any], schedule: Schedule
+) -> None:
     """The policy's calls for them are cancelled."""
     cancelled: list[PathKey] = []
     forked = asyncio.Event()
@@ -385,7 +398,7 @@ def test_a_path_that_is_dropped_takes_the_forks_that_are_on_their_way_with_it(he
 
     policy, failures = Patient((0, (0, 0), 3)), list[Failure]()
     with Envs(lambda: Fragile(gym.make("toys/Dice-v0")), threads=3) as envs:
-        (tree,) = rolled(envs, policy.decide, Forks(2, 1), retries=1, failures=failures)
+        (tree,) = rolled(envs, policy.decide, schedule, retries=1, failures=failures)
     assert [path.key for path in tree.paths] == [(0, 1)]
     assert 1 <= len(cancelled) <= 2 and {key[:2] for key in cancelled} == {(0, 0)}
     assert failures[-1].dropped in (2, 3)  # itself, and the forks that had started
@@ -694,11 +707,26 @@ def test_the_clock_tells_what_was_waited_for_and_counts_no_moment_twice(envs: En
     assert clock.policy + clock.steps + clock.snapshots <= time.perf_counter() - began
 
 
-def test_environments_in_worker_processes(envs: Envs) -> None:
+def test_worker_processes_that_are_killed_change_nothing(envs: Envs) -> None:
     kwargs: dict[str, Any] = {"tasks": [None] * 2, "seed": (3,)}
     expected = whole(rollout(envs, Thinking(), SCHEDULES["causal"], **kwargs))
+    failures: list[Failure] = []
     with PooledEnvs("toys/Dice-v0", 2) as pooled:
-        assert whole(rolled(pooled, Slow(Thinking()), SCHEDULES["causal"], **kwargs)) == expected
+
+        class Killing(Thinking):
+            calls = 0
+
+            def _act(self, context: Context) -> Action:
+                Killing.calls += 1
+                if Killing.calls == 9:
+                    pid = pooled._slots[0].worker.pid
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+                return super()._act(context)
+
+        policy, schedule = Slow(Killing()), SCHEDULES["causal"]
+        assert whole(rolled(pooled, policy, schedule, retries=3, failures=failures, **kwargs)) == expected
+    assert failures and not any(failure.dropped for failure in failures)
 
 
 def test_what_a_task_returned_can_be_shown(envs: Envs) -> None:

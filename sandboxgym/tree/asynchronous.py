@@ -157,16 +157,16 @@ class Asynchronous(Driver):
         self.roots = {index: self.schedule.roots_of(index) for index in indices}
         self.resets.extend(zip(tasks, indices, strict=True))
         errors: Sequence[BaseException] = ()
-        whole = False
+        complete = False
         try:
             async with asyncio.TaskGroup() as self.group:
                 self.fill()
-            whole = True
+            complete = True
         except BaseExceptionGroup as group:
             errors = group.exceptions
         finally:
             self.close()
-            if not whole:
+            if not complete:
                 self.failures += [failure for failure, _ in self.failed]
         if errors:
             raise errors[0]
@@ -250,6 +250,8 @@ class Asynchronous(Driver):
         except asyncio.CancelledError:
             if not run.dropped or self.ending(walk):
                 raise
+            if walk.point is not None and walk.point.snap is not None:  # captured while the policy was asked
+                walk.point.snap.release()
         self.depart(walk)
         self.end(run)
         if run.dropped:
@@ -372,14 +374,14 @@ class Asynchronous(Driver):
 
     async def in_thread(self, job: Callable[[], T]) -> T | Exception:
         """Run a job on an environment in a thread."""
-        (found,) = await self.whole(self.calls.submit(self.envs.call, [partial(self.guarded, job)]))
+        (found,) = await self.finished(self.calls.submit(self.envs.call, [partial(self.guarded, job)]))
         return found
 
     async def in_source(self, job: Callable[[], T]) -> T:
         """Run a job on the source of environments, in its thread."""
-        return await self.whole(self.source.submit(job))
+        return await self.finished(self.source.submit(job))
 
-    async def whole(self, future: Future[T]) -> T:
+    async def finished(self, future: Future[T]) -> T:
         """Result of a call in a thread. One that has begun is waited for, also by a task that is cancelled."""
         wrapped = asyncio.wrap_future(future)
         try:
