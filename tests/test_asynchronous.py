@@ -121,6 +121,9 @@ class Watched(Forks):
     def watches(self, path: Path) -> bool:
         return True
 
+    def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:
+        return ()
+
 
 class AtStarts(Schedule):
     """Forks at the state that a path starts from, which several paths leave."""
