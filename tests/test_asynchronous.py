@@ -739,6 +739,26 @@ def test_what_a_task_returned_can_be_shown(envs: Envs) -> None:
         assert len(repr(shown)) < 500
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_environment_that_cannot_be_made_is_asked_for_again(envs: Envs, retries: int) -> None:
+    """A worker may die at any moment, also while it makes an environment for a path that has yet to start."""
+    made: list[Any] = []
+
+    def make() -> gym.Env[Any, Any]:
+        made.append(None)
+        if len(made) == 3:
+            raise ConnectionError("gone at make")
+        return gym.make("toys/Dice-v0")
+
+    with Envs(make, threads=3) as unlucky:
+        if not retries:
+            with pytest.raises(ConnectionError, match="gone at make"):
+                rolled(unlucky, Slow(Thinking()), Schedule(5))
+            return
+        trees = rolled(unlucky, Slow(Thinking()), Schedule(5), retries=retries)
+    assert whole(trees) == whole(rollout(envs, Thinking(), Schedule(5)))
+
+
 def test_two_rollouts_share_an_event_loop(envs: Envs) -> None:
     async def main() -> list[list[RolloutTree]]:
         with Envs(lambda: gym.make("toys/Dice-v0")) as other:

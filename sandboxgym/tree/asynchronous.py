@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 import gymnasium as gym
 
-from sandboxgym.tree.envs import EnvSource, described
+from sandboxgym.tree.envs import EnvSource, described, logger
 from sandboxgym.tree.lockstep import Acting, Begun, Checkpoint, Driver, LivePath, same
 from sandboxgym.tree.nodes import Action, Edge, Node, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look
@@ -198,7 +198,7 @@ class Asynchronous(Driver):
     async def start(self) -> None:
         """Take an environment, and with it the path that has waited longest, or else a task to reset to."""
         try:
-            env = await self.in_source(super().take)
+            env = await self.obtained()
             self.starting -= 1
             if self.waiting:
                 await self.walk(*self.waiting.pop(0), env)
@@ -233,7 +233,7 @@ class Asynchronous(Driver):
             dropped = 0 if retries_left else self.roots[index]
             self.record_failure(Failure(index, (), 0, described(outcome), dropped))
             if retries_left:
-                env = await self.in_source(super().take)
+                env = await self.obtained()
 
     # The course of a path.
 
@@ -380,6 +380,15 @@ class Asynchronous(Driver):
     async def in_source(self, job: Callable[[], T]) -> T:
         """Run a job on the source of environments, in its thread."""
         return await self.finished(self.source.submit(job))
+
+    async def obtained(self) -> gym.Env[Any, Any]:
+        """A live environment; with ``retries`` it is asked for again where its worker dies while it is made."""
+        for retries_left in reversed(range(self.retries)):
+            try:
+                return await self.in_source(super().take)
+            except Exception as error:
+                logger.warning("no environment could be made (%s), retries left: %d", described(error), retries_left)
+        return await self.in_source(super().take)
 
     async def finished(self, future: Future[T]) -> T:
         """Result of a call in a thread. One that has begun is waited for, also by a task that is cancelled."""
