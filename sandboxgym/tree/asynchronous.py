@@ -81,7 +81,7 @@ async def rollout_async(
         indices: see there.
         max_live: most environments live at once.
         clock: is told how long was waited for what: a moment in which several paths wait counts in equal parts.
-        retries: see there.
+        retries: see there; as often an environment is asked for again that could not be made.
         failures: is told of every environment that was lost, when the rollout ends. `Failure.dropped` counts forks of a
             dropped path that had started, too.
         look: see there.
