@@ -213,7 +213,7 @@ class Asynchronous(Driver):
         self.fill()
 
     async def reset(self, task: Any, index: int, env: gym.Env[Any, Any]) -> None:
-        """Reset to a task and capture the root, where the root paths then wait."""
+        """Reset to a task and capture the root, at which its independent rollouts wait."""
         for retries_left in reversed(range(self.retries + 1)):
             reset = self.resetting(task, index)
             try:

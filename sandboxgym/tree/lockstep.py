@@ -463,7 +463,7 @@ class Lockstep(Driver):
         return self.envs.call([partial(self.guarded, job) for job in jobs])
 
     def reset_roots(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
-        """Reset to each task and capture the root, where the root paths then wait."""
+        """Reset to each task and capture the root, at which its independent rollouts wait."""
         trees: dict[int, RolloutTree] = {}
         wanted = {index: self.schedule.roots_of(index) for index in indices}
         todo = list(zip(tasks, indices, strict=True))

@@ -14,7 +14,7 @@ class Schedule:
     same trees in `rollout` and `rollout_async`; in the latter other paths of the tree grow in an order of their own.
 
     Args:
-        roots: root paths of every task, or of each task by its index in the batch.
+        roots: number of independent rollouts per task, or for each task by its index in the batch.
 
     Raises:
         ValueError: a task would have none.
@@ -26,7 +26,7 @@ class Schedule:
             raise ValueError(f"expected at least one root path, found roots={roots}")
 
     def roots_of(self, index: int) -> int:
-        """Number of root paths for the task at this index; raises `ValueError` if the task has none."""
+        """Number of independent rollouts for the task at this index; raises `ValueError` if the task has none."""
         if not isinstance(self.roots, Mapping):
             return self.roots
         if index not in self.roots:
