@@ -17,5 +17,6 @@ NAMES = {
     "cheats": "cheats on SWE-bench tasks: our verdicts, the official harness's, and the findings",
     "faults": "faults that sandboxes survive, and the traces they leave",
     "pool": "a pool of workers stepping many environments",
+    "rollouts": "rollouts whose paths advance by themselves, against lockstep",
 }
 """Benchmarks, each a module of that name, with their subjects; the first is the default."""

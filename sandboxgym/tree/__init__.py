@@ -19,6 +19,7 @@ Every path has its own random streams, for the policy and for the environment, k
 sampled on a path does not depend on which other paths are rolled out, in which order or in which process.
 """
 
+from sandboxgym.tree.asynchronous import AsyncPolicy, rollout_async
 from sandboxgym.tree.envs import Envs, EnvSource
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, rollout
@@ -26,6 +27,7 @@ from sandboxgym.tree.schedules import ForkAt, Schedule, TopEntropy
 
 __all__ = [
     "Action",
+    "AsyncPolicy",
     "Clock",
     "Context",
     "Edge",
@@ -42,4 +44,5 @@ __all__ = [
     "Schedule",
     "TopEntropy",
     "rollout",
+    "rollout_async",
 ]

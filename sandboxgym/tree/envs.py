@@ -43,6 +43,7 @@ class Envs:
     def __init__(self, make: Callable[[], gym.Env[Any, Any]], *, threads: int = 1) -> None:
         if threads < 1:
             raise ValueError(f"expected at least one thread, found threads={threads}")
+        self.threads = threads
         self._make = make
         self._made: list[gym.Env[Any, Any]] = []
         self._idle: list[gym.Env[Any, Any]] = []

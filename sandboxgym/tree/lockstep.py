@@ -1,5 +1,7 @@
 """Lockstep rollouts behind `sandboxgym.tree.rollout`: paths that advance together, waiting forks, failed environments.
 
+`Driver` is what this driver shares with the one whose paths advance by themselves (`asynchronous.py`).
+
 1. A captured state is kept while a path may start from it: waiting forks, a path that may yet request some, and (with
    ``retries``) the path whose last snapshot it is.
 2. An exception of an environment ends the rollout, or (with ``retries``) only that environment: see `Lockstep.recover`.
@@ -38,7 +40,7 @@ class Diverged(Exception):
 
 
 @dataclass(slots=True)
-class _Checkpoint:
+class Checkpoint:
     """A captured node with the number of its users."""
 
     node: Node
@@ -49,6 +51,13 @@ class _Checkpoint:
     users: int = 0
     """Number of reasons to keep the snapshot."""
 
+    def capture(self, env: gym.Env[Any, Any]) -> float:
+        """Capture the state of an environment, unless that has been done; the seconds it took."""
+        began = time.perf_counter()
+        if self.snap is None:
+            self.snap = snapshot(env)
+        return time.perf_counter() - began
+
     def free(self) -> None:
         """Give up one use; the last one releases the snapshot."""
         self.users -= 1
@@ -57,7 +66,7 @@ class _Checkpoint:
 
 
 @dataclass(slots=True, eq=False)
-class _LivePath:
+class LivePath:
     """A path being rolled out, with its environment."""
 
     tree: RolloutTree
@@ -65,9 +74,9 @@ class _LivePath:
     env: gym.Env[Any, Any]
     node: Node
     context: Context
-    anchors: list[_Checkpoint]
+    anchors: list[Checkpoint]
     """With ``retries``: the state that the path started from, and the last that was captured on it, if any."""
-    points: list[_Checkpoint] = field(default_factory=list)
+    points: list[Checkpoint] = field(default_factory=list)
     """States captured on it, where forks may be requested once it has ended."""
     lost: int = 0
     """Environments that failed on it."""
@@ -75,39 +84,317 @@ class _LivePath:
 
 
 @dataclass(slots=True)
-class _Acting:
+class Acting:
     """One step of a path: capture its environment if it forks here or may yet, then step it."""
 
-    run: _LivePath
+    run: LivePath
     action: Action
-    point: _Checkpoint | None
+    point: Checkpoint | None
     look: Look | None
 
     def step(self, _: Begun | None = None) -> tuple[Any, float, float]:
         """Result of ``env.step``, and the seconds spent on capturing and stepping."""
+        captured = self.point.capture(self.run.env) if self.point is not None else 0.0
         began = time.perf_counter()
-        if self.point is not None and self.point.snap is None:
-            self.point.snap = snapshot(self.run.env)
-        captured = time.perf_counter()
         node = self.run.node
         if self.look is not None and node.ahead is None:
             node.ahead = self.look(self.run.env, self.run.context.info)
-        return self.run.env.step(self.action.text), captured - began, time.perf_counter() - captured
+        return self.run.env.step(self.action.text), captured, time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class Reset:
+    """The reset of an environment to a task, where the root is captured."""
+
+    task: Any
+    index: int
+    seed: int
+    look: Look | None
+    snap: Any = None
+    ahead: Any = None
+
+    def begin(self, env: gym.Env[Any, Any]) -> tuple[Begun, float, float]:
+        """Result of ``env.reset``, and the seconds spent on capturing and resetting."""
+        began = time.perf_counter()
+        begun = env.reset(seed=self.seed, options=None if self.task is None else {"task": self.task})
+        stepped = time.perf_counter()
+        self.snap = snapshot(env)
+        captured = time.perf_counter()
+        # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
+        self.ahead = self.look(env, begun[1]) if self.look is not None else None
+        return begun, captured - stepped, stepped - began + time.perf_counter() - captured
+
+    def forget(self) -> None:
+        """Release the captured root, if there is one."""
+        if self.snap is not None:
+            self.snap.release()
 
 
 @dataclass(slots=True)
 class _Cohort:
     """Paths that advance in lockstep."""
 
-    live: list[_LivePath] = field(default_factory=list)
+    live: list[LivePath] = field(default_factory=list)
     started: list[tuple[int, PathKey]] = field(default_factory=list)
     """Paths whose last forks have started, but not acted yet."""
-    acting: list[_Acting] = field(default_factory=list)
+    acting: list[Acting] = field(default_factory=list)
     outcomes: Callable[[], list[Outcome]] | None = None
     """Waits for the steps of ``acting``; None while none is being executed."""
 
 
-class Lockstep:
+class Driver:
+    """Bookkeeping of one rollout, whichever path advances when: its environments, trees, captured states, failures."""
+
+    def __init__(
+        self,
+        envs: EnvSource,
+        policy: object,
+        schedule: Schedule,
+        seed: Sequence[int],
+        clock: Clock,
+        retries: int,
+        failures: list[Failure],
+        look: Look | None = None,
+    ) -> None:
+        if retries < 0:
+            raise ValueError(f"expected retries to be at least 0, found {retries}")
+        self.envs, self.schedule, self.seed, self.clock = envs, schedule, seed, clock
+        self.retries, self.failures, self.look = retries, failures, look
+        self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
+        self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
+        self.waiting: list[tuple[RolloutTree, Checkpoint]] = []
+        self.taken: dict[int, gym.Env[Any, Any]] = {}
+
+    # Environments.
+
+    def take(self) -> gym.Env[Any, Any]:
+        """A live environment in any state."""
+        env = self.envs.take()
+        self.taken[id(env)] = env
+        return env
+
+    def give(self, env: gym.Env[Any, Any]) -> None:
+        """Return an environment, unless it was discarded."""
+        if self.taken.pop(id(env), None) is not None:
+            self.envs.give(env)
+
+    def discard(self, env: gym.Env[Any, Any]) -> None:
+        """Discard an environment that failed."""
+        if self.taken.pop(id(env), None) is not None:
+            self.envs.discard(env)
+
+    @staticmethod
+    def guarded(job: Callable[[], T]) -> T | Exception:
+        """Result of a job on an environment, or the exception that it raised."""
+        try:
+            return job()
+        except Exception as error:
+            return error
+
+    def account(self, waited: float, outcomes: Iterable[Outcome]) -> None:
+        """Divide the seconds spent waiting for jobs between capturing and stepping."""
+        ended = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        captures, steps = (sum(outcome[i] for outcome in ended) for i in (1, 2))
+        share = captures / (captures + steps) if captures + steps else 0.0
+        self.clock.snapshots += waited * share
+        self.clock.steps += waited * (1.0 - share)
+
+    # What a policy keeps of paths.
+
+    def hold(self, path: tuple[int, PathKey]) -> None:
+        """Keep a captured node for one more user."""
+        self.holds[path] += 1
+
+    def release(self, path: tuple[int, PathKey]) -> None:
+        """Give up one use of a captured node; the policy is told of the last."""
+        self.holds[path] -= 1
+        if not self.holds[path]:
+            del self.holds[path]
+            self.on_release(path)
+
+    # The course of a path.
+
+    def live_paths(self) -> list[LivePath]:
+        """Paths that have started and not ended."""
+        raise NotImplementedError
+
+    def resetting(self, task: Any, index: int) -> Reset:
+        """The reset to a task."""
+        return Reset(task, index, _seed(self.seed, index, ()), self.look)
+
+    def planted(self, reset: Reset, begun: Begun, captured: float, roots: int) -> RolloutTree:
+        """The tree of a task that was reset to; its root paths wait at the root."""
+        observation, info = begun
+        root = Node(0, observation, info.get("progress_key"), owner=(), state_hash=info.get("state_hash"))
+        root.features, root.ahead = info.get("features"), reset.ahead
+        tree = RolloutTree(reset.task, reset.index, root, kind=str(info.get("task_type", "")), snapshots=1)
+        tree.snapshot_seconds = captured
+        self.hold((reset.index, root.owner))
+        self.waiting += [(tree, Checkpoint(root, memory=None, pending=roots, snap=reset.snap, users=roots))] * roots
+        return tree
+
+    def begun(self, tree: RolloutTree, point: Checkpoint, env: gym.Env[Any, Any]) -> LivePath:
+        """A path that starts at a captured state, to which its environment has yet to be restored."""
+        path = Path((*point.node.owner, point.node.depth, point.node.width), point.node)
+        point.node.width += 1
+        tree.paths.append(path)
+        rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
+        context = Context((tree.index, path.key), None, {}, point.node.depth, point.memory, rng)
+        self.hold(context.path)
+        return LivePath(tree, path, env, point.node, context, [point])
+
+    def point(self, run: LivePath, action: Action) -> Checkpoint | None:
+        """Captured node in which the action was decided: siblings start there, or may yet."""
+        count = self.schedule.now(run.tree, run.path, run.node, action)
+        if not count and not self.schedule.watches(run.path):
+            return None
+        self.hold((run.tree.index, run.node.owner))
+        return Checkpoint(run.node, run.context.memory, pending=count)
+
+    def append_step(self, run: LivePath, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
+        """Append the result of a step to the path; True if the path continues."""
+        observation, reward, terminated, truncated, info = result
+        edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
+        edge.valid = action.valid and bool(info.get("valid_action", True))
+        edge.success = bool(info.get("success", False))
+        edge.verdict = str(info.get("verdict") or "")
+        edge.masked, edge.suspicious = bool(info.get("masked", False)), bool(info.get("suspicious"))
+        depth, key = run.node.depth + 1, info.get("progress_key")
+        state, features = info.get("state_hash"), info.get("features")
+        edge.child = Node(depth, observation, key, run.path.key, edge, state_hash=state, features=features)
+        run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
+        run.node.children.append(edge)
+        run.path.edges.append(edge)
+        run.node = edge.child
+        run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
+        return not (terminated or truncated) and self.survives(run)
+
+    def survives(self, run: LivePath) -> bool:
+        """True if the schedule lets the path continue, decided by a random draw where its probability is below 1."""
+        node = run.node
+        node.survival = self.schedule.survival(run.tree, run.path, node)
+        if node.survival >= 1.0:
+            return True
+        coin = _sequence(self.seed, run.tree.index, (*run.path.key, node.depth), purpose=2)
+        node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
+        return not node.stopped
+
+    def keep(self, run: LivePath, point: Checkpoint, seconds: float) -> None:
+        """Record a captured state: siblings start there, or its path may request them once it has ended."""
+        run.tree.snapshots += 1
+        run.tree.snapshot_seconds += seconds
+        point.users = point.pending or 1
+        if self.retries:
+            point.users += 1
+            while len(run.anchors) > 1:
+                run.anchors.pop().free()
+            run.anchors.append(point)
+        if point.pending:
+            run.node.width = max(run.node.width, 1)
+            self.wait(run, point)
+        else:
+            run.points.append(point)
+
+    def wait(self, run: LivePath, point: Checkpoint) -> None:
+        """Have the siblings that a path requested wait at a captured state."""
+        self.waiting += [(run.tree, point)] * point.pending
+
+    def end(self, run: LivePath) -> None:
+        """End a path: ask the schedule where to fork it afterwards, and return its environment."""
+        if run.dropped:
+            return
+        if not run.path.edges:
+            error = f"the policy has no room to act at the start of task {run.tree.task!r}"
+            lost = len(run.tree.offspring(run.path.key))
+            self.note(Failure(run.tree.index, run.path.key, run.node.depth, error, lost, too_long=True))
+            logger.warning("%s: path %s is dropped", error, run.path.key)
+            self.drop(run)
+            return
+        last = run.path.edges[-1]
+        last.truncated = last.truncated or not last.terminated  # also where the policy had no room left
+        if run.points:
+            siblings = {id(node): count for node, count in self.schedule.after(run.tree, run.path)}
+            for point in run.points:
+                point.pending = siblings.get(id(point.node), 0)
+                point.users += point.pending
+                if point.pending:
+                    self.wait(run, point)
+        self.leave(run)
+
+    def leave(self, run: LivePath) -> None:
+        """Release all states of a path, except those that waiting forks start from."""
+        for point in run.points:
+            point.free()
+            if not point.pending:
+                self.release((run.tree.index, point.node.owner))
+        for point in run.anchors:
+            point.free()
+        run.points, run.anchors = [], []
+        self.release(run.context.path)
+        self.give(run.env)
+
+    # Environments that fail.
+
+    def replay_to(self, run: LivePath, anchor: Checkpoint, go: Callable[[Begun], T]) -> T:
+        """Replay a path's actions on an environment, from a captured state to its present node, then continue."""
+        started = anchor is run.anchors[0]
+        seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
+        begun = restore(run.env, anchor.snap, seed=seed)
+        for edge in run.path.edges:
+            if edge.parent.depth >= anchor.node.depth:
+                observation, *_ = run.env.step(edge.action.text)
+                if not data_equivalence(observation, edge.child.observation):
+                    raise Diverged(f"after {edge.action.text!r}, at step {edge.child.depth}")
+        return go(begun)
+
+    def note(self, failure: Failure) -> None:
+        """Record a failure for the caller."""
+        self.failures.append(failure)
+
+    def failure(self, run: LivePath, error: Exception, dropped: int = 0) -> Failure:
+        """The failure record of a path."""
+        return Failure(run.tree.index, run.path.key, run.node.depth, described(error), dropped)
+
+    def record_failure(self, failure: Failure) -> None:
+        """Record a failure for the caller and in the log."""
+        self.note(failure)
+        cost = f"dropped paths: {failure.dropped}" if failure.dropped else "trying again with another"
+        place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
+        logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
+
+    def drop(self, run: LivePath) -> None:
+        """Remove a path and everything forked off it."""
+        if run.dropped:
+            return
+        tree, keys = run.tree, run.tree.offspring(run.path.key)
+        tree.remove(keys)
+        for other in self.live_paths():
+            if other.tree is tree and other.path.key in keys and not other.dropped:
+                other.dropped = True
+                self.abandon(other)
+        waiting, self.waiting = self.waiting, []
+        for entry in waiting:
+            point = entry[1]
+            if entry[0] is not tree or point.node.owner not in keys:
+                self.waiting.append(entry)
+                continue
+            point.free()
+            point.pending -= 1
+            if not point.pending:
+                self.release((tree.index, point.node.owner))
+
+    def abandon(self, run: LivePath) -> None:
+        """End a live path that was removed with the one it was forked off."""
+        self.leave(run)
+
+    def forget(self, run: LivePath, point: Checkpoint) -> None:
+        """Forget a state that was to be captured on a path which is removed."""
+        if point.snap is not None:
+            point.snap.release()
+        self.release((run.tree.index, point.node.owner))
+
+
+class Lockstep(Driver):
     """State of one call of `rollout`: the live paths, and the paths that wait at captured nodes."""
 
     def __init__(
@@ -122,15 +409,9 @@ class Lockstep:
         failures: list[Failure],
         look: Look | None = None,
     ) -> None:
-        if retries < 0:
-            raise ValueError(f"expected retries to be at least 0, found {retries}")
-        self.envs, self.policy, self.schedule, self.seed, self.clock = envs, policy, schedule, seed, clock
-        self.background, self.retries, self.failures, self.look = background, retries, failures, look
-        self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
-        self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
-        self.waiting: list[tuple[RolloutTree, _Checkpoint]] = []
+        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look)
+        self.policy, self.background = policy, background
         self.cohorts: list[_Cohort] = []
-        self.taken: dict[int, gym.Env[Any, Any]] = {}
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
         """Run the rollout; the trees, in the order of the tasks."""
@@ -163,107 +444,45 @@ class Lockstep:
                     point.snap.release()
         return [tree for tree in trees if tree.paths]
 
-    def divided(self, wave: Sequence[tuple[RolloutTree, _Checkpoint]]) -> list[list[tuple[RolloutTree, _Checkpoint]]]:
+    def divided(self, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> list[list[tuple[RolloutTree, Checkpoint]]]:
         """The paths of each cohort, those of one tree together, as evenly as that allows."""
-        paths: list[list[tuple[RolloutTree, _Checkpoint]]] = [[] for _ in self.cohorts]
-        by_tree: dict[int, list[tuple[RolloutTree, _Checkpoint]]] = {}
+        paths: list[list[tuple[RolloutTree, Checkpoint]]] = [[] for _ in self.cohorts]
+        by_tree: dict[int, list[tuple[RolloutTree, Checkpoint]]] = {}
         for tree, point in wave:
             by_tree.setdefault(id(tree), []).append((tree, point))
         for group in by_tree.values():
             min(paths, key=len).extend(group)
         return paths
 
-    # Environments.
-
-    def take(self) -> gym.Env[Any, Any]:
-        """A live environment in any state."""
-        env = self.envs.take()
-        self.taken[id(env)] = env
-        return env
-
-    def give(self, env: gym.Env[Any, Any]) -> None:
-        """Return an environment, unless it was discarded."""
-        if self.taken.pop(id(env), None) is not None:
-            self.envs.give(env)
-
-    def discard(self, env: gym.Env[Any, Any]) -> None:
-        """Discard an environment that failed."""
-        if self.taken.pop(id(env), None) is not None:
-            self.envs.discard(env)
+    def live_paths(self) -> list[LivePath]:
+        """Paths that have started and not ended."""
+        return [run for cohort in self.cohorts for run in cohort.live]
 
     def attempt(self, jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
         """Run jobs on environments; an exception takes the place of the result."""
-
-        def guarded(job: Callable[[], T]) -> T | Exception:
-            try:
-                return job()
-            except Exception as error:
-                return error
-
-        return self.envs.call([partial(guarded, job) for job in jobs])
-
-    def account(self, waited: float, outcomes: Iterable[Outcome]) -> None:
-        """Divide the seconds spent waiting for jobs between capturing and stepping."""
-        ended = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
-        captures, steps = (sum(outcome[i] for outcome in ended) for i in (1, 2))
-        share = captures / (captures + steps) if captures + steps else 0.0
-        self.clock.snapshots += waited * share
-        self.clock.steps += waited * (1.0 - share)
-
-    # What a policy keeps of paths.
-
-    def hold(self, path: tuple[int, PathKey]) -> None:
-        """Keep a captured node for one more user."""
-        self.holds[path] += 1
-
-    def release(self, path: tuple[int, PathKey]) -> None:
-        """Give up one use of a captured node; the policy is told of the last."""
-        self.holds[path] -= 1
-        if not self.holds[path]:
-            del self.holds[path]
-            self.on_release(path)
-
-    # The course of a rollout.
+        return self.envs.call([partial(self.guarded, job) for job in jobs])
 
     def reset_roots(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
         """Reset to each task and capture the root, at which its independent rollouts wait."""
-
-        def begin(task: Any, index: int) -> tuple[tuple[Begun, Any, Any], float, float]:
-            began = time.perf_counter()
-            options = None if task is None else {"task": task}
-            begun = envs[index].reset(seed=_seed(self.seed, index, ()), options=options)
-            stepped = time.perf_counter()
-            snap = snapshot(envs[index])
-            captured = time.perf_counter()
-            # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
-            ahead = self.look(envs[index], begun[1]) if self.look is not None else None
-            return (begun, snap, ahead), captured - stepped, stepped - began + time.perf_counter() - captured
-
         trees: dict[int, RolloutTree] = {}
         wanted = {index: self.schedule.roots_of(index) for index in indices}
         todo = list(zip(tasks, indices, strict=True))
         for retries_left in reversed(range(self.retries + 1)):
             envs = {index: self.take() for _, index in todo}
+            resets = [self.resetting(task, index) for task, index in todo]
             began = time.perf_counter()
-            outcomes = self.attempt([partial(begin, task, index) for task, index in todo])
+            outcomes = self.attempt([partial(reset.begin, envs[reset.index]) for reset in resets])
             self.account(time.perf_counter() - began, outcomes)
             again, errors = [], []
-            for (task, index), outcome in zip(todo, outcomes, strict=True):
+            for reset, outcome in zip(resets, outcomes, strict=True):
                 if isinstance(outcome, Exception):
                     errors.append(outcome)
-                    again.append((task, index))
+                    again.append((reset.task, reset.index))
+                    reset.forget()
                     continue
-                ((observation, info), snap, ahead), seconds, _ = outcome
-                state, features = info.get("state_hash"), info.get("features")
-                key = info.get("progress_key")
-                root = Node(0, observation, key, owner=(), state_hash=state, features=features, ahead=ahead)
-                tree = RolloutTree(task, index, root, kind=str(info.get("task_type", "")), snapshots=1)
-                tree.snapshot_seconds = seconds
-                self.hold((index, root.owner))
-                roots = wanted[index]
-                self.waiting += [(tree, _Checkpoint(root, memory=None, pending=roots, snap=snap, users=roots))] * roots
-                trees[index] = tree
-                self.give(envs[index])
+                begun, seconds, _ = outcome
+                trees[reset.index] = self.planted(reset, begun, seconds, wanted[reset.index])
+                self.give(envs[reset.index])
             if errors and not self.retries:
                 raise errors[0]
             for (_, index), error in zip(again, errors, strict=True):
@@ -274,21 +493,15 @@ class Lockstep:
         self.waiting.sort(key=lambda entry: planted.get(entry[0].index, -1))  # whatever failed
         return [trees[index] for index in indices if index in trees]
 
-    def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, _Checkpoint]]) -> None:
+    def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> None:
         """Restore an environment for each of these paths."""
         for tree, point in wave:
-            path = Path((*point.node.owner, point.node.depth, point.node.width), point.node)
-            point.node.width += 1
-            tree.paths.append(path)
-            rng = np.random.Generator(np.random.PCG64(_sequence(self.seed, tree.index, path.key, purpose=1)))
-            context = Context((tree.index, path.key), None, {}, point.node.depth, point.memory, rng)
-            cohort.live.append(_LivePath(tree, path, self.take(), point.node, context, [point]))
-            self.hold(context.path)
+            cohort.live.append(self.begun(tree, point, self.take()))
         began = time.perf_counter()
-        outcomes = self.attempt([partial(self.replay_to, run, run.anchors[0], _same) for run in cohort.live])
+        outcomes = self.attempt([partial(self.replay_to, run, run.anchors[0], same) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
         for run, found in zip(cohort.live, outcomes, strict=True):
-            begun = self.recover(run, found, _same) if isinstance(found, Exception) else found
+            begun = self.recover(run, found, same) if isinstance(found, Exception) else found
             (point,) = run.anchors
             point.pending -= 1
             if not point.pending:
@@ -307,20 +520,12 @@ class Lockstep:
         decided = list(zip(cohort.live, self.policy([run.context for run in cohort.live]), strict=True))
         self.clock.policy += time.perf_counter() - began
         cohort.acting = [
-            _Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
+            Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
         ]
         while cohort.started:
             self.release(cohort.started.pop())
         carry_out = partial(self.attempt, [acting.step for acting in cohort.acting])
         cohort.outcomes = self.background.submit(carry_out).result if self.background else carry_out
-
-    def point(self, run: _LivePath, action: Action) -> _Checkpoint | None:
-        """Captured node in which the action was decided: siblings start there, or may yet."""
-        count = self.schedule.now(run.tree, run.path, run.node, action)
-        if not count and not self.schedule.watches(run.path):
-            return None
-        self.hold((run.tree.index, run.node.owner))
-        return _Checkpoint(run.node, run.context.memory, pending=count)
 
     def advance(self, cohort: _Cohort, wait: Callable[[], list[Outcome]]) -> None:
         """Wait for the steps of the paths, and record their results."""
@@ -353,98 +558,7 @@ class Lockstep:
             self.end(run)
         cohort.live = going
 
-    def append_step(self, run: _LivePath, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
-        """Append the result of a step to the path; True if the path continues."""
-        observation, reward, terminated, truncated, info = result
-        edge = Edge(run.path.key, run.node, action, float(reward), bool(terminated), bool(truncated))
-        edge.valid = action.valid and bool(info.get("valid_action", True))
-        edge.success = bool(info.get("success", False))
-        edge.verdict = str(info.get("verdict") or "")
-        edge.masked, edge.suspicious = bool(info.get("masked", False)), bool(info.get("suspicious"))
-        depth, key = run.node.depth + 1, info.get("progress_key")
-        state, features = info.get("state_hash"), info.get("features")
-        edge.child = Node(depth, observation, key, run.path.key, edge, state_hash=state, features=features)
-        run.node.width = max(run.node.width, 1)  # the path that reached the node is its sibling 0
-        run.node.children.append(edge)
-        run.path.edges.append(edge)
-        run.node = edge.child
-        run.context = Context(run.context.path, observation, info, depth, action.memory, run.context.rng)
-        return not (terminated or truncated) and self.survives(run)
-
-    def survives(self, run: _LivePath) -> bool:
-        """True if the schedule lets the path continue, decided by a random draw where its probability is below 1."""
-        node = run.node
-        node.survival = self.schedule.survival(run.tree, run.path, node)
-        if node.survival >= 1.0:
-            return True
-        coin = _sequence(self.seed, run.tree.index, (*run.path.key, node.depth), purpose=2)
-        node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
-        return not node.stopped
-
-    def keep(self, run: _LivePath, point: _Checkpoint, seconds: float) -> None:
-        """Record a captured state: siblings start there, or its path may request them once it has ended."""
-        run.tree.snapshots += 1
-        run.tree.snapshot_seconds += seconds
-        point.users = point.pending or 1
-        if self.retries:
-            point.users += 1
-            while len(run.anchors) > 1:
-                run.anchors.pop().free()
-            run.anchors.append(point)
-        if point.pending:
-            run.node.width = max(run.node.width, 1)
-            self.waiting += [(run.tree, point)] * point.pending
-        else:
-            run.points.append(point)
-
-    def end(self, run: _LivePath) -> None:
-        """End a path: ask the schedule where to fork it afterwards, and return its environment."""
-        if run.dropped:
-            return
-        if not run.path.edges:
-            error = f"the policy has no room to act at the start of task {run.tree.task!r}"
-            lost = len(run.tree.offspring(run.path.key))
-            self.failures.append(Failure(run.tree.index, run.path.key, run.node.depth, error, lost, too_long=True))
-            logger.warning("%s: path %s is dropped", error, run.path.key)
-            self.drop(run)
-            return
-        last = run.path.edges[-1]
-        last.truncated = last.truncated or not last.terminated  # also where the policy had no room left
-        if run.points:
-            siblings = {id(node): count for node, count in self.schedule.after(run.tree, run.path)}
-            for point in run.points:
-                point.pending = siblings.get(id(point.node), 0)
-                point.users += point.pending
-                self.waiting += [(run.tree, point)] * point.pending
-        self.leave(run)
-
-    def leave(self, run: _LivePath) -> None:
-        """Release all states of a path, except those that waiting forks start from."""
-        for point in run.points:
-            point.free()
-            if not point.pending:
-                self.release((run.tree.index, point.node.owner))
-        for point in run.anchors:
-            point.free()
-        run.points, run.anchors = [], []
-        self.release(run.context.path)
-        self.give(run.env)
-
-    # Environments that fail.
-
-    def replay_to(self, run: _LivePath, anchor: _Checkpoint, go: Callable[[Begun], T]) -> T:
-        """Replay a path's actions on an environment, from a captured state to its present node, then continue."""
-        started = anchor is run.anchors[0]
-        seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
-        begun = restore(run.env, anchor.snap, seed=seed)
-        for edge in run.path.edges:
-            if edge.parent.depth >= anchor.node.depth:
-                observation, *_ = run.env.step(edge.action.text)
-                if not data_equivalence(observation, edge.child.observation):
-                    raise Diverged(f"after {edge.action.text!r}, at step {edge.child.depth}")
-        return go(begun)
-
-    def recover(self, run: _LivePath, error: Exception, go: Callable[[Begun], T]) -> T | None:
+    def recover(self, run: LivePath, error: Exception, go: Callable[[Begun], T]) -> T | None:
         """Result of ``go`` with another environment, replayed to the path's node; None after too many failures.
 
         The first begins at the last snapshot, those after it where the path started, in case that snapshot is at fault.
@@ -471,46 +585,9 @@ class Lockstep:
             finally:
                 self.clock.snapshots += time.perf_counter() - began
 
-    def failure(self, run: _LivePath, error: Exception, dropped: int = 0) -> Failure:
-        """The failure record of a path."""
-        return Failure(run.tree.index, run.path.key, run.node.depth, described(error), dropped)
 
-    def record_failure(self, failure: Failure) -> None:
-        """Record a failure for the caller and in the log."""
-        self.failures.append(failure)
-        cost = f"dropped paths: {failure.dropped}" if failure.dropped else "trying again with another"
-        place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
-        logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
-
-    def drop(self, run: _LivePath) -> None:
-        """Remove a path and everything forked off it."""
-        if run.dropped:
-            return
-        tree, keys = run.tree, run.tree.offspring(run.path.key)
-        tree.remove(keys)
-        for other in (other for cohort in self.cohorts for other in cohort.live):
-            if other.tree is tree and other.path.key in keys and not other.dropped:
-                other.dropped = True
-                self.leave(other)
-        waiting, self.waiting = self.waiting, []
-        for entry in waiting:
-            point = entry[1]
-            if entry[0] is not tree or point.node.owner not in keys:
-                self.waiting.append(entry)
-                continue
-            point.free()
-            point.pending -= 1
-            if not point.pending:
-                self.release((tree.index, point.node.owner))
-
-    def forget(self, run: _LivePath, point: _Checkpoint) -> None:
-        """Forget a state that was to be captured on a path which is removed."""
-        if point.snap is not None:
-            point.snap.release()
-        self.release((run.tree.index, point.node.owner))
-
-
-def _same(begun: Begun) -> Begun:
+def same(begun: Begun) -> Begun:
+    """What a restore gave, for `Driver.replay_to`."""
     return begun
 
 

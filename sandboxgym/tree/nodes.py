@@ -1,4 +1,7 @@
-"""Rollout trees as data: nodes, edges, paths and trees."""
+"""Rollout trees as data: nodes, edges, paths and trees.
+
+A ``repr`` leaves out what something is connected with: that of a tree would contain every state many times over.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ class Node:
     """``info["progress_key"]``, for state baselines."""
     owner: PathKey
     """The path that reached it first; () for the root."""
-    parent: Edge | None = None
-    children: list[Edge] = field(default_factory=list)
+    parent: Edge | None = field(default=None, repr=False)
+    children: list[Edge] = field(default_factory=list, repr=False)
     width: int = 0
     """Paths started or continued here so far: the index of the next sibling."""
     value: float = 0.0
@@ -69,9 +72,9 @@ class Edge:
     """One action taken, from its node to the next."""
 
     path: PathKey
-    parent: Node
+    parent: Node = field(repr=False)
     action: Action
-    child: Node = field(init=False)
+    child: Node = field(init=False, repr=False)
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -100,8 +103,8 @@ class Path:
     """The edges sampled in one go from ``start`` to an end."""
 
     key: PathKey
-    start: Node
-    edges: list[Edge] = field(default_factory=list)
+    start: Node = field(repr=False)
+    edges: list[Edge] = field(default_factory=list, repr=False)
 
     def from_root(self) -> list[Edge]:
         """All edges from the root to this path's end: the prefix it was forked off, then its own."""
@@ -125,10 +128,10 @@ class RolloutTree:
     task: Any
     index: int
     """Number of the task in its batch; part of the key of every random stream."""
-    root: Node
+    root: Node = field(repr=False)
     kind: str = ""
     """``info["task_type"]``, where the environment has types of tasks."""
-    paths: list[Path] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list, repr=False)
     snapshots: int = 0
     snapshot_seconds: float = 0.0
     """Time taken by them, each one's own."""

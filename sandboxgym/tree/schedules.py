@@ -10,6 +10,9 @@ from sandboxgym.tree.nodes import Action, Node, Path, RolloutTree
 class Schedule:
     """A rule for forking. This one never does: ``roots`` independent rollouts per task.
 
+    A rule that looks at the path it is asked about, at the states above it, and at what it noted about these gives the
+    same trees in `rollout` and `rollout_async`; in the latter other paths of the tree grow in an order of their own.
+
     Args:
         roots: number of independent rollouts per task, or for each task by its index in the batch.
 
