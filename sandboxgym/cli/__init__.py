@@ -20,7 +20,7 @@ COMMANDS = {
     "play": ("sandboxgym.cli.play:main", "play an environment in the terminal, with undo and branches"),
     "download": ("sandboxgym.cli.download:main", "fetch a data set, or take it from a file"),
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
-    "serve": ("sandboxgym.cli.serve:main", "WebShop as a web site, for people"),
+    "serve": ("sandboxgym.cli.serve:main", "WebShop as a web site, for people; a sandbox for agents that speak MCP"),
     "tree": ("sandboxgym.tree.page:main", "rollout trees of a run or a file, as text or as a page"),
     "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),
     "eval": ("sandboxgym.cli.evaluation:main", "success of a model behind an endpoint, or of a checkpoint, on tasks"),
