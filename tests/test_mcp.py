@@ -82,7 +82,7 @@ def play(
             async with library.Client(server) as client:
                 await script(Agent(client))
 
-        asyncio.run(asyncio.wait_for(main(), 120))
+        asyncio.run(asyncio.wait_for(main(), 300))
         assert "Traceback" not in capfd.readouterr().err
         assert not leftovers(tmp_path / "runtime")
 
@@ -247,15 +247,19 @@ def test_calls_on_one_branch_wait_for_each_other_and_not_for_other_branches(play
         await agent("fork", into=["other"])
         calls = [agent.says(f"sleep 0.05; echo {number} >> /root/log; cat /root/log") for number in range(10)]
         assert (await asyncio.gather(*calls))[-1] == "".join(f"{number}\n" for number in range(10))
-        slow = asyncio.create_task(agent.says("sleep 3"))
-        await asyncio.sleep(0.2)
-        began = time.monotonic()
-        assert await agent.says("echo quick", "other") == "quick\n"
-        assert time.monotonic() - began < 2
-        many = await asyncio.gather(*(agent.client.call_tool("execute", {"command": "true"}) for _ in range(30)))
-        refused = [one.content[0].text for one in many if one.is_error]
-        assert len(refused) == 15 and all("'main' is busy" in text for text in refused)
-        await slow
+        slow = [
+            asyncio.create_task(agent.client.call_tool("execute", {"command": "sleep 100", "branch": "other"}))
+            for _ in range(20)
+        ]
+        refused = [(await call).content[0].text for call in slow[16:]]
+        assert all("'other' is busy: 16 calls" in text for text in refused)
+        assert await agent.says("echo quick") == "quick\n"
+        assert not any(call.done() for call in slow[:16])
+        await agent("discard", names=["other"])
+        ended = [await call for call in slow[:16]]
+        assert all(call.is_error for call in ended)
+        assert "discarded before the call had its turn" in ended[-1].content[0].text
+        assert (await agent("fork", into=["other"]))["branches"] == ["other"]
 
     play(script, "overlay")
 
@@ -272,6 +276,23 @@ def test_every_tool_is_described(play: Callable[..., None]) -> None:
         assert tools["execute"].input_schema["properties"]["timeout"]["maximum"] == 120
 
     play(script, "copy")
+
+
+def test_the_program_of_the_page_prints_what_differs(
+    library: Any, environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check("overlay")
+    page = (ROOT / "docs" / "mcp.md").read_text(encoding="utf-8")
+    block = page.partition("```python { .no-run }\n")[2].partition("```")[0]
+    there = 'command="sandboxgym", args=["serve", "mcp"]'
+    assert there in block and "from mcp import Client" in block
+    program, *arguments = command("overlay")
+    here = f"command={program!r}, args={arguments!r}, env={environment!r}, cwd={str(tmp_path)!r}"
+    source = "async def main():\n" + "".join(f"    {line}\n" for line in block.replace(there, here).splitlines())
+    names: dict[str, Any] = {}
+    exec(source, names)
+    asyncio.run(asyncio.wait_for(names["main"](), 300))
+    assert capsys.readouterr().out == "['/root/notes']\n"
 
 
 class Line:
@@ -446,7 +467,7 @@ def test_http_serves_this_machine_and_no_web_site(library: Any, environment: dic
             async with library.Client(url) as client:  # the branches are the server's
                 assert await Agent(client).says("cat /root/a") == "hello\n"
 
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), 300))
         request = urllib.request.Request(url, b"{}", {"Host": "evil.example", "Content-Type": "application/json"})
         with pytest.raises(urllib.error.HTTPError, match="421"):
             urllib.request.urlopen(request, timeout=10)

@@ -273,6 +273,11 @@ def make_server(branches: Branches) -> Server[Any]:
             answer = tools[params.name].call(branches, given)
             if isinstance(answer, Future):
                 answer = await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # by the client
+                raise
+            return failed("the branch was discarded before the call had its turn")
         except (_Refused, SandboxError, SnapshotError, OSError, ValueError) as error:
             return failed(str(error) or type(error).__name__)
         except Exception as error:  # the agent shall know that it is no fault of its own
