@@ -42,13 +42,13 @@ class Differences:
 def differences(before: bytes, after: bytes) -> Differences:
     """Compare two packed trees over one root file system.
 
-    A directory is listed only where something else than its content differs, or where it is empty.
+    A directory is listed only where something else than its content differs, where it is empty, or was deleted.
 
     Raises:
         SandboxError: an archive has another form than those of the built-in backends.
     """
     old, new = _facts(before), _facts(after)
-    parents = {name.rpartition("/")[0] for facts in (old, new) for name in facts}
+    parents = {name.rpartition("/")[0] or "/" for facts in (old, new) for name in facts}
     written = [
         name
         for name, fact in new.items()
