@@ -1,7 +1,7 @@
 """A sandbox as an environment of mini-swe-agent 2, which can be snapshotted, restored and forked while an agent runs.
 
-In its YAML: ``environment_class: sandboxgym.adapters.mini_swe_agent.SandboxEnvironment``. Each command runs in a bash of
-its own, as in its other environments: files stay, variables and directories do not.
+In its YAML: ``environment_class: sandboxgym.adapters.mini_swe_agent.SandboxEnvironment``. Each command runs in a bash
+of its own, as in its other environments: files stay, variables and directories do not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class SandboxEnvironment:
 
     Args:
         sandbox: by default a new one.
-        settings: ``timeout``, seconds of a command; ``cwd``, its directory; ``env``, added to its environment; the others
-            are those of `make_sandbox`: ``backend``, ``rootfs``, ``network``, …
+        settings: ``timeout``, seconds of a command; ``cwd``, its directory; ``env``, added to its environment; the
+            others are those of `make_sandbox`: ``backend``, ``rootfs``, ``network``, …
     """
 
     def __init__(self, *, sandbox: Sandbox | None = None, **settings: Any) -> None:
