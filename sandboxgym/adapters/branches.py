@@ -99,15 +99,26 @@ class _Branch:
     origin: str
 
     def end(self) -> Future[object]:
-        """Close the sandbox after what runs."""
-        return self.line.end(self.sandbox.close)
+        """Close the sandbox, and end the command that runs in it."""
+        busy = not all(call.done() for call in self.line.waiting)
+        closing = threading.Lock()  # so that two threads do not delete the same files
 
-    def interrupt(self) -> None:
-        """End the command that runs, with everything else in the sandbox."""
-        if not all(call.done() for call in self.line.waiting):
-            # Its thread finds the processes gone, and comes to the end.
-            with contextlib.suppress(Exception):
-                self.sandbox.backend.close()
+        def close() -> None:
+            with closing:
+                self.sandbox.close()
+
+        end = self.line.end(close)
+
+        def interrupt() -> None:
+            # The command's thread finds the processes gone, and comes to the end. Again, for it may just start some.
+            while not end.done():
+                with closing, contextlib.suppress(Exception):
+                    self.sandbox.backend.close()
+                wait([end], 0.1)
+
+        if busy:
+            threading.Thread(target=interrupt, daemon=True).start()
+        return end
 
 
 @dataclass(slots=True)
@@ -223,7 +234,7 @@ class Branches:
 
         def submit() -> Future[Answer]:
             if live:
-                return self._on(source, lambda sandbox: adopt(sandbox.fork(len(names))))
+                return self._on(source, lambda sandbox: adopt(sandbox.fork(len(names), start=True)))
             held = self._hold(source)
             work = lambda: adopt(self._pristine.fork(len(names)), held)  # noqa: E731
             return self._holding([held], lambda: self._aside.submit(work))
@@ -314,7 +325,6 @@ class Branches:
             if branch is not None:
                 end = branch.end()
                 self._ends.add(end)
-                branch.interrupt()
                 end.add_done_callback(self._ends.discard)
                 end.add_done_callback(functools.partial(finish, name))
         if not ended:
@@ -371,8 +381,6 @@ class Branches:
             self._snapshots.clear()
         ends = [*self._ends, *(branch.end() for branch in branches)]
         ends.append(self._aside.end(self._pristine.close))
-        for branch in branches:
-            branch.interrupt()
         for saved in snapshots:
             saved.snapshot.release()
         return not wait(ends, timeout).not_done
