@@ -227,6 +227,7 @@ def test_a_refused_call_is_an_error_in_words(play: Callable[..., None]) -> None:
     play(script, "overlay", "--branches", "4", "--snapshots", "2", "--timeout", "20")
 
 
+@pytest.mark.slow
 def test_commands_are_bounded_in_time_and_output(play: Callable[..., None], backend: str) -> None:
     async def script(agent: Agent) -> None:
         slow = await agent("execute", command="sleep 60", timeout=0.3)
@@ -240,6 +241,7 @@ def test_commands_are_bounded_in_time_and_output(play: Callable[..., None], back
     play(script, backend)
 
 
+@pytest.mark.slow
 def test_calls_on_one_branch_wait_for_each_other_and_not_for_other_branches(play: Callable[..., None]) -> None:
     check("overlay")
 
@@ -278,6 +280,7 @@ def test_every_tool_is_described(play: Callable[..., None]) -> None:
     play(script, "copy")
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_prints_what_differs(
     library: Any, environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,6 +381,7 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "terminated", "interrupted", "client gone"])
 def test_nothing_is_left_of_a_server_that_ends_in_the_middle(
     line: Callable[..., Line], environment: dict[str, str], backend: str, how: str, tmp_path: Path
@@ -448,6 +452,7 @@ def test_a_cancelled_call_that_waits_never_runs(line: Callable[..., Line]) -> No
     assert found["result"]["structuredContent"]["output"] == ""
 
 
+@pytest.mark.slow
 def test_http_serves_this_machine_and_no_web_site(library: Any, environment: dict[str, str], tmp_path: Path) -> None:
     check("overlay")
     import urllib.error
