@@ -1,4 +1,4 @@
-"""Settings of a run: what they mean, what a preset of ``--algo`` makes of them, and which contradict each other."""
+"""Settings of a run: their meaning, the values that a preset of ``--algo`` gives them, and their contradictions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEYED = ("key", "value", "pooled")  # baselines
 
 @dataclass(frozen=True)
 class Args:
-    """Settings of a run. Those that are None are set by ``algo`` (see `presets.PRESETS`)."""
+    """Settings of a run. A setting of None is filled in by ``algo`` (see `presets.PRESETS`)."""
 
     algo: Algo = "bpo"
     """The algorithm: a preset (`presets.py`) of the settings that are None; each can be overridden. ``bpo`` is
@@ -47,264 +47,276 @@ class Args:
     """Folder for logs, checkpoints, samples, plots and results: one for each run. ``{env}``, ``{algo}`` and ``{seed}``
     stand for the environment's name, the algorithm and the seed. A folder that holds a run is refused."""
     seed: int = 0
-    """Seed of everything that is drawn: weights, demonstrations, prompts, samples."""
+    """Seed of all random draws: weights, demonstrations, prompts, samples."""
     resume: bool = False
     """Continue from the last checkpoint in ``out``, exactly as if never interrupted."""
     overwrite: bool = False
-    """Where ``out`` holds a run, remove its files and start anew."""
+    """If ``out`` holds a run, remove its files and start anew."""
     init_from: str | None = None
-    """A checkpoint folder whose weights to start from (its supervised stage is then not repeated)."""
+    """Checkpoint folder with the initial weights; SFT is then skipped."""
 
     # Environment
     env_id: str = "sandboxgym/ALFWorld-v0"
-    """Any environment with snapshots, text observations and text actions."""
+    """Id of an environment with snapshots, text observations and text actions."""
     env_kwargs: tuple[str, ...] = ()
-    """Its arguments in training, as name=value."""
+    """Arguments of the training environment, as name=value."""
     eval_kwargs: tuple[str, ...] = ()
-    """Its arguments in evaluation."""
+    """Arguments of the evaluation environment, as name=value."""
     env_threads: int = 1
-    """Environments that work at the same time: more than 1 pays for sandboxes and browsers."""
+    """Environments that step at the same time. More than 1 helps with sandboxes and browsers."""
     env_overlap: bool = False
-    """Sample for one half of the tasks while the environments of the other half step: pays where steps take long."""
+    """Sample for one half of the tasks while the environments of the other half step. Helps when steps are slow."""
     env_retries: int = 2
-    """Environments that a path may lose before it is dropped, with its forks. Those that take their place begin at its
-    last snapshot. 0: the first that fails ends the run."""
+    """Number of environment failures after which a path and its forks are dropped; until then a new environment takes
+    over from the path's last snapshot. 0: the first failure ends the run."""
     max_live: int = 1024
-    """Most paths that a process samples at the same time: bounds memory, changes nothing else."""
+    """Maximum number of paths that a process samples at the same time. Limits memory, changes nothing else."""
     max_turns: int = 24
     """Step limit of an episode (the original ALFWorld's is 50, the paper's 40)."""
 
     # Policy
     model: str = "tiny:0.2M"
-    """``tiny:SIZE`` (built in code, see ``tiny.py``), or a folder or hub name of a transformers causal model."""
+    """``tiny:SIZE`` (built in code, see ``tiny.py``), or a folder or Hub name of a transformers causal model."""
     tiny_vocabulary: int = 0
-    """Pieces of a tiny policy's byte-level tokenizer, learnt on the expert episodes: any text can be read and written.
-    0: a word-level one that only knows the words of these episodes (ALFWorld's few)."""
+    """Vocabulary size of a tiny policy's byte-level tokenizer, trained on the expert episodes; it can encode any text.
+    0: a word-level tokenizer that only knows the words of these episodes (ALFWorld has few)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What is computed in, and frozen weights are kept in; weights that are trained stay in float32."""
+    """Compute dtype, also that of frozen weights; trained weights stay in float32."""
     lora_r: int = 0
-    """Rank of adapters that are trained in place of the weights (LoRA); 0: all weights are. The reference is then the
-    policy without them, and takes no memory."""
+    """LoRA rank; 0: train all weights. With LoRA the reference policy is the model without its adapters and takes no
+    extra memory."""
     lora_alpha: int = 32
-    """Their output is scaled by this, divided by their rank."""
+    """LoRA alpha: the adapters' output is scaled by this divided by the rank."""
     gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass rather than keep what is inside."""
+    """Recompute each layer's activations in the backward pass instead of storing them."""
     prompt: PromptName = "plain"
     """``plain``: a message is the observation, an answer the action. ``react``: a system prompt for the environment,
     and answers of thoughts between <think> tags and one action between <action> tags; others are invalid actions.
     ``choice``: the possible actions are numbered, and a number is an answer."""
     list_actions: bool = False
-    """Name the possible actions in every message, where the environment does."""
+    """List the admissible actions in every message, if the environment gives them."""
     history: int = 0
-    """Turns that a message recalls, each turn being a conversation (and a row in training) of its own; 0: one
+    """Number of past turns in each message; every turn is then a conversation (and a training row) of its own. 0: one
     conversation grows with the episode."""
     system: str | None = None
-    """System prompt, in place of that of ``prompt``."""
+    """System prompt that replaces the one of ``prompt``."""
     context: int = 768
-    """Most tokens of an episode; one that does not fit is truncated."""
+    """Maximum tokens per episode; longer episodes are truncated."""
     observation_tokens: int = 0
-    """Most tokens of an observation: the middle of longer ones is left out. 0: no limit."""
+    """Maximum tokens per observation; the middle of longer ones is left out. 0: no limit."""
     max_new_tokens: int = 12
-    """Most tokens of an action."""
+    """Maximum tokens per action."""
     entropy_skip: int | None = None
-    """Tokens that every answer begins with: its entropy is that of the token after them. Default: the prompt's tag."""
+    """Prefix of every answer; the entropy of an action is that of the token after it. Default: the prompt's tag."""
     temperature: float = 1.0
     """Sampling temperature in training; the policy is the tempered distribution."""
     backend: BackendName = "hf"
-    """What samples: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
+    """Sampling backend: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
     threads: int = 1
-    """CPU threads a process (0: PyTorch's choice)."""
+    """CPU threads per process (0: PyTorch's choice)."""
     process_timeout: float = 24.0
-    """Hours that processes wait for each other before they give up: those whose tasks are done wait for the slowest."""
+    """Timeout in hours for processes that wait for each other; those that finish their tasks wait for the slowest."""
 
-    # Supervised stage on expert episodes
+    # SFT on expert episodes
     sft_steps: int = 0
-    """Optimizer steps; 0 leaves the stage out."""
+    """Optimizer steps of SFT; 0 skips it."""
     sft_data: str | None = None
-    """Chats to learn from, one JSON object ``{"messages": [{"role", "content"}, …]}`` a line, instead of the
-    environment's own expert."""
+    """Chats for SFT instead of the environment's own expert, one JSON object ``{"messages": [{"role", "content"}, …]}``
+    per line."""
     sft_episodes: int = 4000
-    """Expert episodes to collect."""
+    """Number of expert episodes to collect."""
     expert_kwargs: tuple[str, ...] = ()
     """Further arguments of the environment's expert, as name=value."""
     sft_reward: float | None = None
-    """Least total reward of an expert episode that is used; None: only the successful ones are."""
+    """Minimum total reward of the expert episodes that are used; None: use the successful ones."""
     sft_noise: float = 0.2
-    """Probability of replacing an expert's action by another; those are left out of the loss, not the recovery."""
+    """Probability of replacing an expert action by another one. Replaced actions are masked from the loss; the recovery
+    from them is learned."""
     sft_batch: int = 16
-    """Episodes a step, over all processes."""
+    """Episodes per step, over all processes."""
     sft_lr: float = 3e-3
-    """Learning rate, with a linear warm-up and a cosine decay."""
+    """Learning rate of SFT, with a linear warm-up and a cosine decay."""
     sft_observation_weight: float = 0.2
-    """Weight of the loss on observation tokens: small models learn to copy names from it."""
+    """Weight of the loss on observation tokens, from which small models learn to copy names."""
 
     # Reinforcement learning
     updates: int = 50
-    """Number of updates; with a ``budget``, only the unit of ``eval_every`` and ``warmup``."""
+    """Number of updates; with a ``budget`` it only scales ``eval_every`` and ``warmup``."""
     match: Literal["returns", "env-steps", "tokens"] = "returns"
-    """What ``budget`` counts: episodes played to an end, environment steps, or generated tokens; all are logged."""
+    """Unit of ``budget``: episodes played to an end, environment steps, or generated tokens; all are logged."""
     budget: int = 0
-    """Train until so much is spent, whatever the number of updates: algorithms with equal budgets can be compared."""
+    """Train until this much is spent, whatever the number of updates, to compare algorithms at equal budgets."""
     prompts: int = 16
-    """Tasks an update, over all processes."""
+    """Tasks per update, over all processes."""
     dynamic_sampling: float = 0.0
-    """F: draw F times as many tasks and learn from those whose returns differ, ``prompts`` at most (0: off). Biased: it
-    favours the tasks that are neither sure nor hopeless. Budgets and totals count all that was drawn."""
+    """F: sample F times as many tasks and train on those whose returns differ, at most ``prompts`` of them (0: off).
+    Biased towards tasks of medium difficulty. Budgets and totals count everything sampled."""
     lr: float = 5e-4
     """Learning rate of AdamW."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, to 0 at the end."""
+    """Learning-rate schedule after the warm-up; linear and cosine end at 0."""
     warmup: int = 0
-    """Updates of linear warm-up."""
+    """Number of updates with linear warm-up of the learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """AdamW's beta1 and beta2."""
     adam_eps: float = 1e-8
-    """Of AdamW: weights whose gradients are far smaller hardly move; without it all do by ``lr``, if only by noise."""
+    """AdamW's epsilon. Weights whose gradients are far smaller hardly move; with 0 noise alone moves them by ``lr``."""
     weight_decay: float = 0.0
-    """Of AdamW, for the policy's matrices: not for norms, biases and the value head."""
+    """AdamW's weight decay, on the policy's matrices only: not on norms, biases and the value head."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     epochs: int | None = None
-    """Passes over the rollouts of an update. Default: 1; of ``ppo`` 4."""
+    """Passes over the rollouts of an update. Default: 1; 4 for ``ppo``."""
     minibatches: int | None = None
-    """Optimizer steps a pass; each takes whole tasks, shuffled anew for every pass. Default: 1; of ``ppo`` 4, or as
+    """Optimizer steps per pass; each takes whole tasks, shuffled anew for every pass. Default: 1; for ``ppo`` 4, or as
     many as ``prompts`` can be split into."""
     micro_tokens: int = 16384
-    """Most tokens of a forward and backward pass; larger batches are accumulated."""
+    """Maximum tokens per forward and backward pass; gradients of larger batches are accumulated."""
     pack: Literal["tree", "flat"] = "tree"
-    """``tree``: prefixes that paths share are computed once an update; ``flat``: every path by itself, padded."""
+    """``tree``: prefixes that paths share are computed once; ``flat``: every path is a padded row of its own."""
 
     # Tree and credit
     width: int | None = None
     """K: children of a branch node."""
     points: float | None = None
-    """M: most branch points on the way from the root to a leaf. A fraction is drawn per task between its neighbours."""
+    """M: maximum number of branch points between the root and a leaf. A fraction is rounded up or down at random per
+    task."""
     roots: int | None = None
-    """W: root paths a task. Default: N = 1 + M (K - 1) without forks, else as ``root_branch`` says."""
+    """W: independent rollouts per task. Default: N = 1 + M (K - 1) without forks, else set by ``root_branch``."""
     allocation: Literal["equal", "spread"] = "equal"
-    """Root paths: W a task, or W on average, more for tasks whose returns spread in earlier batches."""
+    """Independent rollouts: W per task, or W on average with more for tasks whose returns varied in earlier batches
+    (``spread``)."""
     schedule: ScheduleName | None = None
     """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
     ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
-    ``explained`` (at the depth that explains 30 % of the variance), ``split`` (by V̂). ``mc`` forks for values only."""
+    ``explained`` (at the depth that explains 30 % of the variance), ``split`` (by V̂). ``mc`` forks to estimate values
+    only."""
     forks: Literal["backbone", "roots", "all"] | None = None
-    """Which paths are forked: the first root path, every root path, or every path, forks too."""
+    """Which paths are forked: the first independent rollout, every independent rollout, or every path including
+    forks."""
     root_branch: Literal["always", "free", "never"] | None = None
-    """Whether the root is one of the M points: always, by the schedule's choice, or never."""
+    """Whether the root is one of the M branch points: always, if the schedule chooses it, or never."""
     spacing: int = 8
-    """Least distance of two branch points in tokens of context (the paper: 64); not for ``split``, ``explained``."""
+    """Minimum distance between branch points in tokens of context (the paper: 64); unused by ``split`` and
+    ``explained``."""
     fill: Literal["none", "widen"] = "none"
-    """What becomes of points that a short path leaves unspent: nothing, or more siblings at those chosen."""
+    """What happens to branch points that a short path leaves unspent: nothing, or more siblings at those chosen."""
     subsample_returns: int = 0
-    """Train on this many of a task's paths, drawn at random (0: all); advantages use all of them."""
+    """Train on a random subset of this many paths per task (0: all); advantages still use all of them."""
     credit: Credit | None = None
-    """``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values), ``group`` (GRPO),
-    ``gigpo`` (GRPO's, and that of the step among all visits of its state), ``gae`` (PPO), ``mc`` (VinePPO: differences
-    of Monte-Carlo values from restored states)."""
+    """Advantage estimator: ``paper`` (Eq. 7, 8), ``sibling`` (Eq. 7 along the whole path), ``tree`` (backed-up values),
+    ``group`` (GRPO), ``gigpo`` (GRPO's plus the step's advantage among all visits of its state), ``gae`` (PPO), ``mc``
+    (VinePPO: differences of Monte-Carlo values from restored states)."""
     baseline: Baseline | None = None
-    """Value of a state by others than the siblings: none, the mean of other rollouts at this turn or at this progress
+    """State value from other data than the siblings: none, the mean of other rollouts at this turn or at this progress
     (``key``), a running mean by progress over earlier batches (``value``), the task's other rollouts at this progress
-    shrunk to that (``pooled``), or a learned value head (``critic``)."""
+    shrunk towards that mean (``pooled``), or a learned value head (``critic``)."""
     refusals: bool = False
-    """Baselines by progress (``key``, ``value``, ``pooled``) also tell how many answers in a row the environment has
+    """Baselines by progress (``key``, ``value``, ``pooled``) also distinguish how many answers in a row the environment
     refused: 0, 1, 2 or more."""
     fork_baseline: Literal["siblings", "shrunk", "parent"] | None = None
-    """Below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or ``baseline``."""
+    """Baseline below a fork: the siblings' mean, a mixture of it and ``baseline`` by analysis of variance, or
+    ``baseline``."""
     step_weight_power: float | None = None
-    """p: a step behind f forks of width K counts K^(-p f). 1 is unbiased, 0 counts all steps of a tree alike."""
+    """p: a step below f forks of width K has the weight K^(-p f). 1 is unbiased, 0 weights all steps of a tree
+    equally."""
     roulette: float | None = None
-    """q of ``split``: a path whose V̂ falls to ``roulette_below`` goes on with this probability and then counts 1/q."""
+    """q of ``split``: a path whose V̂ falls to ``roulette_below`` continues with this probability and then counts
+    1/q."""
     roulette_below: float = 0.02
-    """See ``roulette``; nothing is stopped before states of such values have proved to be worth at most twice it."""
+    """V̂ at which ``roulette`` starts; no path is stopped until states with such values have turned out to be worth at
+    most twice it."""
     lookahead: bool = False
-    """Try the listed actions of every state one step ahead in forks, and take off returns what the decisions after an
-    action were lucky by (`lookahead.py`). Unbiased; generates no token. For environments that list their actions and
-    give a ``progress_key``, with credit ``tree``."""
+    """Try the listed actions of every state one step ahead in forks, and subtract the luck of the decisions after an
+    action from its return (`lookahead.py`). Unbiased; generates no tokens. Needs credit ``tree`` and an environment
+    that lists its actions and gives a ``progress_key``."""
     lookahead_least: float = 0.0
-    """Actions whose Q̂ differs by at most this from that of an action that changes nothing count as such, and need no
-    probability: the estimate stays unbiased, and a little of its gain is left."""
+    """Actions whose Q̂ differs by at most this from that of an action without effect are treated as such, which saves
+    computing their probability. The estimate stays unbiased, but its variance rises a little."""
     network: Network = "none"
-    """Where a small network on the environment's ``info["features"]``, learned from earlier batches, stands in for the
-    running means: in look-ahead, in the ``pooled`` or ``value`` baseline, or in both (`learning/value_network.py`)."""
+    """Where a small network on the environment's ``info["features"]``, trained on earlier batches, replaces the running
+    means: in look-ahead, in the ``pooled`` or ``value`` baseline, or in both (`learning/value_network.py`)."""
     split_variance: Literal["returns", "fair"] = "returns"
-    """What ``split`` goes by: the variance of returns, or of returns less the luck of later decisions (look-ahead)."""
+    """Quantity that ``split`` uses: the variance of returns, or of returns less the luck of later decisions
+    (look-ahead)."""
     value_decay: float = 0.9
-    """Share of the running means (``value``, ``split``, ``allocation``) that is kept at every update."""
+    """Fraction of the running means (``value``, ``split``, ``allocation``) that each update keeps."""
     mc_rollouts: int = 4
-    """Rollouts from a restored state for its value; not trained on. VinePPO's are counted, the oracle's are not."""
+    """Rollouts from a restored state to estimate its value; not trained on. VinePPO's count towards the budget, the
+    oracle's do not."""
     mc_turns: int = 0
-    """VinePPO: turns of a path to value, drawn from ``max_turns`` before it begins; 0: all."""
+    """VinePPO: number of turns per path at which the state is valued, drawn from ``max_turns`` beforehand; 0: all."""
     lam: float = 0.95
     """λ of Eq. 8, in agent steps."""
     gamma: float = 1.0
-    """Discount a turn."""
+    """Discount per turn."""
     invalid_penalty: float = 0.0
-    """Taken off the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
+    """Subtracted from the reward of an action that the environment does not understand (0.1 is common on ALFWorld)."""
     group_std: bool = True
     """Divide ``group`` and ``gigpo`` advantages by the group's standard deviation."""
     omega: float = 1.0
-    """ω of ``gigpo``: weight of a step's advantage among the visits of its state."""
+    """ω of ``gigpo``: weight of the step advantage, computed among the visits of its state."""
     omega_gamma: float = 0.95
-    """γ of ``gigpo``'s returns from a step on; those of whole episodes have ``gamma``."""
+    """Discount of ``gigpo``'s returns from a step on; returns of whole episodes use ``gamma``."""
     advantage_norm: Literal["none", "batch"] | None = None
     """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
 
     # Value head (``credit=gae`` or ``baseline=critic``)
     gae_steps: Literal["turn", "token"] = "turn"
-    """What is a step of ``gae``: a turn of the episode, or a token."""
+    """Step of ``gae``: a turn of the episode, or a token."""
     gae_lam: float | None = None
-    """λ of ``gae``, in its steps. Default: 0.95 for turns, 1 for tokens, of which .95 forgets 60 behind."""
+    """λ of ``gae``, per step. Default: 0.95 for turns; 1 for tokens, where 0.95 would forget all beyond about 60."""
     value_lr: float = 1e-3
-    """Learning rate of the value head; the rest of the network has the policy's."""
+    """Learning rate of the value head; the rest of the network uses the policy's."""
     value_weight: float = 0.5
-    """Of the value loss."""
+    """Weight of the value loss."""
     value_clip: float = 0.2
-    """Clipping range of PPO's value loss, in units of the return; 0: no clipping."""
+    """Clipping range of PPO's value loss, in units of the return (0: off)."""
 
     # Loss
     ratio: Literal["token", "step", "sequence"] = "token"
-    """Level of the importance ratio: a token, an action, or (its geometric mean) all actions of a path."""
+    """Level of the importance ratio: per token, per action, or per path (geometric mean over its actions)."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 minus this."""
+    """Lower clipping range: the ratio is clipped at 1 minus this."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 plus this."""
+    """Upper clipping range: the ratio is clipped at 1 plus this."""
     dual_clip: float = 0.0
-    """Where the advantage is negative, the ratio is clipped above this as well (0: not)."""
+    """Dual clipping: where the advantage is negative, the ratio is also clipped above this (0: off)."""
     tis: float = 0.0
-    """C: the loss of a token counts min(π_old / π_sampler, C) times, with π_old measured by the trainer and π_sampler
-    as the backend has sampled (0: not; the two are then taken for the same). Changes nothing where they are."""
+    """C of truncated importance sampling: the loss of a token is multiplied by min(π_old / π_sampler, C), with π_old
+    computed by the trainer and π_sampler reported by the backend (0: off). Has no effect where the two are equal."""
     mask_truncated: bool = False
-    """Leave answers cut by ``max_new_tokens`` out of the loss, and actions after which every episode was cut by the
-    context or the turn limit. Credit and baselines are by all."""
+    """Mask from the loss answers that ``max_new_tokens`` cut, and actions after which every episode was cut by the
+    context or the turn limit. Advantages and baselines still use them."""
     kl: float | None = None
-    """β: weight of the KL divergence to the policy that reinforcement learning started from. Default: 0; of
+    """β: weight of the KL divergence to the policy that reinforcement learning started from. Default: 0; for
     ``bpo-paper`` 0.05, as printed."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Schulman's estimators of it, with r the reference's probability over the policy's: -log r, (log r)² / 2 and
-    r - 1 - log r. Default: k3 in the loss, which k2 can replace; k1 in the reward. Both have the gradient of KL(π‖ref):
-    k3 counts times the importance ratio, without which it would have that of KL(ref‖π)."""
+    """Schulman's estimators of the KL divergence, with r the reference's probability over the policy's: k1 = -log r,
+    k2 = (log r)² / 2, k3 = r - 1 - log r. Default: k3 in the loss (k2 can replace it), k1 in the reward. Both have the
+    gradient of KL(π‖ref): k3 is multiplied by the importance ratio, without which it would be that of KL(ref‖π)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where it is counted; in the reward it is the log-ratio of each action (k1)."""
+    """Where the KL divergence enters: in the loss, or in the reward as the log-ratio of each action (k1)."""
     aggregation: Literal["token", "path", "constant"] = "token"
     """Mean over all tokens of all processes, mean over paths of token means, or sum over tokens / tasks."""
 
     # Bookkeeping
     eval_episodes: int = 256
-    """Size of the fixed panel of evaluation tasks: the first of the evaluation library, one episode each."""
+    """Size of the fixed evaluation set: the first tasks of the evaluation library, one episode each."""
     eval_untrained: bool = True
-    """Evaluate before the supervised stage too; not worth it where random commands make an environment wait."""
+    """Evaluate before SFT too; turn it off where random commands make an environment wait."""
     eval_every: int = 10
     """Updates between evaluations."""
     eval_temperature: float = 1.0
     """Sampling temperature in evaluation."""
     save_every: int = 10
-    """Updates (and 20 times as many supervised steps) between checkpoints."""
+    """Updates (and 20 times as many SFT steps) between checkpoints."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Which of accelerate's trackers get every number that is logged (wandb, mlflow, trackio, …)."""
+    """Trackers of accelerate that receive every logged number (wandb, mlflow, trackio, …)."""
 
     @property
     def critic(self) -> bool:
-        """Whether there is a value head."""
+        """Whether the policy has a value head."""
         return self.credit == "gae" or self.baseline == "critic"
 
     @property
@@ -314,19 +326,19 @@ class Args:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Args:
-    """Defaults, then the YAML file of ``--config``, then the command line; raises `ConfigError`."""
+    """Read the settings: defaults, then the YAML file of ``--config``, then the command line; raises `ConfigError`."""
     return parse(Args, argv)
 
 
 def resolved(args: Args, *, keyed: bool = True) -> Args:
-    """The settings with the preset of ``algo`` filled in, checked.
+    """Fill in the preset of ``algo`` and check the settings.
 
     Args:
-        args: as given.
+        args: the settings as given.
         keyed: whether the environment gives a ``progress_key``.
 
     Raises:
-        ConfigError: naming the field that cannot be.
+        ConfigError: a setting is invalid; the message names it.
     """
     check_ranges(args)
     preset = DEFAULTS | PRESETS["bpo-forest" if args.algo == "bpo" and not keyed else args.algo]
@@ -351,7 +363,7 @@ def resolved(args: Args, *, keyed: bool = True) -> Args:
 
 
 def refuse_contradictions(args: Args, *, keyed: bool) -> None:
-    """Raise `ConfigError` for settings that cannot be, or that would not compute what they say; see `resolved`."""
+    """Raise `ConfigError` for settings that are impossible or would not compute what they say; see `resolved`."""
     width, points, roots = args.width or 0, args.points or 0.0, args.roots or 0
     forks = args.schedule not in ("none", "mc")
 
@@ -380,7 +392,7 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         f"credit={args.credit}": args.credit != "tree",
         f"baseline={args.baseline}": args.baseline == "critic",  # whose V̂ has seen the batch's states, not its keys
         f"advantage_norm={args.advantage_norm}": args.advantage_norm != "none",
-        f"dynamic_sampling={args.dynamic_sampling}": args.dynamic_sampling > 0,  # chooses by what luck has done
+        f"dynamic_sampling={args.dynamic_sampling}": args.dynamic_sampling > 0,  # selects by returns that include luck
         f"mask_truncated={args.mask_truncated}": args.mask_truncated,  # likewise
     }.items():
         expected = "credit=tree, V̂ of earlier batches and all that was sampled"
@@ -408,11 +420,11 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         roots == 1 and not forks and args.baseline == "none" and args.credit == "tree" and args.prompts < 2,
         "roots", "one rollout of one task has nothing to be compared with; set roots or prompts",
     )  # fmt: skip
-    uneven = {  # what root paths that differ in number do not go with
+    uneven = {  # settings that need the same number of independent rollouts for every task
         f"credit={args.credit}": args.credit != "tree",
         f"root_branch={args.root_branch}": args.root_branch == "free",
         f"roots={roots} and baseline={args.baseline}": roots < 2 + (args.baseline == "none"),
-        f"aggregation={args.aggregation}": args.aggregation == "path",  # counts the paths of all tasks alike
+        f"aggregation={args.aggregation}": args.aggregation == "path",  # weights the paths of all tasks equally
         f"subsample_returns={args.subsample_returns}": args.subsample_returns > 0,
     }
     for found, wrong in uneven.items():
@@ -457,18 +469,18 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads"), 1),
     **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every"), 1),
 }
-"""The least that a setting may be."""
+"""Minimum of a setting."""
 MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma"), 1)
-"""The most."""
+"""Maximum of a setting."""
 POSITIVE = ("lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout")
-"""Settings of which 0 would learn nothing, or divide by it."""
+"""Settings that must not be 0: nothing would be learned, or a division would fail."""
 
 
 def check_ranges(args: Args) -> None:
-    """Refuse numbers that mean nothing; those that are None are left to the preset.
+    """Refuse numbers out of range; settings of None are left to the preset.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: a number is out of range; the message names the setting.
     """
     for name in LEAST | MOST | dict.fromkeys(POSITIVE):
         value = getattr(args, name)
@@ -488,13 +500,13 @@ def check_ranges(args: Args) -> None:
 
 
 def check_combinations(args: Args) -> None:
-    """Refuse settings that would silently make another estimator of the one that is named.
+    """Refuse settings that would silently turn the named estimator into another one.
 
     Args:
-        args: with the preset filled in.
+        args: the settings with the preset filled in.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: two settings contradict each other; the message names one.
     """
     if args.subsample_returns and args.credit == "mc":
         raise ConfigError(

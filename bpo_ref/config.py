@@ -16,16 +16,16 @@ Settings = TypeVar("Settings")
 
 
 class ConfigError(ValueError):
-    """The settings contradict each other, or cannot be read; the message names the field."""
+    """Settings that contradict each other or cannot be read; the message names the field."""
 
 
 def parse(settings: type[Settings], argv: Sequence[str] | None = None) -> Settings:
-    """Defaults, then the YAML file of ``--config``, then the command line.
+    """Read settings: defaults, then the YAML file of ``--config``, then the command line.
 
     Args:
         settings: a dataclass with defaults.
-        argv: the command line (default: this process's). A setting that is true or false may stand alone
-            (``--resume``, ``--no-resume``) or with its value (``--resume True``).
+        argv: the command line (default: this process's). A Boolean setting is given as a flag (``--resume``,
+            ``--no-resume``) or with a value (``--resume True``).
 
     Raises:
         ConfigError: a file that cannot be read, or a field in it that does not exist; the message names both.
@@ -44,7 +44,7 @@ def parse(settings: type[Settings], argv: Sequence[str] | None = None) -> Settin
 
 
 def _with_values(settings: type[Any], argv: Sequence[str]) -> list[str]:
-    """The command line with a value after every setting that is true or false."""
+    """The command line with a value after every Boolean setting."""
     flags = {f"--{name.replace('_', '-')}" for name, hint in get_type_hints(settings).items() if hint is bool}
     words: list[str] = []
     for word, following in zip(argv, (*argv[1:], "--")):
@@ -62,15 +62,15 @@ CONFIGS = Path(__file__).with_name("configs")
 
 
 def packaged() -> list[str]:
-    """Names of the configurations that come with the package."""
+    """Names of the packaged configurations."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def find_config(name: str) -> Path:
-    """A file by its path, or one that comes with the package by its bare name, as in ``alfworld-tiny``.
+    """Find a configuration file by its path, or a packaged one by its bare name, such as ``alfworld-tiny``.
 
     Raises:
-        ConfigError: there is none; the message has the names that there are.
+        ConfigError: there is none; the message lists the packaged names.
     """
     path = Path(name)
     if path.exists() or path.name != name:
@@ -84,7 +84,7 @@ def find_config(name: str) -> Path:
 
 
 def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
-    """Fields of a dataclass from a YAML file; those named ``…_kwargs`` may be written as a mapping."""
+    """Read fields of a dataclass from a YAML file; those named ``…_kwargs`` may be written as a mapping."""
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except FileNotFoundError as error:

@@ -1,9 +1,9 @@
-"""Success on a fixed panel of tasks, with fixed seeds: the same episodes whoever asks, in however many processes.
+"""Success on a fixed evaluation set with fixed seeds: the same episodes for any number of processes.
 
 python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint
 python -m bpo_ref.eval --checkpoint runs/alfworld/checkpoint --env-kwargs games=valid_seen --episodes 140
 
-Of a checkpoint of the trainer, whatever is not given is as it was evaluated in training.
+For a checkpoint of the trainer, options that are not given are those of the evaluations during training.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
 @dataclass(frozen=True)
 class Score:
-    """Outcome of a panel."""
+    """Result on an evaluation set."""
 
     successes: int
     n: int
     turns: float
-    """Mean turns of an episode."""
+    """Mean turns per episode."""
     tokens: float
-    """Mean generated tokens of an episode."""
+    """Mean generated tokens per episode."""
     invalid: float
-    """Share of actions that the environment did not understand."""
+    """Fraction of actions that the environment did not understand."""
     by_type: dict[str, tuple[int, int]]
-    """Successes and episodes of each task type."""
+    """Number of successes and of episodes per task type."""
     reward: float = 0.0
-    """Mean total reward of an episode (WebShop's score)."""
+    """Mean total reward per episode (WebShop's score)."""
     outcomes: tuple[int, ...] = ()
-    """1 for every task of the panel that was solved, in its order."""
+    """1 for every task of the evaluation set that was solved, else 0, in its order."""
     dropped: int = 0
-    """Episodes without an end, for their environments failed; they count as not solved."""
+    """Episodes that did not end because their environments failed; they count as not solved."""
     ends: dict[str, int] = field(default_factory=dict)
-    """Episodes whose end says nothing (``masked``; of them ``infra_failures`` and ``sandbox_ended``), which count as
-    not solved, and those that ended in a ``suspicious`` way, which count as they were rewarded."""
+    """Number of ``masked`` episodes, which count as not solved (among them ``infra_failures`` and ``sandbox_ended``),
+    and of those that ended in a ``suspicious`` way, which count as rewarded."""
 
     @property
     def rate(self) -> float:
-        """Share of successes."""
+        """Success rate."""
         return self.successes / self.n
 
     @property
@@ -80,21 +80,21 @@ def evaluate(
 ) -> Score:
     """Play one episode of each of the first ``episodes`` tasks.
 
-    One whose environments failed, each time again, is not a success and has no turns; `Score.dropped` counts them.
-    One that ended masked is not a success either; `Score.ends` counts these.
+    An episode whose environments failed repeatedly is not a success and has no turns; `Score.dropped` counts these. A
+    masked episode is not a success either; `Score.ends` counts these.
 
     Args:
-        policy: for this process.
-        envs: where environments come from.
-        episodes: size of the panel; a smaller library is gone through again.
+        policy: policy of this process.
+        envs: source of the environments.
+        episodes: size of the evaluation set; a smaller library is repeated.
         seed: key of the random streams.
-        part: (rank, number of processes) that share the panel.
+        part: (rank, number of processes) that share the evaluation set.
         gather: collects lists from all processes.
-        overlap: of `rollout`.
-        retries: likewise.
+        overlap: argument of `rollout`.
+        retries: argument of `rollout`.
 
     Raises:
-        RuntimeError: no episode came to an end.
+        RuntimeError: no episode ended.
     """
     env = envs.take()
     available = task_count(env)
@@ -135,7 +135,7 @@ def evaluate(
 
 
 def results_table(scores: Mapping[str, Score]) -> str:
-    """A Markdown table, one line a policy."""
+    """A Markdown table with one line per policy."""
     lines = ["| policy | success | 95 % interval | turns | invalid actions |", "|---|---|---|---|---|"]
     for name, score in scores.items():
         low, high = score.interval
@@ -148,54 +148,54 @@ def results_table(scores: Mapping[str, Score]) -> str:
 
 @dataclass(frozen=True)
 class Args:
-    """Evaluate a checkpoint. Defaults are those of the run that it comes from, where the trainer wrote it."""
+    """Evaluate a checkpoint. For a checkpoint of the trainer, the defaults are the settings of its run."""
 
     checkpoint: str
     """Folder of a saved policy."""
     env_id: str = "sandboxgym/ALFWorld-v0"
-    """The environment."""
+    """Id of the environment."""
     env_kwargs: tuple[str, ...] = ()
-    """Its arguments, as name=value."""
+    """Arguments of the environment, as name=value."""
     env_threads: int = 1
-    """Environments that work at the same time."""
+    """Environments that step at the same time."""
     env_overlap: bool = False
     """Sample for one half of the tasks while the environments of the other half step."""
     env_retries: int = 2
-    """Environments that an episode may lose before it is dropped."""
+    """Number of environment failures after which an episode is dropped."""
     episodes: int = 256
-    """Size of the panel."""
+    """Size of the evaluation set."""
     max_turns: int = 24
-    """Step limit."""
+    """Step limit of an episode."""
     context: int = 768
-    """Most tokens of an episode."""
+    """Maximum tokens per episode."""
     max_new_tokens: int = 12
-    """Most tokens of an action."""
+    """Maximum tokens per action."""
     temperature: float = 1.0
     """Sampling temperature."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
+    """Dtype of the weights."""
     prompt: PromptName = "plain"
-    """Of the environment, as in training."""
+    """Prompt format, as in training."""
     list_actions: bool = False
-    """Name the possible actions, as in training."""
+    """List the admissible actions in every message, as in training."""
     history: int = 0
-    """Turns that a message recalls, as in training."""
+    """Number of past turns in each message, as in training."""
     system: str | None = None
     """System prompt, as in training."""
     observation_tokens: int = 0
-    """Most tokens of an observation, as in training."""
+    """Maximum tokens per observation, as in training."""
     backend: BackendName = "hf"
-    """What samples, as in training."""
+    """Sampling backend, as in training."""
     seed: int = 0
-    """Of the sampling."""
+    """Seed of the sampling."""
     threads: int = 1
     """CPU threads (0: PyTorch's choice)."""
     json: str | None = None
-    """File to write the score to."""
+    """File for the score."""
 
 
 def defaults(checkpoint: str) -> Args:
-    """How the trainer evaluated a checkpoint of its own; the class's defaults for other folders and names."""
+    """Settings with which the trainer evaluated its checkpoint; the class's defaults for other folders and names."""
     from bpo_ref.learning.checkpoint import args_of
 
     saved = args_of(Path(checkpoint))

@@ -1,7 +1,7 @@
-"""What ``--algo`` stands for: the settings under *Tree and credit* that each algorithm fills in.
+"""Presets of ``--algo``: the settings under *Tree and credit* that each algorithm fills in.
 
-`CORE` holds what the field publishes, and `bpo-split`, of which `bpo` is made; `RESEARCH` what was tried on the way.
-Either may be overridden setting by setting; `docs/recipes.md` has the command lines of published recipes.
+`CORE` holds published algorithms, and `bpo-split`, on which `bpo` is built; `RESEARCH` holds variants for comparison.
+Every setting of a preset can be overridden; `docs/recipes.md` has the command lines of published recipes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 Preset = dict[str, Any]
 
-DEFAULTS: Preset = dict(  # of what a preset does not name: independent rollouts, plain RLOO
+DEFAULTS: Preset = dict(  # for settings that a preset does not name: independent rollouts, plain RLOO
     width=4, points=2.0, schedule="none", forks="backbone", root_branch="never", credit="tree", baseline="none",
     fork_baseline=None, step_weight_power=1.0, roulette=1.0, advantage_norm="none", epochs=1, minibatches=1, kl=0.0,
 )  # fmt: skip

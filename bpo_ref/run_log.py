@@ -1,4 +1,4 @@
-"""What a run writes down: numbers of every step, scores of every evaluation, samples, and a report at the end."""
+"""Records of a run: numbers of every step, scores of every evaluation, samples, and a report at the end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from bpo_ref.args import Args
 
 Stage = Literal["sft", "rl"]
-"""Each has steps of its own, from 0: supervised learning, and the updates of reinforcement learning."""
+"""SFT and reinforcement learning; each counts its own steps from 0."""
 
 
 def tracking(args: Args) -> dict[str, Any]:
-    """The arguments of an `Accelerator` that name its trackers.
+    """Arguments of an `Accelerator` that name its trackers.
 
     Raises:
         ConfigError: accelerate does not know one, or its package is not installed.
@@ -49,19 +49,21 @@ def tracking(args: Args) -> dict[str, Any]:
 
 
 class RunLog:
-    """Scalars to the trackers and ``metrics.jsonl``, evaluations to ``scores.jsonl``; resuming cuts what lies ahead.
+    """Log scalars to the trackers and ``metrics.jsonl``, evaluations to ``scores.jsonl``.
 
-    The two stages have an axis each: two runs in TensorBoard, ``stage`` and ``step`` in the files. Other trackers want
-    steps that only grow, so they count on over both stages, and get ``sft/step`` or ``update/step`` beside the numbers
-    of a step, and the settings. What they do about steps that a resumed run repeats is up to them (W&B: WANDB_RUN_ID
+    A resumed run removes the records after the step from which it continues.
+
+    Each of the two stages has its own axis: two runs in TensorBoard, ``stage`` and ``step`` in the files. Other
+    trackers require steps that only grow, so they count through both stages and also receive ``sft/step`` or
+    ``update/step``, and the settings. How they treat steps that a resumed run repeats is up to them (W&B: WANDB_RUN_ID
     and WANDB_RESUME).
 
     Args:
-        args: of the run.
-        stage: in which it is.
-        step: of the stage.
-        accelerator: with the trackers.
-        resumed: whether what is there is of this run.
+        args: settings of the run.
+        stage: current stage.
+        step: current step of the stage.
+        accelerator: accelerator with the trackers.
+        resumed: whether the existing records belong to this run.
     """
 
     def __init__(self, args: Args, stage: Stage, step: int, accelerator: Accelerator, *, resumed: bool) -> None:
@@ -92,7 +94,7 @@ class RunLog:
             tracker.store_init_configuration(settings)
 
     def scalars(self, values: dict[str, float], stage: Stage, step: int) -> None:
-        """Numbers of a step of a stage."""
+        """Log the numbers of a step of a stage."""
         if self._enabled:
             record = {"stage": stage, "step": step, **values}
             self._show(record)
@@ -103,7 +105,7 @@ class RunLog:
                 file.write(json.dumps(record) + "\n")
 
     def point(self, record: dict[str, Any]) -> None:
-        """An evaluation."""
+        """Log an evaluation."""
         if self._enabled:
             with self._points.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -117,7 +119,7 @@ class RunLog:
                 board.close()
 
     def _show(self, record: Mapping[str, Any]) -> None:
-        """Hand a record to TensorBoard, whose files are made when there is something to show."""
+        """Send a record to TensorBoard, whose files are created with their first record."""
         if not self._with_board:
             return
         stage: Stage = record["stage"]
@@ -132,12 +134,12 @@ class RunLog:
         board.flush()
 
     def _kept(self, path: Path, stage: Stage, step: int) -> list[dict[str, Any]]:
-        """The records of a file up to where the run is, each on the axis of its stage."""
+        """Records of a file up to the run's current step, each on the axis of its stage."""
         records = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 records += on_their_axes(json.loads(line), self._before)
-            except json.JSONDecodeError:  # the end of a run that was killed while it wrote
+            except json.JSONDecodeError:  # last line of a run that was killed while writing it
                 break
 
         def lies_ahead(record: Mapping[str, Any]) -> bool:
@@ -150,11 +152,11 @@ class RunLog:
 
 
 def on_their_axes(record: dict[str, Any], before: int) -> list[dict[str, Any]]:
-    """A record with its stage; of versions that had one axis for both, with the step of the stage.
+    """Add its stage to a record; convert steps of versions that had one axis for both stages.
 
     Args:
         record: a line of ``metrics.jsonl`` or ``scores.jsonl``.
-        before: steps of the supervised stage.
+        before: number of SFT steps.
     """
     if "stage" in record:
         return [record]
@@ -163,20 +165,20 @@ def on_their_axes(record: dict[str, Any], before: int) -> list[dict[str, Any]]:
     if "sft/loss" in record or step < before:
         return [supervised]
     learned = {"stage": "rl", "step": step - before, **record}
-    if before and step == before:  # the score after the supervised stage; its numbers are those of both axes
+    if before and step == before:  # the score after SFT, which is on both axes
         return [supervised] if "name" in record else [supervised, learned]
     return [learned]
 
 
 def root_weights(tree: RolloutTree, args: Args) -> dict[int, float]:
-    """How much every action counts in the mean over episodes from the root, by id(edge).
+    """Weight of every action in the mean over episodes from the root, by id(edge).
 
-    Σ weight x reward is an unbiased estimate of an independent episode's total reward, and Σ weight x success over the
-    last actions of paths that came to an end by themselves of its probability of success: a fork of n shares its weight
-    among them, 1/n each, as credit ``tree`` does; and a path that has survived roulette counts 1/q more, for those that
-    were stopped and do not count (E[[survived] / q] = 1). Where forks were chosen by a path's future or only value
-    states (schedules that are not `FAIR`), the independent root paths alone are a fair sample of the policy: they count
-    alike, and the rest 0.
+    Σ weight x reward is an unbiased estimate of an independent episode's total reward; Σ weight x success, over the
+    last actions of paths that ended by themselves, of its probability of success. A fork of n gives each child 1/n of
+    its weight, as credit ``tree`` does. A path that survived roulette has 1/q times the weight, to make up for those
+    that were stopped and have none (E[[survived] / q] = 1). Where forks were chosen by a path's future or only serve to
+    estimate values (schedules not in `FAIR`), only the independent rollouts are a fair sample of the policy: they have
+    equal weights and the rest 0.
     """
     if args.schedule not in FAIR:
         roots = [path for path in tree.paths if independent(path, args)]
@@ -238,7 +240,7 @@ def batch_totals(
 
 
 def batch_metrics(total: dict[str, float]) -> dict[str, float]:
-    """Means to log: of a task (success, reward as it is learned from), a path, an action, a token."""
+    """Means to log: per task (success, reward used for training), per path, per action, per token."""
     judged = max(1.0, total["judged"])
     return {
         "rollout/success": total["success"] / judged,
@@ -259,7 +261,7 @@ def batch_metrics(total: dict[str, float]) -> dict[str, float]:
 
 
 def described_failures(failures: Sequence[Failure]) -> str:
-    """The first of what went wrong, and how many such there were."""
+    """Description of the first failure, and the number of failures."""
     if not failures:
         return "see the other processes"
     advice = "; a larger --context or an --observation-tokens makes room" if failures[0].too_long else ""
@@ -274,15 +276,15 @@ def rollout_costs(
     seconds: float,
     total: Callable[[float], float],
 ) -> dict[str, float]:
-    """What to log of how a batch was rolled out.
+    """Costs and failures of a batch's rollout, to log.
 
     Args:
-        policy: that has sampled.
-        clock: of the rollout, on this process.
-        failures: likewise.
-        ends: what `end_counts` said, over all processes.
-        seconds: that it took.
-        total: sum over all processes.
+        policy: the policy that sampled.
+        clock: clock of the rollout, on this process.
+        failures: failures of the rollout, on this process.
+        ends: result of `end_counts`, over all processes.
+        seconds: duration of the rollout.
+        total: function that sums over all processes.
     """
     costs = {
         "time/env": clock.steps,
@@ -310,7 +312,7 @@ def write_report(
     last: int,
     processes: int,
 ) -> None:
-    """``results.md``, ``results.json`` and ``learning_curve.png`` of a finished run."""
+    """Write ``results.md``, ``results.json`` and ``learning_curve.png`` of a finished run."""
     from bpo_ref.experiments.plots import learning_curve
 
     rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
@@ -331,14 +333,14 @@ def write_report(
 def write_samples(
     out: Path, trees: Sequence[RolloutTree], *, title: str, about: Mapping[str, Any] | None = None
 ) -> None:
-    """``samples.txt`` for reading, ``trees.json`` and ``trees.html`` for looking at, and the update's own file under
-    ``trees/``, which `sandboxgym tree RUN` browses.
+    """Write ``samples.txt``, ``trees.json``, ``trees.html`` and the update's own file under ``trees/``, which
+    `sandboxgym tree RUN` browses.
 
     Args:
-        out: the run's folder.
-        trees: of the last update; the first few are kept.
-        title: of the page.
-        about: what the files' head says (`TreeFile.about`); an ``update`` names the file of its own.
+        out: folder of the run.
+        trees: trees of the last update; the first few are kept.
+        title: title of the page.
+        about: head of the files (`TreeFile.about`); an ``update`` names the file under ``trees/``.
     """
     text = "\n\n".join(episode_text(tree.paths[0]) for tree in trees[:4])
     (out / "samples.txt").write_text(f"Episodes sampled: {title}\n\n{text}\n")

@@ -30,10 +30,10 @@ RULES = {
     "the last fork on its path, by earlier updates' V̂: not by entropy",
     "mc": "forks to estimate V̂, at every step or at some",
 }
-"""Where each ``--schedule`` forks, in words for who looks at its trees."""
+"""Where each ``--schedule`` forks, in words for viewers of its trees."""
 FAIR = ("none", "entropy-online", "explained", "split")
-"""Schedules that fork before the action and go on with all children alike: the paths that leave a fork are as many
-independent draws of the policy. Others choose by how a path went on, or fork only to value states."""
+"""Schedules that fork before the action and treat all children equally: the paths from a fork are independent draws of
+the policy. Others choose by how a path continued, or only fork to estimate values."""
 
 
 class Forks(Schedule):

@@ -1,6 +1,6 @@
-"""What every run needs and no algorithm cares about: processes, environments, the network, checkpoints, evaluation.
+"""State of a run, independent of the algorithm: processes, environments, the network, checkpoints, evaluation.
 
-Everything random is keyed by (seed, step), so a run that was interrupted goes on exactly as if it had not been.
+All randomness is keyed by (seed, step), so an interrupted run continues exactly as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from sandboxgym.tree import Envs, Failure
 Item = TypeVar("Item")
 
 OUT_SECONDS = 30.0
-"""How long a process looks for the first one's file in ``out``."""
+"""Seconds for which a process looks for the first one's file in ``out``."""
 
 SAME_SIGNAL_SECONDS = 1.0
-"""A SIGINT that comes so soon after the first is the same one: launchers pass on what a terminal has sent."""
+"""Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
     "resume", "overwrite", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
@@ -77,10 +77,10 @@ MAY_CHANGE = {  # on resuming
 
 
 class Interrupted(Exception):
-    """Asked to stop, with the state saved.
+    """A signal stopped the run, and its state is saved.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -89,20 +89,20 @@ class Interrupted(Exception):
 
 
 class TrainingFailed(Exception):
-    """The run cannot go on as it is; the message says why, and what can be done."""
+    """The run cannot continue as it is; the message gives the reason and a remedy."""
 
 
 class TrainingSession:
-    """The state of a run: where it is, what it has spent, what it has scored."""
+    """State of a run: its step, what it has spent, and its scores."""
 
     lower_once: bool | None = None
-    """Whether what samples has weights of its own in the lower type, cast once after each optimizer step and not at
-    every token. None: on CUDA, where casting is what a token waits for."""
+    """Whether sampling uses a copy of the weights in the compute dtype, cast once after each optimizer step rather than
+    at every token. None: on CUDA only, where casting dominates the time per token."""
 
     lr = 0.0
-    """Learning rate of the present step."""
+    """Learning rate of the current step."""
     stopped_by = 0
-    """The signal that has ended the run before its end; 0: none."""
+    """Number of the signal that ended the run early; 0: none."""
     _lock: IO[str] | None = None
 
     def __init__(self, args: Args) -> None:
@@ -183,9 +183,9 @@ class TrainingSession:
     # State.
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the weights of the policy, with what was learnt about schedules and baselines.
+        """Checkpoint content except the policy's weights, with the statistics for schedules and baselines.
 
-        All processes have to ask for it.
+        All processes have to call it.
         """
         return {
             "args": json.loads(json.dumps(asdict(self.args))),
@@ -200,7 +200,7 @@ class TrainingSession:
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         self.memory = Memory.of(self.args, saved and saved["memory"])
         if saved is not None:
             self.strategy.load_optimizer_state(saved["optimizer"])
@@ -226,10 +226,10 @@ class TrainingSession:
         return saved
 
     def maybe_save(self, every: int, *, last: bool = False) -> None:
-        """Save every so many steps, at the end, and where a process was asked to stop, which then happens.
+        """Save every ``every`` steps, at the end, and when a process was asked to stop, which then stops the run.
 
         Raises:
-            Interrupted: it was.
+            Interrupted: a process was asked to stop.
         """
         stop = self.sum(float(self._interrupted > 0)) > 0
         if stop or last or self.step % every == 0:
@@ -238,7 +238,7 @@ class TrainingSession:
             raise Interrupted(max(self.gather([self._interrupted])))
 
     def save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
-        """With the weights of ``policy``, or those at present."""
+        """Save a checkpoint with the weights of ``policy``, or the current ones."""
         state = self.state()
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
@@ -249,10 +249,10 @@ class TrainingSession:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn failures into messages that say how to go on.
+        """Turn failures into messages that say how to continue.
 
         Raises:
-            TrainingFailed: see there; also where memory has run out.
+            TrainingFailed: the run cannot continue; also if memory ran out.
         """
         try:
             yield
@@ -265,7 +265,7 @@ class TrainingSession:
             raise TrainingFailed(f"{what}; {self.kept()}") from error
 
     def kept(self) -> str:
-        """What is left of the run, and how to continue it."""
+        """What is saved of the run, and how to continue it."""
         if not self.saved_at:
             return "nothing was saved before"
         return f"what was learned up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume continues from there)"
@@ -288,14 +288,14 @@ class TrainingSession:
         signal.signal(signal.SIGINT, interrupt)
 
     def close(self) -> None:
-        """Environments and logs."""
+        """Close environments and logs."""
         self.envs.close()
         self.eval_envs.close()
         self.log.close()
         if self._lock is not None:
             self._lock.close()
 
-    # The network and what it starts from.
+    # The network and its initial weights.
 
     @property
     def policy(self) -> CausalLM:
@@ -304,16 +304,16 @@ class TrainingSession:
 
     @property
     def network(self) -> Any:
-        """The bare model, with its value head where there is one; where it is spread, whole while `gathered`."""
+        """The bare model, with its value head if it has one; if sharded, whole only within `gathered`."""
         return self.strategy.network
 
     @property
     def model(self) -> Any:
-        """The network as the processes share it: what is trained."""
+        """The network as wrapped for all processes: the module that is trained."""
         return self.strategy.model
 
     def _build(self, resuming: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-        """The policy as it is trained: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
+        """Build the policy for training: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
         args, checkpoint = self.args, self.out / "checkpoint"
         if args.lora_r:
             base, tokenizer = self._initial(args.dtype)
@@ -329,7 +329,7 @@ class TrainingSession:
         return model, tokenizer
 
     def _initial(self, dtype: str) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-        """What this stage starts from."""
+        """Initial model and tokenizer of this stage."""
         args = self.args
         if self._start() == args.model and args.model.startswith("tiny:"):
             texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
@@ -339,14 +339,14 @@ class TrainingSession:
         return load_policy(self._start(), dtype=dtype, device=self.accelerator.device, setting=setting)
 
     def _start(self) -> str:
-        """Folder or name of the weights that this stage starts from."""
+        """Folder or name of this stage's initial weights."""
         args = self.args
         if args.init_from:
             return args.init_from
         return str(self.out / "sft") if args.sft_steps and self.stage == "rl" else args.model
 
     def _merged(self) -> CausalLM:
-        """The supervised policy without adapters, from the folder of its adapters, which is removed."""
+        """The SFT policy with its adapters merged, from the folder of the adapters, which is removed."""
         merged, _ = load_policy(self.out / "adapter", dtype=self.args.dtype)
         shutil.rmtree(self.out / "adapter")
         return merged
@@ -366,18 +366,18 @@ class TrainingSession:
             compute_in(model, getattr(torch, self.args.dtype))
 
     def _check_packing(self) -> None:
-        """The model was tried out on the CPU; where it trains, attention may be another."""
+        """Check packing where the model trains: it was tested on the CPU, and attention may differ here."""
         if self.args.pack == "tree":
             with self.strategy.gathered():
                 packing.check(self.policy)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Within it, processes may run as many forward passes as they like; see `Strategy.gathered`."""
+        """Context in which each process may run any number of forward passes; see `Strategy.gathered`."""
         asked = self.reference is not None and self.args.kl_in == "reward"
         return self.strategy.gathered(*([self.reference] if asked else []))
 
     def enter_rl(self) -> None:
-        """The supervised policy becomes the start and the reference; what was learnt by adapters is merged into it."""
+        """Make the SFT policy the initial policy and the reference, with its adapters merged."""
         self.stage, self.step = "rl", 0
         whole = self.network
         if self.args.lora_r:
@@ -386,10 +386,10 @@ class TrainingSession:
                 self.policy.save_pretrained(self.out / "adapter", state_dict=weights)
                 self.tokenizer.save_pretrained(self.out / "adapter")
             self.accelerator.wait_for_everyone()
-            main = self.accelerator.is_main_process  # merges on the CPU, in fp32; the others read what it has written
+            main = self.accelerator.is_main_process  # merges on the CPU, in fp32; the others read the result
             self.save(self.out / "sft", policy=self._merged() if main else self.policy)
             policy = self._adapted(self._initial(self.args.dtype)[0])
-            self.accelerator.free_memory()  # it keeps what it has prepared
+            self.accelerator.free_memory()  # accelerate keeps references to what it prepared
             if self.args.critic:
                 whole.policy = policy
             self.strategy.place(whole if self.args.critic else policy, self.adamw)
@@ -400,7 +400,7 @@ class TrainingSession:
         self.reference = self._build_reference() if self.args.kl else None
 
     def _build_reference(self) -> CausalLM:
-        """The policy that reinforcement learning started from, frozen: the same without its adapters, or a copy."""
+        """The initial policy of reinforcement learning, frozen: the model without its adapters, or a copy."""
         if self.args.lora_r:
             return WithoutAdapter(self.policy)
         model, _ = self._initial(self.args.dtype)
@@ -410,7 +410,7 @@ class TrainingSession:
         return self.strategy.frozen(model)
 
     def adamw(self, model: CausalLM) -> torch.optim.AdamW:
-        """The value head's learning rate stays in proportion to the policy's; only matrices decay."""
+        """AdamW; the value head's learning rate stays in proportion to the policy's, and only matrices decay."""
         args = self.args
         learnt = [parameter for parameter in policy_of(model).parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [{"params": learnt, "scale": 1.0, "weight_decay": args.weight_decay}]
@@ -424,7 +424,7 @@ class TrainingSession:
         return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, eps=args.adam_eps)
 
     def _load_demonstrations(self) -> list[dict[str, Any]]:
-        """Expert episodes, collected once and kept in ``out``: they warm the policy up and give its vocabulary."""
+        """Expert episodes, collected once and kept in ``out``, for SFT and the tokenizer's vocabulary."""
         args = self.args
         if not (args.sft_steps or args.model.startswith("tiny:")) or args.init_from:
             return []
@@ -460,7 +460,7 @@ class TrainingSession:
     # Playing and scoring.
 
     def player(self, temperature: float) -> ChatPolicy:
-        """The present policy; good until the weights change."""
+        """The current policy for playing; valid until the weights change."""
         backend = make_backend(
             self.args.backend,
             self.sampled(),
@@ -476,11 +476,11 @@ class TrainingSession:
         return ChatPolicy(backend, self.chat, prompt=self.prompt, entropy_skip=skip)
 
     def sampled(self) -> CausalLM:
-        """The policy, or the same with weights that are cast already."""
+        """The policy for sampling: itself, or a copy with weights already cast."""
         args, wanted = self.args, self.lower_once
         wanted = self.accelerator.device.type == "cuda" if wanted is None else wanted
         if not wanted or args.dtype == "float32" or args.lora_r or self.strategy.sharded or args.backend != "hf":
-            return self.policy  # which computes in its own type, or whose gathered weights are in the lower one
+            return self.policy  # it computes in its own dtype, or its gathered weights are in the compute dtype
         if self._twin is None:
             self._twin = lowered_twin(self.policy, getattr(torch, args.dtype))
         else:
@@ -488,7 +488,7 @@ class TrainingSession:
         return self._twin
 
     def evaluate(self, name: str) -> Score:
-        """Play the evaluation set with the policy as it is; logged under the name."""
+        """Play the evaluation set with the current policy and log the score under the name."""
         args = self.args
         with self.gathered():
             score = evaluate(
@@ -533,10 +533,10 @@ class TrainingSession:
         self.strategy.accumulate(batches, backward, idle=idle)
 
     def optimizer_step(self) -> None:
-        """Move the weights by the gradient.
+        """Update the weights with the accumulated gradient.
 
         Raises:
-            TrainingFailed: it is not finite.
+            TrainingFailed: the gradient is not finite.
         """
         self.grad_norm = self.strategy.step()
         if not math.isfinite(self.grad_norm):
@@ -546,13 +546,13 @@ class TrainingSession:
             )
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the steps to come."""
+        """Set the learning rate of the next steps."""
         self.lr = lr
         for group in self.strategy.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
 
     def check_rolled_out(self, trees: int, failures: Sequence[Failure], ends: Mapping[str, float]) -> None:
-        """Some environments may fail, and some episodes say nothing; where none is left, going on would hide that."""
+        """Refuse a batch without usable episodes: some environments may fail and some episodes be masked, not all."""
         if self.sum(float(trees)):
             return
         if ends["masked"]:
@@ -574,14 +574,14 @@ class TrainingSession:
         return gather_object(local) if self.accelerator.num_processes > 1 else local
 
     def bar(self, description: str, total: int, *, done: float = 0, lines: int | None = None) -> Progress:
-        """Show how far a stage is; in the first process only."""
+        """Show the progress of a stage; in the first process only."""
         return Progress(description, total, done=done, shown=self.accelerator.is_main_process, lines=lines)
 
     def _all_refuse(self, reason: Callable[[], str | None]) -> None:
-        """Ask the first process, and end all of them where it has a reason.
+        """Ask the first process for a reason to refuse, and raise it in all processes.
 
         Raises:
-            ConfigError: it has.
+            ConfigError: the first process has a reason.
         """
         message = reason() if self.accelerator.is_main_process else None
         if self.accelerator.num_processes > 1:
@@ -590,7 +590,7 @@ class TrainingSession:
             raise ConfigError(message)
 
     def _take_out(self) -> None:
-        """The folder is this run's from here on: locked, and cleared if that was asked for."""
+        """Take the folder for this run: lock it, and clear it if asked for."""
 
         def take() -> str | None:
             try:
@@ -599,26 +599,26 @@ class TrainingSession:
                 return str(error)
             if self.args.overwrite:
                 folder.clear(self.out)
-            elif not self.args.resume and folder.holds_run(self.out):  # of a process that has begun meanwhile
+            elif not self.args.resume and folder.holds_run(self.out):  # of a process that started in the meantime
                 return folder.refusal(self.args)
             return None
 
         self._all_refuse(take)
 
     def say(self, text: str) -> None:
-        """Tell it once, whatever the number of processes."""
+        """Print a text once, in the first process only."""
         if self.accelerator.is_main_process:
             say(text)
 
     def _device_name(self) -> str:
-        """Of this process, with the name of its GPU."""
+        """Device of this process, with the name of its GPU."""
         device = self.accelerator.device
         if device.type != "cuda":
             return str(device)
         return f"{device} ({torch.cuda.get_device_name(device)})"
 
     def _check_out(self) -> None:
-        """All processes read what the first one writes there: demonstrations, merged adapters, checkpoints.
+        """Check that all processes share ``out``: they read the first one's demonstrations, adapters and checkpoints.
 
         Raises:
             ConfigError: a process, perhaps on another node, does not see the first one's folder.
@@ -637,7 +637,7 @@ class TrainingSession:
             )
 
     def check_processes(self) -> None:
-        """A launcher that meant several processes but started one would train on a part of the batch."""
+        """Check the number of processes: one that was meant to be several would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
         if wanted != self.accelerator.num_processes:
@@ -655,7 +655,7 @@ class TrainingSession:
 
 @contextmanager
 def token_in(folder: Path, name: str | None) -> Iterator[None]:
-    """A file in the folder for the time being; None: no file."""
+    """Keep a file in the folder within the context; None: no file."""
     path = None if name is None else folder / name
     if path is not None:
         path.touch()
@@ -667,7 +667,7 @@ def token_in(folder: Path, name: str | None) -> Iterator[None]:
 
 
 def appears(path: Path, *, seconds: float) -> bool:
-    """Whether a file is there, or is soon: network file systems show new files late."""
+    """Whether a file exists or appears in time: network file systems show new files late."""
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
@@ -677,12 +677,12 @@ def appears(path: Path, *, seconds: float) -> bool:
 
 
 def gives_key(envs: Envs) -> bool:
-    """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key`, what may be one."""
+    """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key` for valid ones."""
     return plain_key(first_info(envs).get("progress_key")) is not None
 
 
 def first_info(envs: Envs) -> dict[str, Any]:
-    """What an episode's first ``info`` holds."""
+    """First ``info`` of an episode."""
     env = envs.take()
     _, info = env.reset(seed=0)
     envs.give(env)

@@ -1,4 +1,4 @@
-"""The supervised stage of a run: cross entropy on expert episodes, before reinforcement learning."""
+"""SFT: cross entropy on expert episodes, before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bpo_ref.session import TrainingSession
 
 
 def supervised(session: TrainingSession) -> None:
-    """Cross entropy on expert episodes; observation tokens count ``sft_observation_weight``."""
+    """Train with cross entropy on expert episodes; observation tokens have the weight ``sft_observation_weight``."""
     args = session.args
     weight = args.sft_observation_weight
     encoded = [session.chat.demonstration(**episode, observation_weight=weight) for episode in session.demonstrations]
@@ -44,7 +44,7 @@ def supervised(session: TrainingSession) -> None:
 
 
 def supervised_step(session: TrainingSession, episodes: Sequence[tuple[list[int], list[float]]]) -> float:
-    """One optimizer step; returns the weighted mean loss of a token."""
+    """Make one optimizer step; returns the weighted mean loss per token."""
     total = session.sum(sum(sum(weights) for _, weights in episodes))
     losses: list[float] = []
 

@@ -5,12 +5,11 @@
 Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it forks (the schedule), what an action is
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
-Beside this file: the settings and what they are refused with (`args.py`), the algorithms as settings (`presets.py`),
-where trees fork (`schedules.py`), what credit and schedules know from other rollouts (`baselines.py`), the supervised
-stage (`supervised.py`), the state of a run (`session.py`), scores (`eval.py`), reports (`run_log.py`), and the rooms:
-`sampling/` from chats to sampled turns, `learning/` the network and its batches, `distributed/` weights spread over
-many GPUs, `experiments/` what is measured with all of it: the quality of the estimators, the paper's tables.
-Left out: inference servers.
+Other modules: the settings and their checks (`args.py`), the algorithms as settings (`presets.py`), where trees fork
+(`schedules.py`), baselines from other rollouts (`baselines.py`), SFT (`supervised.py`), the state of a run
+(`session.py`), scores (`eval.py`) and reports (`run_log.py`). Packages: `sampling/` from chats to sampled turns,
+`learning/` the network and its batches, `distributed/` weights spread over many GPUs, `experiments/` measurements: the
+quality of the estimators, the paper's tables. Left out: inference servers.
 """
 
 from __future__ import annotations
@@ -64,11 +63,13 @@ from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
 
 
 def back_up(tree: RolloutTree, gamma: float, guess: Callable[[Node], float] = lambda node: 0.0) -> None:
-    """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes; and how much of them is luck of the
-    decisions after an action, and from a state on: Λ = γ Λ(child), and the mean of the children's Λ + δ (`lookahead`).
+    """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes.
 
-    Where roulette was played with survival q, what is handed up is ``guess`` + [survived] (V̂ - ``guess``) / q: of the
-    same expectation whatever the guess, which must not know the coin.
+    Also set the part of each that is luck of the decisions after an action, Λ = γ Λ(child) on edges, and from a state
+    on, the mean of the children's Λ + δ on nodes (`lookahead`).
+
+    Where roulette was played with survival q, the backed-up value is ``guess`` + [survived] (V̂ - ``guess``) / q. Its
+    expectation is the same for every guess that does not depend on the outcome of the roulette.
     """
     for node in sorted([tree.root, *(edge.child for edge in tree.edges())], key=lambda node: -node.depth):
         for edge in node.children:
@@ -129,7 +130,7 @@ def sibling_credit(tree: RolloutTree, args: Args) -> None:
 
 
 def relative(returns: Sequence[float], args: Args) -> NDArray[np.float64]:
-    """(G - mean) / std over a group, or G - mean without ``group_std``; 0 where all are equal, and for one alone."""
+    """(G - mean) / std over a group, or G - mean without ``group_std``; 0 if all returns are equal or there is one."""
     values = np.array(returns)
     apart: NDArray[np.float64] = values - values.mean()
     return apart / (values.std() + 1e-4) if args.group_std else apart
@@ -146,16 +147,16 @@ def group_credit(tree: RolloutTree, args: Args) -> None:
 def gigpo_credit(tree: RolloutTree, args: Args) -> None:
     """GiGPO ("Group-in-Group Policy Optimization", Feng et al., 2025, arXiv 2505.10978): A = A_E + ω A_S.
 
-    A_E is GRPO's, of the episode's return in the group of the task's rollouts. A_S is that of the discounted return
-    from the step on, R_t = Σ_{k ≥ t} γ^(k-t) r_k, in the step's group: all steps of the task's rollouts, the same
-    rollout's too, taken in the same *anchor state*, which is told by ``info["state_hash"]``. F_norm, what both are
-    divided by, is the group's standard deviation or 1 (``group_std``). A state met once has A_S = 0.
+    A_E is GRPO's advantage of the episode's return among the task's rollouts. A_S is the advantage of the discounted
+    return from the step on, R_t = Σ_{k ≥ t} γ^(k-t) r_k, in the step's group: all steps of the task's rollouts,
+    including other steps of the same rollout, taken in the same *anchor state*, identified by ``info["state_hash"]``.
+    F_norm, the divisor of both, is the group's standard deviation or 1 (``group_std``). A state met once has A_S = 0.
     """
     group_credit(tree, args)
     returns = path_returns(tree, args.omega_gamma)
     anchored: dict[Any, list[Edge]] = {}
     for edge in tree.edges():
-        anchored.setdefault(edge.parent.state_hash or id(edge), []).append(edge)  # an unknown state is like no other
+        anchored.setdefault(edge.parent.state_hash or id(edge), []).append(edge)  # an unknown state equals no other
     for edges in anchored.values():
         for edge, value in zip(edges, relative([returns[id(edge)] for edge in edges], args)):
             edge.advantage += args.omega * float(value)
@@ -164,8 +165,8 @@ def gigpo_credit(tree: RolloutTree, args: Args) -> None:
 def mc_credit(tree: RolloutTree, args: Args) -> None:
     """VinePPO: Σ γ^i r_i + γ^n V̂(next) - V̂(last) between one valued state and the next, for every step between.
 
-    V̂ is the mean return of the rollouts that were started there for it; a root without any has the leave-one-out mean
-    of the other root paths. These rollouts weigh 0.
+    V̂ is the mean return of the rollouts started there to estimate it, which have weight 0; a root without any uses the
+    leave-one-out mean of the other independent rollouts.
     """
     returns, gamma = path_returns(tree, args.gamma), args.gamma
     paths = [path for path in tree.paths if independent(path, args)]
@@ -210,7 +211,7 @@ def gae_credit(tree: RolloutTree, args: Args) -> None:
                 following, edge.advantage = data.values[0], advantage
                 continue
             data.advantages = []
-            reward, gamma = edge.reward, args.gamma  # of the action's last token; those before lead on undiscounted
+            reward, gamma = edge.reward, args.gamma  # of the last token; between tokens nothing is discounted
             for value in reversed(data.values):
                 advantage = reward + gamma * following - value + gamma * lam * advantage
                 data.advantages.insert(0, advantage)
@@ -220,33 +221,33 @@ def gae_credit(tree: RolloutTree, args: Args) -> None:
 
 
 Parent = Callable[[Edge, int, float], float]
-"""(edge, index of its root path, mean of the other root paths less the rewards since) -> value of the state."""
+"""(edge, index of its independent rollout, mean of the other ones less the rewards since) -> value of the state."""
 
 
 def tree_credit(
     tree: RolloutTree, args: Args, parent: Parent, share: Callable[[int], float], prior: tuple[float, float]
 ) -> list[ForkSample]:
-    """Â = Q̂ - b with backed-up values; weights fall by K^-p at every fork, and rise by 1/q where roulette was survived.
+    """Â = Q̂ - b with backed-up values; forks multiply weights by K^-p, survived roulette multiplies them by 1/q.
 
     b = a S + (1 - a) ``parent`` at and below a fork, with S the leave-one-out mean of the nearest fork's children,
     carried forward along one-edge nodes (minus the rewards since); ``parent`` above the first fork and behind roulette.
-    With look-ahead Q̂ is less the luck of later decisions, and what S and the other root paths brought less their own
-    decision's, too: `fair_value`.
+    With look-ahead the luck of later decisions is subtracted from Q̂; from the returns in S and of the other independent
+    rollouts that of their own decision is subtracted as well (`fair_value`).
 
     Args:
-        tree: backed up (`back_up`).
+        tree: a tree that `back_up` has processed.
         args: ``gamma`` and ``step_weight_power`` are used.
-        parent: from other rollouts only.
-        share: a of a fork of so many children.
-        prior: pseudo-counts that the mean of the other root paths is shrunk by, and their mean.
+        parent: baseline computed from other rollouts only.
+        share: a, as a function of a fork's number of children.
+        prior: number and mean of the pseudo-observations that shrink the mean of the other independent rollouts.
 
     Returns:
-        What `Shrinkage` wants to know of every fork.
+        One sample per fork, for `Shrinkage`.
     """
     assert args.step_weight_power is not None
     samples = []
     count, overall = prior
-    # a node, S of the nearest fork, the other root paths' mean, a, the weight, the index of the root path
+    # a node, S of the nearest fork, mean of the other independent rollouts, a, the weight, index of the rollout
     todo: list[tuple[Node, float, float, float, float, int]] = [(tree.root, 0.0, 0.0, 0.0, 1.0, -1)]
     while todo:
         node, siblings, roots, a, weight, root = todo.pop()
@@ -276,9 +277,9 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
 
     Args:
         trees: this process's share of the batch.
-        args: resolved.
-        memory: of earlier batches.
-        gather: collects lists of all processes.
+        args: resolved settings.
+        memory: statistics of earlier batches.
+        gather: collects the lists of all processes.
 
     Returns:
         The forks of these trees, for `Memory.observe`.
@@ -312,7 +313,7 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
                 value = learned[id(edge.parent)] if network else states.value(key, tree.kind, prior=others)
                 if args.baseline == "value":
                     return 0.9 * value + 0.1 * roots
-                # with a network the others' part is what they brought more than it said of their states
+                # with a network the others contribute their returns above its predictions for their states
                 return value + batch(tree.index, root, key, 0.0) if network else batch(tree.index, root, key, value)
             return float(edge.data.values[0]) if args.baseline == "critic" else roots
 
@@ -333,7 +334,7 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
 
 
 def by_network(network: ValueNetwork, trees: Sequence[RolloutTree]) -> dict[int, float]:
-    """V̂ of every state that was acted in, by id(node)."""
+    """V̂ of every state in which an action was taken, by id(node)."""
     nodes = {id(edge.parent): (edge.parent, tree.kind) for tree in trees for edge in tree.edges()}
     return dict(zip(nodes, network.values([features(node, kind) for node, kind in nodes.values()]), strict=True))
 
@@ -363,16 +364,16 @@ def policy_loss(
     from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1, and k2 (q - p)² / 2. The
     gradient of ratio x k3, and that of k2 alone, is log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
 
-    With ``tis`` = C all of a token's loss counts min(π_old / π_sampler, C) times: truncated importance sampling, for
-    tokens that another program has drawn than the one that measures them (Yao et al., 2025). The clip still bounds
-    π / π_old. A ratio of 1 is exactly no change.
+    With ``tis`` = C a token's whole loss is multiplied by min(π_old / π_sampler, C): truncated importance sampling, for
+    tokens sampled by another program than the one that computes their probabilities (Yao et al., 2025). The clip still
+    bounds π / π_old. With a ratio of 1 nothing changes.
 
-    ``ratio="sequence"`` is GSPO-token (Zheng et al., 2025, section 4.3): every token has its row's ratio as value and
-    its own as gradient, which is GSPO where a row's advantages are equal.
+    ``ratio="sequence"`` is GSPO-token (Zheng et al., 2025, section 4.3): every token has the value of its row's ratio
+    and the gradient of its own, which equals GSPO where all advantages of a row are equal.
 
     Args:
         logps: log-probabilities under the current policy, [B, T-1].
-        batch: what was sampled.
+        batch: the sampled tokens.
         args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl``, ``kl_estimator`` and ``tis`` are used.
         reference: log-probabilities under the reference policy, [B, T-1].
     """
@@ -406,7 +407,7 @@ def policy_loss(
     if reference is not None:
         apart = (reference - logps).masked_fill(~mask, 0.0)
         divergence = apart**2 / 2 if args.kl_estimator == "k2" else apart.exp() - apart - 1
-        moved = change.exp()  # of the policy since it has sampled
+        moved = change.exp()  # change of the policy since it sampled
         loss = loss + (args.kl or 0.0) * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
         stats["kl"] = (divergence.detach() * mask).sum()
     if args.tis and batch.sampler_logps is not None:
@@ -417,7 +418,7 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, batch: Batch, args: Args) -> tuple[Tensor, int]:
-    """½ (V - target)², clipped as in PPO, summed over the states whose value is learnt; and their number.
+    """½ (V - target)², clipped as in PPO, summed over the states whose value is learned; and their number.
 
     Args:
         values: [B, T-1], of the state in which each token was drawn.
@@ -434,7 +435,7 @@ def value_loss(values: Tensor, batch: Batch, args: Args) -> tuple[Tensor, int]:
 
 
 def aggregate(loss: Tensor, batch: Batch, rows: Sequence[Row], denominator: float, args: Args) -> Tensor:
-    """Σ weight x loss over the tokens, by the whole (minibatch's) denominator; see ``aggregation``."""
+    """Σ weight x loss over the tokens, divided by the denominator of the whole minibatch; see ``aggregation``."""
     per_row = (loss * batch.weight).sum(dim=1)  # [B]
     if args.aggregation == "path":
         per_row = per_row / per_row.new_tensor([row.mass or 1.0 for row in rows])
@@ -442,7 +443,7 @@ def aggregate(loss: Tensor, batch: Batch, rows: Sequence[Row], denominator: floa
 
 
 def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
-    """What these rows add to the denominator of `aggregate`."""
+    """Contribution of these rows to the denominator of `aggregate`."""
     parts = {"token": sum(row.mass for row in rows), "path": float(len(rows)), "constant": float(trees)}
     return parts[args.aggregation]
 
@@ -451,17 +452,17 @@ def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
 
 
 class Trainer:
-    """One run: the supervised stage, then reinforcement learning; everything random is keyed by (seed, step).
+    """One run: SFT, then reinforcement learning; all randomness is keyed by (seed, step).
 
     Args:
-        args: as given; `Trainer.args` has the preset filled in.
-        session: what keeps the state of the run.
+        args: settings as given; `Trainer.args` has the preset filled in.
+        session: makes the `TrainingSession` that keeps the state of the run.
     """
 
     def __init__(self, args: Args, session: Callable[[Args], TrainingSession] = TrainingSession) -> None:
         self.session = session(args)
         self.args = self.session.args
-        self.passed_over = dict.fromkeys(("returns", "env_steps", "tokens"), 0)  # drawn, but not learnt from
+        self.passed_over = dict.fromkeys(("returns", "env_steps", "tokens"), 0)  # sampled, but not trained on
         self.rollout_costs: dict[str, float] = {}
 
     def run(self) -> dict[str, Score]:
@@ -478,7 +479,7 @@ class Trainer:
                     session.enter_rl()
                 if args.algo != "sft":
                     self._reinforce()
-                elif not session.saved_at:  # nothing was to be learnt: the start of other runs all the same
+                elif not session.saved_at:  # SFT of no steps: its checkpoint still starts other runs
                     session.save(session.out / "checkpoint")
                 session.report()
         except Interrupted as stop:
@@ -493,7 +494,7 @@ class Trainer:
         return session.scores
 
     def _reinforce(self) -> None:
-        """Rollouts, credit, loss; an evaluation every ``eval_every`` updates, or as large a part of the budget."""
+        """Rollouts, credit, loss; an evaluation every ``eval_every`` updates, or the same fraction of the budget."""
         args, session = self.args, self.session
         bar = session.bar(args.algo, args.updates, done=self._position())
         while (before := self._position()) < args.updates:
@@ -529,20 +530,20 @@ class Trainer:
         bar.close()
 
     def _about(self) -> dict[str, Any]:
-        """What a file of trees says of where they are from (`sandboxgym.tree.files.TreeFile.about`)."""
+        """Origin of the trees, for the head of their file (`sandboxgym.tree.files.TreeFile.about`)."""
         args = self.args
         told = {"algo": args.algo, "schedule": args.schedule, "rule": RULES[str(args.schedule)], "env": args.env_id}
         return {**told, "seed": args.seed, "update": self.session.step}
 
     def _position(self) -> float:
-        """How far the run is, in updates: of its ``updates``, or as the same part of its budget."""
+        """Progress of the run in updates: of its ``updates``, or the same fraction of its budget."""
         args, session = self.args, self.session
         if not args.budget:
             return session.step
         return min(1.0, session.counters[args.match.replace("-", "_")] / args.budget) * args.updates
 
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
-        """Trees of the update's tasks, every N-th on each of N processes: the same tasks whatever N is."""
+        """Trees of the update's tasks, every N-th on each of N processes: the same tasks for every N."""
         args, session = self.args, self.session
         self.passed_over = dict.fromkeys(self.passed_over, 0)
         env = session.envs.take()
@@ -583,9 +584,9 @@ class Trainer:
         return trees
 
     def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
-        """Dynamic sampling: the trees whose returns differ, the first ``prompts`` of all processes, numbered anew.
+        """Dynamic sampling: keep the trees whose returns differ, the first ``prompts`` of all processes, renumbered.
 
-        Where no task's do, there is nothing to choose by. What was drawn beside them is counted as spent.
+        If no task's returns differ, keep the first trees. Those that are not kept still count as spent.
         """
         session = self.session
         every = sorted(session.gather([(tree.index, returns_differ(tree)) for tree in trees]))
@@ -617,7 +618,7 @@ class Trainer:
                 chosen = [tree for tree in trees if parts[tree.index] == part]
                 rows = rows_of(chosen)
                 denominator = session.sum(denominator_of(rows, len(chosen), args))
-                if not denominator:  # all of its tasks were dropped, or all actions left out
+                if not denominator:  # all of its tasks were dropped, or all actions masked
                     continue
                 learnt = session.sum(sum(row.learnt for row in rows))
 
@@ -625,7 +626,7 @@ class Trainer:
                     for name, value in self._backward(micro, *scale).items():
                         sums[name] = sums.get(name, 0.0) + value
 
-                idle = Row([0, 0], [])  # of no loss
+                idle = Row([0, 0], [])  # contributes no loss
                 session.accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
                 session.optimizer_step()
                 norms.append(session.grad_norm)
@@ -660,12 +661,12 @@ class Trainer:
         return forward(model, batch.ids, batch.lengths, where=batch.mask, temperature=temperature, packed=packed)
 
     def _logps(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
-        """Log-probabilities of any tokens under the policy as it is, [B, T-1]."""
+        """Log-probabilities of any tokens under the current policy, [B, T-1]."""
         packed, temperature = self.args.pack == "tree", self.args.temperature
         return forward(self.session.network, ids, lengths, where=where, temperature=temperature, packed=packed)[0]
 
     def _count(self, trees: Sequence[RolloutTree], seconds: float) -> dict[str, float]:
-        """Add the batch to the run's counters; returns what to log of it, over all processes."""
+        """Add the batch to the run's counters; returns its numbers to log, over all processes."""
         session = self.session
         total = batch_totals(trees, self.args, session.gather)
         for name, beside in self.passed_over.items():
@@ -686,7 +687,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
     """Parse, check, train.
 
     Raises:
-        SystemExit: with 128 and the signal's number where one has stopped the run, as shells say it: 130 after
+        SystemExit: a signal stopped the run; the status is 128 plus the signal's number, as in shells: 130 after
             Ctrl-C, 143 after SIGTERM.
     """
     try:

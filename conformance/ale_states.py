@@ -1,9 +1,10 @@
-"""Atari through the emulator's own states, to compare with: what ``clone_state`` and ``restore_state`` are worth.
+"""Atari with the emulator's own states, for comparison: how faithful ``clone_state`` and ``restore_state`` are.
 
     PYTHONPATH=conformance python -m sandboxgym.conformance ale_states:breakout
 
-The obvious way: a snapshot is ``env.unwrapped.clone_state(include_rng=True)``, a restore is ``restore_state`` and a
-look at the screen. Wrappers, spaces and the environment's counters are not part of such a state. Needs ``ale-py``.
+The straightforward implementation: a snapshot is ``env.unwrapped.clone_state(include_rng=True)``, a restore is
+``restore_state`` and a look at the screen. Wrappers, spaces and the environment's counters are not part of such a
+state. Needs ``ale-py``.
 """
 
 from __future__ import annotations

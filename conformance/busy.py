@@ -1,10 +1,10 @@
-"""The suite beside busy loops: whether other programs change its verdicts.
+"""Test of the suite on a busy machine: whether other programs change its verdicts.
 
     python conformance/busy.py [--runs 3] [--loops 4] [--markdown docs/conformance/busy.md]
 
-Each specimen is examined once without the loops, then ``--runs`` times beside them, with one seed. A mutant meets the
-checks that must find it, a correct environment all of them. The loops are processes of this command's own and end with
-it. Exit codes: 0 the verdicts are the same, 1 some are not, 3 usage.
+Each specimen is examined once without busy loops, then ``--runs`` times with them, with the same seed. A mutant is run
+against the checks that must detect it, a correct environment against all of them. The loops are child processes of this
+command and end with it. Exit codes: 0 the verdicts are equal, 1 some differ, 3 usage.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python conformance/calibration.py --runs 2000 [--markdown docs/conformance/calibration.md]
 
-Each run draws two samples of one distribution and gives them to every test, at sizes at which the suite uses them. A
-test may reject at a level no more often than that. Exit codes: 0 all keep their levels, 1 some don't.
+Each run draws two samples of one distribution and applies every test to them, at the sample sizes that the suite uses.
+A test may reject no more often than its level. Exit codes: 0 all tests keep their levels, 1 some don't.
 """
 
 from __future__ import annotations

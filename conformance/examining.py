@@ -1,7 +1,7 @@
-"""Runs the suite on specimens of the zoo, each in a process of its own, and keeps the results in a journal.
+"""Runs of the suite on specimens of the zoo, each in a separate process, with the results in a journal.
 
-A journal is a file with a line of JSON for each run. What it holds already of the same sources (suite and zoo) is not
-run again, so that hours of runs can be interrupted and resumed.
+A journal is a file with one line of JSON per run. Runs that it already has for the same sources (suite and zoo) are not
+repeated, so that hours of runs can be interrupted and resumed.
 """
 
 from __future__ import annotations

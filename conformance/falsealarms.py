@@ -1,11 +1,11 @@
-"""False alarms: the suite on environments without a fault, many times, each time with another seed.
+"""False alarms: many runs of the suite on environments without a fault, each with another seed.
 
     python conformance/falsealarms.py --runs 200 [--only NAME … --rest 1] --journal FILE
         [--markdown docs/conformance/false-alarms.md]
 
-The n-th run has the seed n and the n-th of the zoo's known-good environments, in turn: of all, or of those that
-``--only`` names, and then ``--rest`` runs of each of the others. With ``--journal`` an interrupted command is resumed;
-with ``--processes 0`` it only writes what is there. Exit codes: 0 no alarm, 1 some.
+The n-th run has the seed n and takes the zoo's known-good environments in turn: all of them, or those that ``--only``
+names, followed by ``--rest`` runs of each of the others. ``--journal`` resumes an interrupted command;
+``--processes 0`` only writes the existing results. Exit codes: 0 no alarm, 1 some.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The kill matrix: which check finds which fault of the zoo, and that none raises an alarm on the known-good.
+"""The kill matrix: which check detects which fault of the zoo, and false alarms on the known-good environments.
 
     python conformance/killmatrix.py [--budget quick|full] [--journal FILE] [--markdown docs/conformance/kill-matrix.md]
 
-Each specimen is examined in a process of its own, for some faults change the process. A mutant is killed when a check
-of its ``killed_by`` fails; failures of other checks are shown but don't count. With ``--journal`` an interrupted run is
-resumed (`examining`). Exit codes: 0 all killed and no alarm, 1 otherwise, 3 usage.
+Each specimen is examined in a separate process, because some faults change the process. A mutant is killed when a check
+of its ``killed_by`` fails; failures of other checks are shown but don't count. ``--journal`` resumes an interrupted run
+(`examining`). Exit codes: 0 all killed and no alarm, 1 otherwise, 3 usage.
 """
 
 from __future__ import annotations

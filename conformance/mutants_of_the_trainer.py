@@ -1,13 +1,13 @@
-"""Whether the trainer's fast tests see its faults: one changed line at a time, in a copy, until a test fails.
+"""Mutation test of the trainer's fast tests: one changed line at a time, in a copy, until a test fails.
 
     python conformance/mutants_of_the_trainer.py [--only NAME ...] [--jobs 1] [--journal FILE]
         [--markdown docs/conformance/trainer-mutants.md]
 
-Each mutant is run against the fast tests that are chosen for its part of the trainer; the first failure ends it. These
-tests are run once without any mutant before. A mutant whose line is not there exactly once is an error that names it:
-the code has changed, and the mutant has to follow. Those marked equivalent, with the reason, are not run. With
-``--journal`` what an earlier run has killed is not run again. Exit codes: 0 all killed, 1 some survived, 2 a mutant's
-line is gone, or the tests fail without it.
+Each mutant is run against the fast tests for its part of the trainer, until the first failure. These tests are run once
+without a mutant first. A mutant whose line does not occur exactly once is an error that names it: the code has changed,
+and the mutant has to be adapted. Mutants marked equivalent, with the reason, are not run. ``--journal`` skips mutants
+that an earlier run killed. Exit codes: 0 all killed, 1 some survived, 2 a mutant's line is missing, or the tests fail
+without mutants.
 """
 
 from __future__ import annotations

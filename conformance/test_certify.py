@@ -1,6 +1,6 @@
-"""Certifies environments named on the command line: ``pytest conformance/ --sandboxgym-env sandboxgym/ALFWorld-v0``.
+"""Certify environments named on the command line: ``pytest conformance/ --sandboxgym-env sandboxgym/ALFWorld-v0``.
 
-One test for each environment and check; nothing without the option.
+One test per environment and check; no tests without the option.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Our own environments hold to the contract, by the command that we offer to others.
+"""Our own environments satisfy the contract, by the command that we offer to others.
 
-``pytest conformance/ --sandboxgym-env ID`` certifies another one (test_certify.py): one item a check.
+``pytest conformance/ --sandboxgym-env ID`` certifies another one (test_certify.py), with one item per check.
 """
 
 from __future__ import annotations

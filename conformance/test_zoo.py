@@ -1,7 +1,7 @@
-"""The suite has teeth: every mutant is killed by a check that names its hazard; the known-good raise no alarm.
+"""Every mutant is killed by a check that names its hazard; the known-good environments raise no alarm.
 
-Here each mutant meets only the checks that must find it, and each known-good environment one short run;
-``killmatrix.py`` runs everything with everything.
+Here each mutant only runs against the checks that must detect it, and each known-good environment gets one short run;
+``killmatrix.py`` runs all specimens against all checks.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ _ON_DEMAND = {"EnvPool": "pool", "PooledEnvs": "pool", "RemoteEnv": "remote", "S
 
 
 def __getattr__(name: str) -> Any:
-    """Import what works on many environments when it is first asked for: it takes longer than all the rest."""
+    """Import the functions for many environments on first use, because they take longer to import than the rest."""
     if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.workers.{_ON_DEMAND[name]}"), name)

@@ -1,12 +1,14 @@
 """The snapshot contract: what every environment of this suite promises beyond the Gymnasium API.
 
-1. Fidelity. After ``restore(snapshot())`` the future (observation, reward, flags, info) is what it was going to be.
+1. Fidelity. After a restore, the same actions yield the same observations, rewards, flags and infos until the episode
+   ends.
 2. Non-interference. Taking a snapshot changes nothing: no state, no random stream, no step count.
 3. Any order, any time. A snapshot restores any number of times: nested, after ``reset``, after the episode ended,
    after the environment that took it was closed, in another process.
 4. Isolation. Forks never see each other's effects, nor those of the environment they came from.
 5. The whole environment. Random streams (the environment's and its spaces') and the wrappers around it
-   (``wrappers/stack.py``) are part of its state; state that cannot be captured is refused, never skipped.
+   (``wrappers/stack.py``) are part of its state; state that cannot be captured is refused, or listed in
+   ``info["lossy"]`` by environments that declare losses.
 6. Freshness. ``restore`` returns the observation and info of the captured moment; ``last`` is the whole transition.
 7. Randomness. ``restore(snap)`` is exact; ``restore(snap, seed=S)`` and ``fork(k, seed=S)`` give fresh streams.
 8. Durable. ``Snapshot.save`` and ``load`` use a format that never executes code (``serialization.py``); a mismatch is

@@ -1,15 +1,15 @@
-"""The protocol of an environment with tasks: what prompts, rollout trees, adapters, trainer and commands rely on.
+"""The protocol of an environment with tasks, which prompts, rollout trees, adapters, trainer and commands rely on.
 
-An environment derives from `TaskEnv` and gives four things, each of which has a default:
+An environment derives from `TaskEnv` and provides four things, each of which has a default:
 
 1. **Tasks as rows**: ``env.tasks(split)`` is a sequence of `Task`, and ``reset(options={"task": …})`` plays one of
-   ``env.tasks()``, named by its position or its id.
-2. **Info keys**: what ``reset`` and ``step`` tell beside the observation has the names and types of `TaskInfo`.
+   ``env.tasks()``, given by position or id.
+2. **Info keys**: the ``info`` of ``reset`` and ``step`` has the names and types of `TaskInfo`.
 3. **An expert**, for demonstrations: ``env.expert(rng=…, noise=…)`` makes an `Expert`.
-4. **A card**, `EnvCard`: the system prompt, data sets, the extra to install. It stands in a module of its own that
-   imports nothing heavy, for commands read the cards of all environments.
+4. **A card**, `EnvCard`: the system prompt, data sets, the extra to install. It is in a separate module without heavy
+   imports, because commands read the cards of all environments.
 
-Nothing else in this package knows an environment by its name, but for the line that registers it.
+Apart from the line that registers it, nothing else in this package refers to an environment by name.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from sandboxgym.data import DataSet
 
 
 class TaskNotFound(LookupError):
-    """No task of the environment answers to the position or id that was asked for."""
+    """The environment has no task with the given position or id."""
 
 
 class TaskInfo(TypedDict, total=False):
-    """Keys of ``info`` that something outside of the environment reads. All are optional; others may be added.
+    """Keys of ``info`` that are read outside of the environment. All are optional; others may be added.
 
-    A *privileged* key may tell what an agent has to find out. Trainers may use it, since a baseline may know anything
-    that the present action does not change; prompts never show it (`PRIVILEGED`).
+    A *privileged* key may reveal what an agent has to find out. Trainers may use it, because a baseline may depend on
+    anything that the current action does not change; prompts never show it (`PRIVILEGED`).
     """
 
     task_id: str
-    """Id of the task that is played, that of its row in ``env.tasks()``. For people, records and tests."""
+    """Id of the current task, as in its row of ``env.tasks()``. For people, records and tests."""
     task_type: str
     """Type of the task, that of its row. Evaluation counts success by it."""
     instruction: str
-    """What the task asks for, in words, that of its row. For interfaces that show it apart from the observation."""
+    """Instruction of the task, as in its row. For interfaces that show it separately from the observation."""
     admissible_commands: list[str]
-    """Actions that do something in this state. Prompts list them, look-ahead tries them, ``play`` numbers them, random
-    agents (conformance, benchmarks) draw from them."""
+    """Actions that have an effect in this state. Prompts list them, look-ahead tries them, ``play`` numbers them,
+    random agents (conformance, benchmarks) draw from them."""
     valid_action: bool
-    """Whether the last action was understood. Trees keep it, the trainer's ``invalid_penalty`` and evaluation count it.
-    Absent is true."""
+    """Whether the last action was understood. Kept in trees, used by the trainer's ``invalid_penalty``, counted by
+    evaluation. Default: true."""
     success: bool
-    """Whether the task is solved. Trees keep it, evaluation counts it, demonstrations are kept by it. Absent is false
-    in trees, and keeps a demonstration."""
+    """Whether the task is solved. Kept in trees, counted by evaluation, used to select demonstrations. If absent it is
+    false in trees, and the demonstration is kept."""
     state_hash: str
-    """Equal for equal states of the same task. GiGPO groups by it, look-ahead and ``play`` recognise states by it."""
+    """Equal for equal states of the same task. GiGPO groups by it, look-ahead and ``play`` identify states by it."""
     progress_key: Any
-    """Privileged. How far the task is, for state baselines and schedules: text, a number, None, an enumeration's
-    member, or a tuple or frozen set of these; few different values per task."""
+    """Privileged. Progress in the task, for state baselines and schedules: text, a number, None, an enumeration member,
+    or a tuple or frozen set of these; few different values per task."""
     features: tuple[float, ...]
-    """Privileged. Numbers of the order of 1, equally many in every state, from which ``network`` learns state values;
-    given only where the environment was asked for them."""
+    """Privileged. Numbers of the order of 1, the same number in every state, from which ``network`` learns state
+    values; given only if the environment was asked for them."""
     lossy: list[str]
-    """What a snapshot taken now would not hold, one description each. The conformance suite compares it with what is
-    lost."""
+    """Descriptions of state that a snapshot taken now would not hold. The conformance suite compares them with the
+    actual losses."""
     masked: bool
-    """Whether the episode ended in a way that says nothing about the agent's work. The trainer leaves it out,
-    evaluation counts it as not solved."""
+    """Whether the end of the episode says nothing about the agent's work. The trainer excludes the episode, evaluation
+    counts it as not solved."""
     verdict: str | None
-    """What was decided about the work, or why nothing could be: "infra failure" and "sandbox ended" have counts of
-    their own in the trainer's log. None or absent where nothing was."""
+    """Verdict on the work, or the reason why there is none: "infra failure" and "sandbox ended" are counted separately
+    in the trainer's log. None or absent without a verdict."""
     suspicious: list[str]
-    """Signs that the verdict was forged, one description each. The trainer's log counts such episodes."""
+    """Descriptions of signs that the verdict was forged. The trainer's log counts such episodes."""
 
 
 PRIVILEGED = frozenset({"progress_key", "features"})
@@ -83,8 +83,8 @@ class Task:
 
     Args:
         id: stable name, the same on every machine; ``info["task_id"]``.
-        instruction: what is asked for, in words, or a function that finds out when it is first read.
-        type: ``info["task_type"]``; empty where the environment has no types of tasks.
+        instruction: instruction in words, or a function that returns it when it is first read.
+        type: ``info["task_type"]``; empty if the environment has no types of tasks.
     """
 
     __slots__ = ("_instruction", "id", "type")
@@ -96,7 +96,7 @@ class Task:
 
     @property
     def instruction(self) -> str:
-        """What is asked for, in words; ``info["instruction"]`` where the environment tells it apart."""
+        """Instruction in words; ``info["instruction"]`` if the environment gives it separately."""
         if not isinstance(self._instruction, str):
             self._instruction = self._instruction()
         return self._instruction
@@ -112,7 +112,7 @@ class Task:
 
 
 class TaskRows(Sequence[Task]):
-    """Tasks of which each row is made when it is asked for: a million cost nothing.
+    """Lazy sequence of tasks: each row is made when it is read, so a million rows cost nothing.
 
     Args:
         count: number of tasks.
@@ -142,7 +142,7 @@ class TaskRows(Sequence[Task]):
 
 @runtime_checkable
 class Expert(Protocol):
-    """A player that demonstrates; ``env.expert()`` makes one, which plays one episode after another."""
+    """A player for demonstrations; ``env.expert()`` makes one, which plays one episode after another."""
 
     noisy: bool
     """Whether the last action was a deliberate mistake, which a learner should not imitate."""
@@ -156,66 +156,66 @@ class Expert(Protocol):
 
 @dataclass(frozen=True)
 class EnvCard:
-    """What others must know of an environment before it is made, and without importing it.
+    """Facts about an environment that are known before it is made, and without importing it.
 
     Hooks are names (``package.module:function``), imported when they are needed.
     """
 
     title: str = ""
-    """Name for people. ``sandboxgym doctor`` says whether it can run; empty: nothing is said."""
+    """Display name, under which ``sandboxgym doctor`` says whether it can run; empty: it is not listed there."""
     system_prompt: str = ""
-    """What an agent is told before its first observation: the situation and the form of actions."""
+    """System prompt, before the first observation: the situation and the form of actions."""
     data_sets: tuple[DataSet, ...] = ()
-    """What it can use in place of what it embeds: ``sandboxgym download``, ``list``, ``info`` and ``doctor``."""
+    """Data sets to use instead of embedded data, for ``sandboxgym download``, ``list``, ``info`` and ``doctor``."""
     caches: Mapping[str, str] = field(default_factory=dict)
-    """Directories under `data.cache_dir` and what they hold. ``sandboxgym gc --all`` deletes them."""
+    """Directories under `data.cache_dir`, with a description of each. ``sandboxgym gc --all`` deletes them."""
     extra: str = ""
-    """Extra of this package to install; empty where none is needed."""
+    """Extra of this package to install; empty if none is needed."""
     module: str = ""
-    """Module that is there once the extra is installed."""
+    """Module that can be imported once the extra is installed."""
     ready: str = ""
-    """What can be run where nothing is missing, in a few words."""
+    """Short description of what can run if nothing is missing."""
     sandboxed: bool = False
     """Whether it needs a process sandbox that works on this machine."""
     probes: str = ""
-    """Hook: a tuple of functions, each of which makes a finding of ``sandboxgym doctor``."""
+    """Hook: a tuple of functions, each of which returns a finding for ``sandboxgym doctor``."""
     clear_cache: str = ""
-    """Hook: a function of ``dry_run`` that clears the entries of its caches that processes may use, and returns a
-    `run_directories.Leftover` for each, with a ``note`` for those that are in use."""
+    """Hook: a function of ``dry_run`` that clears those caches whose entries processes may use, and returns a
+    `run_directories.Leftover` per entry, with a ``note`` for those in use."""
 
 
 class TaskEnv(SnapshotEnv[ObsT, ActT]):
-    """A `SnapshotEnv` with tasks: what trainer, prompts and commands need to know.
+    """A `SnapshotEnv` with tasks, for the trainer, prompts and commands.
 
-    Authors write `tasks`, call `chosen_task` in ``reset``, and may give `expert` and `card`.
+    Authors implement `tasks`, call `chosen_task` in ``reset``, and may provide `expert` and `card`.
     """
 
     card: ClassVar[EnvCard] = EnvCard()
 
     def tasks(self, split: str | None = None) -> Sequence[Task]:
-        """The tasks as rows. Made as they are read where there are many (`TaskRows`).
+        """The tasks as rows; lazily if there are many (`TaskRows`).
 
         Args:
             split: None: the tasks of this environment, in the order of ``reset(options={"task": position})``. A name:
                 those of another split of the same source; an environment made for that split can be reset to them.
 
         Raises:
-            ValueError, LookupError, OSError: there is no such split, or its data is not here.
+            ValueError, LookupError, OSError: there is no such split, or its data is missing.
         """
         raise NotImplementedError(f"{type(self).__name__} must define tasks(split=None)")
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks that there are to reset to."""
+        """Number of tasks."""
         return len(self.tasks())
 
     def expert(self, *, rng: random.Random | None = None, noise: float = 0.0, **options: Any) -> Expert:
-        """A player that demonstrates.
+        """Make a player for demonstrations.
 
         Args:
             rng: random stream of its choices.
             noise: probability of a deliberate mistake in each action.
-            options: further settings, the environment's own (``expert_kwargs`` of the trainer).
+            options: further settings that depend on the environment (``expert_kwargs`` of the trainer).
 
         Raises:
             NotImplementedError: the environment has none; see `has_expert`.
@@ -240,15 +240,15 @@ class TaskEnv(SnapshotEnv[ObsT, ActT]):
         return number
 
     def chosen_task(self, options: Mapping[str, Any] | None, also: str = "task") -> int:
-        """Position of the task that ``reset``'s options ask for; without one it is drawn from ``np_random``.
+        """Position of the task in ``reset``'s options; without one it is drawn from ``np_random``.
 
         Args:
-            options: of ``reset``.
-            also: the environment's own word for ``"task"``; it comes first where both are given.
+            options: options of ``reset``.
+            also: the environment's own name for ``"task"``; it takes precedence if both are given.
 
         Raises:
             TaskNotFound: see `task_index`.
-            ValueError: an option is not known.
+            ValueError: an option is unknown.
         """
         options = options or {}
         names = (also,) if also == "task" else (also, "task")
@@ -261,12 +261,12 @@ class TaskEnv(SnapshotEnv[ObsT, ActT]):
 
 
 def task_count(env: gym.Env[Any, Any]) -> int | None:
-    """Number of tasks of an environment in any stack of wrappers; None where its ``reset`` takes no task."""
+    """Number of tasks of an environment in any stack of wrappers; None if its ``reset`` takes no task."""
     count: int | None = getattr(env.unwrapped, "num_tasks", None)
     return count
 
 
 def has_expert(env: gym.Env[Any, Any]) -> bool:
-    """Whether an environment, in any stack of wrappers, has a player that demonstrates."""
+    """Whether an environment, in any stack of wrappers, has a player for demonstrations."""
     given = getattr(type(env.unwrapped), "expert", None)
     return given is not None and given is not TaskEnv.expert

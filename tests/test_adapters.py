@@ -1,4 +1,4 @@
-"""The bridges: an environment as TRL drives it, a chat endpoint as a policy."""
+"""The adapters: an environment driven by TRL, a chat endpoint as a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the packages: no module imports itself by way of others, and no folder has too many files to read."""
+"""The structure of the packages: no import cycles, and no folder with too many files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cheats of `sandboxgym bench cheats`: what is told of them is whole, and a handful is really played."""
+"""The cheats of `sandboxgym bench cheats`: their descriptions are complete, and a few are played."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of results: what is written anew, and what is kept of an earlier page."""
+"""Pages of results: what is rewritten, and what is kept of an earlier page."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Small files that ask for minutes or gigabytes, and files whose content no environment can go on from.
+"""Small files that would need minutes or gigabytes, and files with content that no environment can restore.
 
-Every one is refused with a typed error, or read in time and memory that grow with its size; nothing is half restored.
+Each is refused with a typed error, or read in time and memory proportional to its size; nothing is half restored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md work when they are followed, and what it names is there."""
+"""The recipes of CONTRIBUTING.md work, and the files that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where data sets and caches are looked for."""
+"""Locations of data sets and caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directory trees that were made to be in the way of who counts and deletes them."""
+"""Directory trees made to obstruct counting and deletion."""
 
 from __future__ import annotations
 

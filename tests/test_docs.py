@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs, in order, and the site builds without a warning."""
+"""The documentation is correct: its code runs, in order, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -153,6 +153,8 @@ def test_every_page_has_a_description_of_its_own() -> None:
     assert len(set(found.values())) == len(found)
 
 
+MADE = ROOT / "docs" / "tree-example" / "index.html"
+"""The one page that only the site has: its build makes it from the trees in that folder."""
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 
 
@@ -162,7 +164,8 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 def test_what_a_page_links_to_is_in_the_repository(page: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    places = {link: (page.parent / link).resolve() for link in links}
+    assert [link for link, place in places.items() if place != MADE and not place.exists()] == []
 
 
 @pytest.mark.slow

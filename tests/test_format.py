@@ -1,4 +1,4 @@
-"""The durable format: plain data comes back as it was, anything else is refused, hostile bytes do nothing."""
+"""The durable format: plain data is restored exactly, anything else is refused, hostile bytes do nothing."""
 
 from __future__ import annotations
 

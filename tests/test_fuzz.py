@@ -1,6 +1,6 @@
 """Random programs of snapshots, restores and forks, against environments that replay the same actions without any.
 
-``SANDBOXGYM_FUZZ_STEPS=100000`` runs on until so many environment steps were taken (default: a few seconds).
+``SANDBOXGYM_FUZZ_STEPS=100000`` runs until this many environment steps were taken (default: a few seconds).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Mutated files of snapshots and sandboxes: refused with a typed error in bounded time, nothing run, nothing half done.
+"""Mutated files of snapshots and sandboxes: refused with a typed error in bounded time, nothing executed, nothing half
+restored.
 
-``SANDBOXGYM_FUZZ_FILES=100000`` says how many files are tried (default: about a minute's); each has a seed of its own,
+``SANDBOXGYM_FUZZ_FILES=100000`` sets the number of files (default: about one minute of tests); each has its own seed,
 which the message of a failure names.
 """
 

@@ -1,4 +1,4 @@
-"""Snapshots through every wrapper that Gymnasium exports, against runs in which none was taken."""
+"""Snapshots through every wrapper that Gymnasium exports, compared with runs without snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other interpreters import what their owner does: never from the working directory where it would not."""
+"""Other interpreters have their owner's import path: they never import from the working directory if it would not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left behind, counted while it changes."""
+"""Leftovers, counted while they change."""
 
 from __future__ import annotations
 

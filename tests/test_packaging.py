@@ -1,4 +1,4 @@
-"""What users install and import: few modules, a complete wheel, a README whose example runs."""
+"""Packaging: few imported modules, a complete wheel, a README whose example runs."""
 
 from __future__ import annotations
 

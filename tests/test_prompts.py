@@ -1,4 +1,4 @@
-"""What models are told and how their answers are read, the same for training and for the bridges."""
+"""Prompts: the texts for models and how their answers are read, the same for training and for the adapters."""
 
 from __future__ import annotations
 

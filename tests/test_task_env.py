@@ -1,4 +1,4 @@
-"""The protocol of environments with tasks: all keep it, and nothing else knows an environment by its name."""
+"""The protocol of environments with tasks: all satisfy it, and nothing else refers to an environment by name."""
 
 from __future__ import annotations
 

@@ -285,21 +285,6 @@ def test_a_text_that_names_a_place_of_the_template_stays_text(trees: list[Rollou
 # The page in a browser
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    found = os.environ.get("SANDBOXGYM_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if not found:
-        missing("browser", "no Chromium was found")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing("browser", "playwright is not installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Opens trees as a page, in a browser without a network in which any error or request fails the test."""

@@ -1,4 +1,4 @@
-"""Worker processes and threads, and `RemoteEnv`: an environment in a worker is the environment."""
+"""Worker processes and threads, and `RemoteEnv`: an environment in a worker behaves like a local one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots through stacks of wrappers: what gym.make adds, what users add, what is refused."""
+"""Snapshots through stacks of wrappers: those of gym.make, those of users, and refused ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit, TransformReward
 from toy_envs import Corridor, Dice
 from traces import ACTIONS, IDS, LIMIT, TOYS, future, plain, started, trace
 
@@ -690,3 +690,39 @@ def test_make_refuses_what_has_no_snapshots():
         sandboxgym.make("CartPole-v1")
     with pytest.raises(gym.error.NameNotFound, match="ALFWorld"):
         sandboxgym.make("sandboxgym/ALFWord-v0")
+
+
+class TestMethodsThroughAForeignWrapper:
+    """Gymnasium's wrappers pass no methods on: the error says what to call instead."""
+
+    @pytest.mark.parametrize(("name", "arguments"), [("snapshot", ()), ("restore", (None,)), ("fork", (2,))])
+    def test_the_error_names_the_function(self, name, arguments):
+        env = TransformReward(started("toys/Dice-v0"), float)
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': call sandboxgym\.{name}\(env"):
+            getattr(env, name)(*arguments)
+        assert not hasattr(env, name) and not env.has_wrapper_attr("no_such_attribute")
+        assert not isinstance(env, sandboxgym.SupportsSnapshot)
+
+    def test_other_errors_stay_as_they_were(self):
+        class Broken(gym.Wrapper):
+            @property
+            def gear(self):
+                raise AttributeError("the gear is stuck")
+
+        env = Broken(started("toys/Dice-v0"))
+        with pytest.raises(AttributeError, match="the gear is stuck"):
+            _ = env.gear
+        with pytest.raises(AttributeError, match="'Broken' object has no attribute 'wheel'"):
+            _ = env.wheel
+        with pytest.raises(AttributeError, match="no attribute"):
+            _ = Broken.__new__(Broken).env
+
+    def test_a_wrapper_may_have_one_of_its_own(self):
+        class Camera(gym.Wrapper):
+            def snapshot(self):
+                return "click"
+
+        assert Camera(started("toys/Dice-v0")).snapshot() == "click"
+        env = TransformReward(started("toys/Dice-v0"), float)
+        env.snapshot = "mine"
+        assert env.snapshot == "mine" and copy.copy(env).snapshot == "mine"

@@ -246,7 +246,7 @@ def overlap_line(threads: int, repeats: int) -> str:
     """Measure four tasks of 4 paths each with a policy of 0.2 M parameters that samples 100 tokens per turn."""
     settings: dict[str, Any] = {"context": 1024, "max_new_tokens": 100, "prompts": 4}
     args = resolved(Args(algo="bpo-paper", width=4, points=1, spacing=1, **settings))
-    kwargs = ("dataset=mini", "limits={seconds: 5}")
+    kwargs = ("dataset=mini", 'limits={"seconds": 5}')
     with Envs(lambda: make_env("sandboxgym/SWEBench-v0", kwargs, 8), threads=threads) as envs:
         scripts, texts = demonstrated(envs, 4)
         tokenizer = tiny_bpe_tokenizer(texts, 2000)

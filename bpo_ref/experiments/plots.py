@@ -1,9 +1,9 @@
-"""Learning curves, and what variants gained, from the logs of runs.
+"""Learning curves, and the gains of variants, from the logs of runs.
 
 python -m bpo_ref.experiments.plots --out curve.png runs/alfworld-bpo-* runs/alfworld-rloo-*
 python -m bpo_ref.experiments.plots --out ablation.png --plot gains runs/k-sweep/*-seed*
 
-An algorithm has the same colour in every picture (`COLOURS`); what bars mean is written on the picture.
+An algorithm has the same colour in every plot (`COLOURS`); each plot says what its error bars are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 Metric = Literal["success", "reward"]
-"""Of an evaluation: share of successes, or mean total reward of an episode."""
+"""Metric of an evaluation: success rate, or mean total reward per episode."""
 
 Plot = Literal["curves", "gains"]
-"""`learning_curve`, or `gains`: for ablations, where the ends of many variants are compared."""
+"""Kind of plot: `learning_curve`, or `gains`, which compares the final results of many variants (ablations)."""
 
 COLOURS: dict[str, str] = {
     "sft": "#000000",
@@ -47,12 +47,12 @@ COLOURS: dict[str, str] = {
     "bpo-sibling": "#9edae5",
     "bpo-paper": "#e377c2",
 }
-"""The colour of every algorithm (`presets.PRESETS`) in every picture."""
+"""Colour of every algorithm (`presets.PRESETS`), the same in every plot."""
 
 ALIASES = {"bpo-split:baseline=pooled,roulette=0.5": "bpo"}
-"""What a preset with settings of its own is another preset's name for."""
+"""Presets that are shown as another preset."""
 
-_OTHERS = ("#393b79", "#843c39", "#7b4173", "#5254a3", "#ad494a", "#a55194")  # of labels that name no algorithm
+_OTHERS = ("#393b79", "#843c39", "#7b4173", "#5254a3", "#ad494a", "#a55194")  # for labels that name no algorithm
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _MARKERS = "osD^vPX*<>"
 
@@ -65,13 +65,13 @@ def algorithm_of(label: str) -> str:
 
 
 def colours_of(labels: Sequence[str]) -> dict[str, str]:
-    """A colour of each label: that of its algorithm, or one that no algorithm has."""
+    """Colour of each label: that of its algorithm, or one that no algorithm has."""
     others = cycle(_OTHERS)
     return {label: COLOURS.get(algorithm_of(label)) or next(others) for label in dict.fromkeys(labels)}
 
 
 def read_scores(run: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run: the start of reinforcement learning, then each one after."""
+    """Evaluations of a run: at the start of reinforcement learning, then all later ones."""
     records = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
     start = [record for record in records if record["name"] in ("sft", "start", "untrained")][-1:]
     return [{**record, "update": 0} for record in start] + [
@@ -80,7 +80,7 @@ def read_scores(run: Path) -> list[dict[str, Any]]:
 
 
 def label_of(run: Path) -> str:
-    """What a run is shown as: LABEL of a folder named LABEL-seedN, else its algorithm."""
+    """Label of a run: LABEL of a folder named LABEL-seedN, else its algorithm."""
     named = re.fullmatch(r"(.+)-seed\d+", run.name)
     if named:
         return named[1]
@@ -89,7 +89,7 @@ def label_of(run: Path) -> str:
 
 
 def by_label(runs: Sequence[Path]) -> dict[str, list[Path]]:
-    """Runs that are one variant, as `label_of` tells."""
+    """Group runs by variant, as `label_of` names it."""
     groups: dict[str, list[Path]] = {}
     for run in runs:
         groups.setdefault(label_of(run), []).append(run)
@@ -97,7 +97,7 @@ def by_label(runs: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def evaluated_on(run: Path) -> str:
-    """What a run was evaluated on, in words: told by its settings, where they are there."""
+    """Description of a run's evaluation set, from its settings if they are there."""
     try:
         args = json.loads((run / "results.json").read_text())["args"]
         held_out, env = args["eval_kwargs"] not in ([], args["env_kwargs"]), str(args["env_id"])
@@ -108,10 +108,10 @@ def evaluated_on(run: Path) -> str:
 
 
 def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
-    """A metric against generated tokens, mean over the runs of a label; with several runs also where each ended.
+    """Plot a metric against generated tokens, averaged over the runs of a label; for several runs also the end values.
 
-    One run by itself has the 95 % interval of each evaluation; several have, beside their curves, a dot for the end of
-    each run, and the mean of a label with its standard error.
+    A single run is shown with the 95 % interval of each evaluation. For several runs a second panel has a dot for the
+    final value of each run, and the mean of each label with its standard error.
     """
     groups = {label: [read_scores(run) for run in found] for label, found in by_label(runs).items()}
     names = sorted(groups, key=lambda name: -float(np.mean([curve[-1][metric] for curve in groups[name]])))
@@ -159,10 +159,10 @@ def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success")
 
 
 def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
-    """What learning added, end less start: a mark for each run, its shape the seed; mean and standard error of a label.
+    """Plot the final minus the initial metric: a marker per run, shaped by seed; mean and standard error per label.
 
-    Variants of a study begin at the same weights in each seed, so a shape can be followed from line to line. Runs
-    without updates (a study's starts) are left out.
+    Variants of a study start from the same weights for each seed, so a shape can be followed from line to line. Runs
+    without updates (a study's starting points) are left out.
     """
     read = {run: read_scores(run) for run in runs}
     learnt = [run for run, curve in read.items() if len(curve) > 1]
@@ -201,13 +201,13 @@ def _rate(metric: Metric) -> str:
 
 
 def _dashes(names: Sequence[str]) -> dict[str, Any]:
-    """A kind of line for each label, so that two of one algorithm can be told apart."""
+    """A line style for each label, to distinguish labels of one algorithm."""
     kinds: dict[str, Iterator[Any]] = {}
     return {name: next(kinds.setdefault(algorithm_of(name) or name, cycle(_DASHES))) for name in sorted(names)}
 
 
 def _wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share of n."""
+    """95 % Wilson interval of a success rate over n episodes."""
     centre, half = share + z * z / (2 * n), z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
     return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 

@@ -1,1 +1,1 @@
-"""What a run shows and keeps: its folder, which no other run may take, and what it tells the terminal or a log file."""
+"""Folder of a run, which no other run may take, and its output on the terminal or in a log file."""

@@ -1,4 +1,4 @@
-"""What a run tells while it trains, on stderr: a bar where that is a terminal, else a line for each step of progress.
+"""Progress of a run on stderr: a bar on a terminal, lines elsewhere.
 
 A log file is read line by line, so it gets no bar: one line per update and per evaluation, twenty for a stage of many
 small steps.
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line of its own; above the bar where there is one.
+    """Print a line, above the bar if there is one.
 
-    Where nobody reads any more it is lost: Ctrl-C ends the reader of a pipe too (``… 2>&1 | tee log``), and the run has
-    to be saved all the same.
+    If stderr is a closed pipe the line is lost: Ctrl-C also ends the reader of a pipe (``… 2>&1 | tee log``), and the
+    run still has to be saved.
     """
     try:
         tqdm.write(text, file=sys.stderr)
@@ -34,20 +34,20 @@ def say(text: str) -> None:
 
 
 def say_from_signal(text: str) -> None:
-    """As `say`, from a handler of signals, which may have interrupted a write."""
+    """`say` for signal handlers, which may have interrupted a write."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 class Progress:
-    """How far a stage is.
+    """Progress of a stage.
 
     Args:
-        label: of the stage.
-        total: where it ends.
-        done: where it begins.
-        shown: in one process only.
-        lines: most lines that a log file gets of it; None: one for each `advance`.
+        label: name of the stage.
+        total: position at its end.
+        done: position at its beginning.
+        shown: whether this process shows it; only one should.
+        lines: maximum number of lines in a log file; None: one for each `advance`.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Progress:
         self._logs = shown and not terminal
 
     def advance(self, to: float, **numbers: str) -> None:
-        """It is there now, with these numbers to show."""
+        """Move to a position and show these numbers."""
         before, self.done = self.done, to
         if self._bar is not None:
             self._bar.set_postfix(numbers, refresh=False)
             self._bar.update(to - self._bar.n)
-            if self._lines is None:  # few steps, each worth showing
+            if self._lines is None:  # few steps: show each
                 self._bar.refresh()
         if self._logs and (self._lines is None or to >= self.total or self._part(before) != self._part(to)):
             shown = ", ".join(f"{name} {value}" for name, value in numbers.items())
@@ -73,7 +73,7 @@ class Progress:
             say(f"{self.label} {at}/{self.total}{': ' if shown else ''}{shown} [{self._times()}]")
 
     def close(self) -> None:
-        """The stage is over."""
+        """End the stage."""
         if self._bar is not None:
             self._bar.close()
 
@@ -81,20 +81,20 @@ class Progress:
         return int(at * (self._lines or 1) / max(1, self.total))
 
     def _times(self) -> str:
-        """Time taken, and what is left at that pace."""
+        """Elapsed time, and the remaining time at that pace."""
         taken, gone = time.monotonic() - self._began, self.done - self._start
         left = tqdm.format_interval(taken * (self.total - self.done) / gone) if gone > 0 else "?"
         return f"{tqdm.format_interval(taken)}<{left}"
 
 
 def header(args: Args, *, device: str, processes: int, resumed: str) -> str:
-    """What trains on what and where, in a few lines; `model_line` follows, once there is a model.
+    """Header of a run: algorithm, environment, device and folder in a few lines; `model_line` follows later.
 
     Args:
-        args: with the preset filled in.
-        device: of the first process.
-        processes: that train.
-        resumed: where the run was; empty for a new one.
+        args: settings with the preset filled in.
+        device: device of the first process.
+        processes: number of training processes.
+        resumed: position of a resumed run; empty for a new one.
     """
     played, judged = (" ".join(words) for words in (args.env_kwargs, args.eval_kwargs))
     spent = f"until {args.budget:,} {args.match} are spent"
@@ -112,12 +112,12 @@ def header(args: Args, *, device: str, processes: int, resumed: str) -> str:
 
 
 def model_line(args: Args, parameters: int, trained: int) -> str:
-    """The model, how many parameters it has, and how many of them learn."""
+    """The model, its number of parameters, and how many of them are trained."""
     share = "all trained" if trained == parameters else f"{count(trained)} trained"
     return f"{'model':<12} {args.init_from or args.model}, {count(parameters)} parameters, {share}"
 
 
 def count(number: int) -> str:
-    """As 0.207 M, 7.62 B."""
+    """A number of parameters as text, such as 0.207 M or 7.62 B."""
     size, unit = (1e9, "B") if number >= 1e8 else (1e6, "M")
     return f"{number / size:.3g} {unit}"

@@ -1,7 +1,7 @@
-"""The folder of a run: its name, that no other run takes it, and the settings that the run was started with.
+"""Folder of a run: its name, its lock, and the file with the settings that the run was started with.
 
-A folder that holds a run is never written over: to start there is refused unless the run is continued (``--resume``) or
-cleared first (``--overwrite``), and while a process trains in a folder no other may.
+A folder that holds a run is never overwritten silently: a new run there is refused unless it continues the old one
+(``--resume``) or clears the folder first (``--overwrite``). Only one process may train in a folder at a time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OTHERS = (
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers",
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
-"""Everything that a run writes into its folder: what `clear` removes."""
+"""Everything that a run writes into its folder and `clear` removes."""
 
 
 def named(args: Args) -> Args:
-    """The settings with ``{env}``, ``{algo}`` and ``{seed}`` in ``out`` filled in.
+    """Fill in ``{env}``, ``{algo}`` and ``{seed}`` in ``out``.
 
     Raises:
         ConfigError: ``out`` has another name in braces.
@@ -51,18 +51,18 @@ def named(args: Args) -> Args:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether something was learned or measured there, which a new run would write over."""
+    """Whether a folder holds training or evaluation results that a new run would overwrite."""
     events = any((out / "tensorboard").rglob("events.*"))
     return events or any(_holds_something(out / name) for name in (*CHECKPOINTS, *LOGS))
 
 
 def resumable(out: Path) -> bool:
-    """Whether ``--resume`` finds a checkpoint there."""
+    """Whether ``--resume`` finds a checkpoint in a folder."""
     return any((out / name).exists() for name in ("checkpoint", "checkpoint.old"))
 
 
 def refusal(args: Args) -> str | None:
-    """Why no run may start in its folder, in a sentence that says what to do; None: it may."""
+    """Reason why a run may not start in its folder, with the remedy; None: it may."""
     out = Path(args.out)
     if args.overwrite:
         if args.resume:
@@ -80,7 +80,7 @@ def refusal(args: Args) -> str | None:
 
 
 def clear(out: Path) -> None:
-    """Remove what a run has written there, and nothing else."""
+    """Remove the files of a run from its folder, and nothing else."""
     for path in (out / name for name in OWN):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -92,10 +92,10 @@ def lock(out: Path) -> IO[str] | None:
     """Keep other processes from training there, until the file is closed or this process ends.
 
     Returns:
-        What holds the lock; None where the file system has no locks.
+        The open file that holds the lock; None if the file system has no locks.
 
     Raises:
-        ConfigError: another process trains there.
+        ConfigError: another process trains in the folder.
     """
     file = (out / LOCK).open("w")
     try:
@@ -110,13 +110,13 @@ def lock(out: Path) -> IO[str] | None:
 
 
 def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> None:
-    """``settings.yaml``: the settings as given, for ``--config``; what the algorithm filled in, as comments.
+    """Write ``settings.yaml``: the settings as given, for ``--config``, and the preset's values as comments.
 
     Args:
         out: the folder.
-        given: as on the command line and in its file.
-        filled: with the preset.
-        processes: that train.
+        given: settings from the command line and its file.
+        filled: settings with the preset filled in.
+        processes: number of training processes.
     """
     mine, whole = _plain(given), _plain(filled)
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -134,7 +134,7 @@ def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> N
 
 
 def _plain(args: Args) -> Mapping[str, Any]:
-    """What YAML has of the settings: lists for tuples, and none of what is decided at each start."""
+    """The settings as YAML values, with lists for tuples, and without those that are decided at each start."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(args).items()}
     return {n: value for n, value in values.items() if value is not None and n not in ("resume", "overwrite")}
 
@@ -145,7 +145,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def _own_part(out: Path, named_by: str | None) -> Path | None:
-    """The part of a run's folder that a path lies in; None: in none."""
+    """The part of a run's folder that contains a path; None: no part does."""
     if not named_by:
         return None
     path = Path(named_by).resolve()

@@ -1,4 +1,4 @@
-"""The launcher above a process: `accelerate launch` of one process passes no signal on when it is ended itself."""
+"""Signals from a launcher: `accelerate launch` of one process forwards no signal when it is ended itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def stop_with_launcher() -> None:
-    """Have this process get SIGTERM when its launcher ends, so that it saves and ends too and does not train on alone.
+    """Ask for SIGTERM when this process's launcher ends, so that it saves and ends as well.
 
-    Only below accelerate's launcher of one process: that of several (torch elastic) passes signals on, and below a
-    shell a process may outlive its parent.
+    Only under accelerate's launcher of one process: that of several (torch elastic) forwards signals, and a process
+    started from a shell may outlive its parent.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return

@@ -1,8 +1,8 @@
 """The zoo: environments with exactly one fault each, and the correct ones they were made from.
 
-It proves that the conformance suite has teeth: every mutant is failed by a check that names its hazard, and the
-known-good environments raise no alarm. A module holds one correct environment and its mutants, or mutants of several
-that have something else in common.
+It proves that the conformance suite detects faults: every mutant fails a check that names its hazard, and the
+known-good environments raise no alarm. A module has one correct environment and its mutants, or mutants of several
+environments with another common property.
 """
 
 from __future__ import annotations

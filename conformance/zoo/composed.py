@@ -1,6 +1,6 @@
-"""Correct environments that share no base class with this package, and what goes wrong with what they hold.
+"""Correct environments that share no base class with this package, and faults in the state that they hold.
 
-They keep their state in other objects: another environment, several generators, a data base, a child process, a
+They keep their state in other objects: another environment, several generators, a database, a child process, a
 coroutine. All satisfy the protocol with a handle in memory.
 """
 

@@ -1,4 +1,4 @@
-"""A deterministic environment with mutable nested state, and what goes wrong with such state.
+"""A deterministic environment with mutable nested state, and faults in such state.
 
 An agent walks a line of cells, takes coins and drops them at the goal; a coin pays one step after it was taken or
 dropped. Every mutant is the correct `Corridor` with one method changed.

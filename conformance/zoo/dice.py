@@ -1,7 +1,7 @@
-"""A stochastic environment that draws from ``np_random``, and what goes wrong with randomness.
+"""A stochastic environment that draws from ``np_random``, and faults in randomness.
 
-Each step rolls dice onto a total; `Entropy` is the same game with dice of the operating system, which nobody can
-capture, and says so.
+Each step adds a roll of dice to a total; `Entropy` is the same game with the operating system's random numbers, which
+cannot be captured, as it declares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A long episode of floating-point dynamics with a picture, and what goes wrong late, slightly, or only in a fork.
+"""A long episode of floating-point dynamics with a picture, and faults that show late, slightly, or only in a fork.
 
-A ball rolls in a bowl for 150 steps. Its state has 64 bits, its observation 32: what is lost of the state shows only
-after a while. Every mutant has one method changed.
+A ball rolls in a bowl for 150 steps. Its state has 64 bits, its observation 32, so lost state only shows after a while.
+Every mutant has one method changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sandbox of namespaces for hostile commands, and what goes wrong with those.
+"""A sandbox of namespaces for hostile commands, and faults of such sandboxes.
 
 `Jail` is a root file system in memory (tmpfs, so that the kernel limits its bytes and files) in user, mount, process
 and network namespaces. Every command ends with all that it started. A snapshot is an archive of the files; a restore

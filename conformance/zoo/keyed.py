@@ -1,7 +1,7 @@
-"""Draws from what is no known kind of generator: an integer key, a private space; and what goes wrong with seeds there.
+"""Randomness without a known kind of generator (an integer key, a private space), and faults in its seeds.
 
-`Keyed` and `Private` are correct: what they draw from is captured, and `_reseed` gives it anew. Nobody who looks for
-generators finds one that decides what happens.
+`Keyed` and `Private` are correct: the source of their draws is captured, and `_reseed` replaces it. A search for
+generators finds none that affects the outcomes.
 """
 
 from __future__ import annotations

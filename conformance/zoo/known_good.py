@@ -1,4 +1,4 @@
-"""Further environments without a fault: things that exist, and kinds that the other modules lack."""
+"""Further environments without a fault: existing environments, and kinds that the other modules lack."""
 
 from __future__ import annotations
 

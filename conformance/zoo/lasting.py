@@ -1,4 +1,4 @@
-"""What snapshots leave behind in the process, or only in an environment or a handle that lives long.
+"""Faults that leave something behind in the process, or only in a long-lived environment or handle.
 
 Corridors, quests and shells, each with one method changed.
 """

@@ -1,4 +1,4 @@
-"""Consequences that come hundreds of steps later, and snapshots of which thousands are held.
+"""Faults with effects hundreds of steps later, or when thousands of snapshots are held.
 
 `Orchard` is correct: what is planted in its first days is harvested near the end of a long episode. `Almanac` is, too:
 it keeps a cache and a count of calls that no snapshot holds, and that change nothing.

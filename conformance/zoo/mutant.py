@@ -1,8 +1,8 @@
-"""What a specimen of the zoo is, and how a class or a factory becomes one.
+"""Specimens of the zoo, and how a class or a factory becomes one.
 
-A `Mutant` is a correct environment with exactly one fault, and the checks whose job it is to find that fault: another
-check may find it too, but a report that doesn't fail one of ``killed_by`` would send its reader the wrong way. A `Good`
-has no fault at all, and no check may raise an alarm on it.
+A `Mutant` is a correct environment with exactly one fault, and the checks that must detect that fault. Another check
+may detect it too, but a report that doesn't fail one of ``killed_by`` would mislead its reader. A `Good` has no fault,
+and no check may raise an alarm on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process has one of, changed by a call on one environment: every sibling in the process has it then.
+"""Faults in process-wide state: a call on one environment changes it for every sibling in the process.
 
 Corridors and dice, each with one method changed.
 """

@@ -1,6 +1,6 @@
-"""A text adventure with admissible commands that only satisfies the protocol, and what goes wrong with handles.
+"""A text adventure with admissible commands that only satisfies the protocol, and faults in handles.
 
-`Quest` derives from Gymnasium's ``Env`` alone and brings a handle of its own: a JSON text with a digest, hence
+`Quest` derives from Gymnasium's ``Env`` alone and has its own handle: a JSON text with a digest, hence
 immutable and safe to load. A cat walks about at random. Every mutant has one method changed.
 """
 

@@ -1,7 +1,7 @@
-"""What is remembered by the wrong key, or refers to a source that goes on: other actions and live sources show it.
+"""Values cached under the wrong key, or tied to a source that continues: other actions and live sources reveal them.
 
-A control's own actions after a restore get the right answers from all of these. Corridors and quests, each with one
-method changed; `Marsh` is an environment whose ends and events random actions hardly reach.
+The control's own actions after a restore get the right answers from all of these. Corridors and quests, each with one
+method changed; `Marsh` is an environment whose ends and events random actions rarely reach.
 """
 
 from __future__ import annotations

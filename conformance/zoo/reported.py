@@ -1,7 +1,7 @@
 """Faults that were reported to real projects, each put into a small environment of the same kind.
 
-An emulator, a simulator of an arm, a compiler, a browser, a container, and the usual wrappers and streams. A mutant
-names the report that it follows: what went wrong there goes wrong here, in a few lines of our own.
+An emulator, a simulated arm, a compiler, a browser, a container, and the usual wrappers and streams. A mutant names the
+report that it follows, and has the same fault in a few lines written for this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sandbox of files and processes, and what goes wrong with those.
+"""A sandbox of files and processes, and faults of such sandboxes.
 
 `Shell` keeps a temporary directory, a working directory, variables and background jobs, and understands a few commands
 as well as any line of ``sh``. Its captured state is plain data: it can be saved, and nothing on disk is shared. Every

@@ -1,7 +1,7 @@
-"""Stacks of wrappers, and what goes wrong with those.
+"""Stacks of wrappers, and faults in them.
 
-The correct stack is a corridor or dice under a `TimeLimit` and more, reached through ``sandboxgym.snapshot`` and its
-like. A mutant either teaches the stack walk a wrapper wrongly or brings an outermost wrapper with methods of its own.
+The correct stack is a corridor or dice under a `TimeLimit` and more, used through ``sandboxgym.snapshot`` and related
+functions. A mutant either registers a wrong codec for a wrapper or has an outermost wrapper with its own methods.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Search:
 
     def __init__(self, env, game, budget, seed):
         self.env, self.left, self.success, self.rng = env, budget, False, random.Random(f"{seed} {game}")
-        self.info, self.root = env.reset(seed=seed, options={"game": game})[1], env.snapshot()
+        self.info, self.root = env.reset(seed=seed, options={"task": game})[1], env.snapshot()
 
     def commands(self):
         """Those that may change something, in random order: the policy."""

@@ -1,1 +1,1 @@
-"""Thin bridges to other libraries, one module each: nothing is imported from a library that you do not use."""
+"""Thin adapters to other libraries, one module each, so that unused libraries are never imported."""

@@ -1,20 +1,20 @@
-"""A chat endpoint of the OpenAI kind, asked with the standard library alone: one call, one answer or one error.
+"""Client of an OpenAI-compatible chat endpoint, with the standard library alone: each call gives an answer or an error.
 
     client = ChatClient("http://localhost:8000/v1", "my-model", options={"temperature": 0.0})
     answer = client.complete([{"role": "user", "content": "Hello."}], seed=0)
 
 What this module promises:
 
-1. A request has a deadline as a whole, ``timeout`` seconds from connecting to the last byte: an endpoint that sends a
-   byte now and then does not hold anybody for longer. After it, the connection is closed.
-2. What may pass is asked again, ``retries`` times, after growing pauses or the one that ``Retry-After`` names: lost
-   connections, deadlines, statuses 408, 409, 425, 429 and 5xx, and answers that are no chat completion.
-3. What is given up is an `EndpointError` that says what came, never an empty answer. `EndpointError.hopeless` tells
-   what every other request would meet too (a wrong key, address or model) from what concerns this one.
-4. `ChatClient.abort` ends requests under way and pauses, from any thread; they raise `Aborted`.
-5. The key goes into a header and nowhere else: no message holds it.
+1. The timeout covers a whole request, from connecting to the last byte, even if the endpoint sends a byte now and then.
+   After it the connection is closed.
+2. Temporary failures are retried up to ``retries`` times, after growing pauses or the one that ``Retry-After`` names:
+   lost connections, timeouts, statuses 408, 409, 425, 429 and 5xx, and responses that are not a chat completion.
+3. A final failure is an `EndpointError` that says what was received, never an empty answer. `EndpointError.hopeless`
+   marks errors that every other request would meet too (a wrong key, address or model).
+4. `ChatClient.abort` ends pending requests and pauses, from any thread; they raise `Aborted`.
+5. The key is sent in a header and appears nowhere else; no message contains it.
 
-Proxies are those of the environment (``HTTPS_PROXY``, ``NO_PROXY``). No connection is kept.
+Proxies are taken from the environment variables (``HTTPS_PROXY``, ``NO_PROXY``). Connections are not reused.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 LONGEST_ANSWER = 64 * 2**20
-"""Bytes of a response that are read."""
+"""Maximum number of bytes that are read of a response."""
 LONGEST_PAUSE = 60.0
-"""Seconds that ``Retry-After`` may ask for."""
+"""Maximum number of seconds that ``Retry-After`` may ask for."""
 _PASSING = frozenset({408, 409, 425, 429})
 _HOPELESS = frozenset({401, 402, 403, 404, 405})
 
 
 class EndpointError(RuntimeError):
-    """A request that was given up; the message is one line.
+    """A request that failed for good; the message is one line.
 
     Args:
-        message: what came.
-        status: of HTTP, where there was an answer.
-        hopeless: whether every request to this endpoint would meet the same.
-        attempts: how often it was asked.
+        message: description of the failure.
+        status: HTTP status, if there was a response.
+        hopeless: whether every request to this endpoint would fail in the same way.
+        attempts: number of attempts.
     """
 
     def __init__(self, message: str, *, status: int | None = None, hopeless: bool = False, attempts: int = 1) -> None:
@@ -66,7 +66,7 @@ class Aborted(RuntimeError):
 
 
 class _Passing(Exception):
-    """What may go well the next time; ``pause`` is what the endpoint asked for, in seconds."""
+    """A failure that may be temporary; ``pause`` is the number of seconds that the endpoint asked for."""
 
     def __init__(self, message: str, *, status: int | None = None, pause: float | None = None) -> None:
         super().__init__(message)
@@ -75,37 +75,37 @@ class _Passing(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said, and what it took."""
+    """Answer of the model, and its cost."""
 
     content: str
-    """Empty where the model said nothing (a reasoning model that ran out of tokens, say)."""
+    """Text; empty if the model gave none (such as a reasoning model that ran out of tokens)."""
     finish: str
     """``finish_reason``: "stop", "length", …"""
     model: str
-    """The model that answered, as the endpoint calls it; it may differ from the one that was asked for."""
+    """Name of the model that answered, according to the endpoint; it may differ from the requested one."""
     tokens_in: int | None
-    """Of the prompt; None where the endpoint does not say."""
+    """Tokens of the prompt; None if the endpoint does not report them."""
     tokens_out: int | None
-    """Likewise, generated."""
+    """Generated tokens; None if the endpoint does not report them."""
     attempts: int = 1
-    """Requests that this took."""
+    """Number of requests made for this answer."""
 
 
 class ChatClient:
-    """Asks for chat completions; safe to use from several threads at once.
+    """Client for chat completions; thread-safe.
 
     Args:
-        base_url: up to and including the version, such as ``https://api.openai.com/v1``.
-        model: as the endpoint calls it.
-        api_key: None for endpoints that want none.
-        timeout: seconds of one request as a whole.
-        retries: further requests after a failure that may pass.
-        pause: seconds before the first of them, doubled for each that follows.
-        options: further fields of every request (``temperature``, ``max_tokens``); those that are None are left out,
-            also ``seed``.
+        base_url: address up to and including the version, such as ``https://api.openai.com/v1``.
+        model: name of the model at the endpoint.
+        api_key: API key; None for endpoints without one.
+        timeout: seconds for one whole request.
+        retries: number of further requests after a temporary failure.
+        pause: seconds before the first retry, doubled for each later one.
+        options: further fields of every request (``temperature``, ``max_tokens``); fields of None are left out,
+            including ``seed``.
 
     Raises:
-        ValueError: naming the argument and what was expected.
+        ValueError: an argument is invalid; the message names it and says what was expected.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ChatClient:
         self.model, self.timeout, self.retries, self.pause = model, timeout, retries, pause
         self.options = dict(options or {})
         self.answered = 0
-        """Requests that got a chat completion."""
+        """Number of requests that returned a chat completion."""
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port or (443 if self._secure else 80)
         self._url = f"{parts.scheme}://{parts.netloc}"
@@ -150,7 +150,7 @@ class ChatClient:
         self._aborted = threading.Event()
 
     def abort(self) -> None:
-        """End all that is under way; what is asked later raises `Aborted` at once. Idempotent."""
+        """End all pending requests; later ones raise `Aborted` at once. Idempotent."""
         self._aborted.set()
         with self._lock:
             for connection in self._open:
@@ -178,12 +178,12 @@ class ChatClient:
                 if attempt > self.retries:
                     times = f" (asked {attempt} times)" if attempt > 1 else ""
                     raise EndpointError(f"{error}{times}", status=error.status, attempts=attempt) from error
-                pause = self.pause * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.0)  # no effect on what is asked
+                pause = self.pause * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.0)  # does not affect the request
                 self._aborted.wait(min(LONGEST_PAUSE, max(pause, error.pause or 0.0)))
         raise AssertionError("unreachable")
 
     def _ask(self, body: bytes) -> bytes:
-        """One request; the body of a good response."""
+        """Send one request; returns the body of a successful response."""
         begun = time.monotonic()
         connection, target, headers = self._connection()
         late = threading.Event()
@@ -192,7 +192,7 @@ class ChatClient:
             late.set()
             _cut(connection)
 
-        watch = threading.Timer(self.timeout, end)  # a socket's own timeout starts anew with every byte
+        watch = threading.Timer(self.timeout, end)  # a socket's own timeout restarts with every byte
         watch.daemon = True
         with self._lock:
             self._open.add(connection)
@@ -207,7 +207,7 @@ class ChatClient:
             status, wait = response.status, response.getheader("Retry-After")
             where = response.getheader("Location")
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-            # AttributeError: http.client's own, of a connection that was cut under it.
+            # AttributeError: raised inside http.client when the connection is closed during a call.
             if late.is_set() or time.monotonic() - begun >= self.timeout:
                 raise _Passing(f"{self._url} did not answer within {self.timeout:g} s") from error
             raise _Passing(f"{self._url}: {_reason(error)}") from error
@@ -224,7 +224,7 @@ class ChatClient:
         raise self._refused(status, content, wait, where)
 
     def _connection(self) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
-        """A connection that is not open yet, what to ask it for, and the headers."""
+        """A connection that is not open yet, the request target, and the headers."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
         if self._key:
@@ -244,7 +244,7 @@ class ChatClient:
         return connection, self._path, headers
 
     def _refused(self, status: int, content: bytes, wait: str | None, where: str | None) -> Exception:
-        """The error of a response that is not good."""
+        """The error for an unsuccessful response."""
         said = self._said(content)
         message = f"{self._url} answered {status}{f': {said}' if said else ''}"
         if status in _PASSING or status >= 500:
@@ -258,7 +258,7 @@ class ChatClient:
         return EndpointError(message, status=status, hopeless=status in _HOPELESS)
 
     def _said(self, content: bytes) -> str:
-        """What an endpoint says of an error, in one line without the key."""
+        """An endpoint's error message, as one line without the key."""
         try:
             told = json.loads(content)
             if isinstance(told, Mapping):
@@ -268,7 +268,7 @@ class ChatClient:
             text = told if isinstance(told, str) else json.dumps(told)
         except (ValueError, RecursionError):
             text = content[:1000].decode(errors="replace")
-        if text.lstrip().startswith("<"):  # a page for people
+        if text.lstrip().startswith("<"):  # an HTML page
             text = re.sub(r"<[^>]*>", " ", text)
         text = " ".join(text.split())
         if self._key:
@@ -304,7 +304,7 @@ class ChatClient:
 
 
 def _cut(connection: http.client.HTTPConnection) -> None:
-    """Wake whoever waits for this connection, with an error."""
+    """Wake the thread that waits for this connection, with an error."""
     sock = connection.sock
     if sock is not None:
         with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ def _reason(error: BaseException) -> str:
 def _seconds(text: str | None) -> float | None:
     try:
         return max(0.0, float(text or ""))
-    except ValueError:  # a date, which some send: the pause is then one of ours
+    except ValueError:  # some endpoints send a date: use our own pause
         return None
 
 
@@ -331,6 +331,6 @@ def _count(value: Any) -> int | None:
 
 
 def _says_full(content: bytes) -> bool:
-    """OpenAI has a code for it; others say it in words."""
+    """Whether an error means that the context is full: OpenAI has a code for it, others use words."""
     text = content[:4000].decode(errors="replace").lower()
     return "context_length_exceeded" in text or "context length" in text or "maximum context" in text

@@ -1,4 +1,4 @@
-"""A chat endpoint of the OpenAI kind (OpenAI, vLLM, SGLang, llama.cpp, …) as the policy of `sandboxgym.tree.rollout`.
+"""Policy for `sandboxgym.tree.rollout` from an OpenAI-compatible chat endpoint (OpenAI, vLLM, SGLang, llama.cpp, …).
 
     envs = Envs(lambda: gym.make("sandboxgym/ALFWorld-v0"))
     with ChatEndpoint.connect("http://localhost:8000/v1", "my-model") as policy:
@@ -6,14 +6,14 @@
 
 What this module promises:
 
-1. Each path is one conversation; forks go on from the conversation of the node that they start at.
+1. Each path is one conversation; forks continue the conversation of the node at which they start.
 2. All live paths are asked at the same time, at most ``concurrency`` of them. Timeouts and retries are the client's;
-   what it gives up on is raised, when no request is under way any more.
-3. `Action.logp` is the sum of the tokens' log-probabilities that the endpoint reports: under the distribution it
-   reports, which need not be the one at the request's temperature.
-4. `Action.entropy` is that of the first token, from its ``top_logprobs``, with all other tokens counted as one: a lower
-   bound of the entropy that falls short by what is uncertain among the others.
-5. Connections of a client that `ChatEndpoint.connect` made are closed by `ChatEndpoint.close` or after ``with``.
+   its final errors are raised once no request is pending.
+3. `Action.logp` is the sum of the tokens' log-probabilities as the endpoint reports them; their distribution need not
+   be the one at the request's temperature.
+4. `Action.entropy` is that of the first token, from its ``top_logprobs``, with all other tokens counted as one. This is
+   a lower bound: the uncertainty among the other tokens is missing.
+5. Connections of a client made by `ChatEndpoint.connect` are closed by `ChatEndpoint.close` or after ``with``.
 
 Needs ``pip install "sandboxgym[openai]"``.
 """
@@ -36,35 +36,35 @@ SYSTEM = "You act in an environment. Answer with the next command, on one line, 
 
 
 def show(context: Context) -> str:
-    """The observation, and what can be done where the environment says so."""
+    """The observation, followed by the admissible actions if the environment gives them."""
     commands = context.info.get("admissible_commands")
     return f"{context.observation}\nYou can:\n" + "\n".join(commands) if commands else str(context.observation)
 
 
 def first_line(content: str) -> str:
-    """The command in an answer: its first line."""
+    """First line of an answer, which is the command."""
     return content.strip().partition("\n")[0].strip()
 
 
 class ChatEndpoint:
-    """Asks the endpoint for the next action of every live path (`sandboxgym.tree.Policy`).
+    """Policy that asks an endpoint for the next action of every live path (`sandboxgym.tree.Policy`).
 
     Args:
-        client: an ``openai.OpenAI``; its ``timeout`` and ``max_retries`` hold for every request.
+        client: an ``openai.OpenAI``; its ``timeout`` and ``max_retries`` apply to every request.
         model: name of the model.
         system: system prompt; "" for none.
-        show: what the model is told of a step.
-        read: the action in an answer.
-        prompt: in place of ``system``, ``show`` and ``read``: what a policy is trained and evaluated with. An answer
-            that it cannot read is an invalid action, and the next message says so.
-        top_logprobs: how many alternatives of the first token to ask for; more make a better estimate of the entropy
+        show: function from a step's context to the user message.
+        read: function from an answer to its action.
+        prompt: replaces ``system``, ``show`` and ``read``; the prompt with which a policy is trained and evaluated. An
+            answer that it cannot read is an invalid action, and the next message says so.
+        top_logprobs: number of alternatives of the first token to ask for; more improve the estimate of the entropy
             (OpenAI: at most 20). 0 asks for no log-probabilities: entropy and logp stay nan.
-        max_tokens: of an answer; None leaves it out, for models that want ``max_completion_tokens`` instead.
-        concurrency: most requests at a time.
-        options: sent with every request, such as ``temperature`` or ``stop``.
+        max_tokens: maximum per answer; None omits it, for models that require ``max_completion_tokens`` instead.
+        concurrency: maximum number of parallel requests.
+        options: further fields of every request, such as ``temperature`` or ``stop``.
 
-    Every request carries a ``seed`` from the path's own stream: where the endpoint honours it, rollouts repeat.
-    A ``client`` that was given stays the caller's to close.
+    Every request carries a ``seed`` from the path's own stream: if the endpoint honours it, rollouts are reproducible.
+    The caller has to close a ``client`` that it passed.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ChatEndpoint:
         max_retries: int = 3,
         **more: Any,
     ) -> Self:
-        """With a client of its own; ``timeout`` in seconds. The default key is ``$OPENAI_API_KEY``, or none.
+        """Make a policy with its own client; ``timeout`` in seconds. The default key is ``$OPENAI_API_KEY``, or none.
 
         Raises:
             ImportError: the package ``openai`` is missing.
@@ -133,7 +133,7 @@ class ChatEndpoint:
         self.close()
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        """One action a context; None where the conversation has outgrown the model's context.
+        """One action per context; None if the conversation exceeds the model's context.
 
         Raises:
             openai.APIError: the client gave up on a request.
@@ -182,7 +182,7 @@ class ChatEndpoint:
 
 
 def entropy(logprobs: Sequence[float]) -> float:
-    """Entropy in nats of a distribution whose most likely outcomes are given, the rest taken for one outcome.
+    """Entropy in nats of a distribution whose most likely outcomes are given, the rest counted as one outcome.
 
     >>> round(entropy([math.log(0.5), math.log(0.25)]), 4)  # the rest: 0.25
     1.0397
@@ -193,7 +193,7 @@ def entropy(logprobs: Sequence[float]) -> float:
 
 
 def _context_is_full(error: Exception) -> bool:
-    """OpenAI has a code for it, vLLM and SGLang say it in words only."""
+    """Whether an error means that the context is full: OpenAI has a code for it, vLLM and SGLang only use words."""
     if getattr(error, "status_code", None) != 400:
         return False
     return getattr(error, "code", None) == "context_length_exceeded" or "context length" in str(error)

@@ -1,4 +1,4 @@
-"""What a model is told of an episode and how its answers are read: one object for training, evaluation and adapters.
+"""Prompts: how a model is shown an episode and how its answers are read, for training, evaluation and adapters.
 
 >>> prompt = make_prompt("react", "sandboxgym/ALFWorld-v0", list_actions=True)
 >>> print(prompt.show("You see a desk 1.", {"admissible_commands": ["go to desk 1", "look"]}))
@@ -9,11 +9,11 @@ You can: go to desk 1, look
 
 What this module promises:
 
-1. An answer is read whole or not at all: without exactly one action it raises `UnreadableAnswer`, whose message tells
-   the model what is expected. Nothing is guessed, and what was thought is never carried out.
-2. ``read(write(action, info), info)`` is the action, for `React` without white space around it and if it holds none of
-   the tags, for `Choice` if it is no bare number.
-3. What is shown of a step depends on the episode so far alone, so that forks are told what their path was told.
+1. An answer without exactly one action raises `UnreadableAnswer`, whose message tells the model what is expected.
+   Nothing is guessed, and thoughts are never carried out.
+2. ``read(write(action, info), info)`` is the action; for `React` without surrounding white space and if it contains
+   none of the tags, for `Choice` if it is not a bare number.
+3. The text shown for a step depends only on the episode so far, so a fork sees the same as the path it comes from.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ FORMAT = """Answer in this form, every time:
 <action>one action</action>
 Only the action is carried out, exactly as you write it. You are then told what came of it."""
 ANYWHERE = "You act in an environment that answers in text, one action a turn."
-"""What an agent is told of an environment whose card has no system prompt."""
+"""System prompt for an environment whose card has none."""
 
 
 class UnreadableAnswer(ValueError):
-    """An answer without exactly one action. Its message is meant for the model."""
+    """An answer without exactly one action. The message is meant for the model."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One turn of a conversation that is over."""
+    """One past turn of a conversation."""
 
     observation: str
-    """Of the environment."""
+    """Observation of the environment."""
     shown: str
-    """The message that it was shown in."""
+    """User message with the observation."""
     answer: str
-    """What the model said to it."""
+    """Answer of the model."""
     action: str
-    """What was carried out; empty if the answer could not be read."""
+    """Action that was carried out; empty if the answer could not be read."""
     complaint: str = ""
-    """Why it could not."""
+    """Reason why the answer could not be read."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Prompt:
     """The plain prompt: a message is the observation, an answer is the action. For policies made for one environment.
 
     Args:
-        system: system prompt; None for what the chat template does without one.
-        list_actions: name the actions that are possible, where ``info["admissible_commands"]`` does.
+        system: system prompt; None: whatever the chat template does without one.
+        list_actions: list the admissible actions, if ``info["admissible_commands"]`` gives them.
         history: 0: the conversation grows turn by turn. k > 0: every turn is a conversation of its own, one message
-            with the first observation and the last k turns, however long the episode. What was sampled before is then
-            not part of the context, so in training each turn is a row of its own and shares nothing with the others.
+            with the first observation and the last k turns. Earlier sampled tokens are then not part of the context, so
+            each turn is a training row of its own.
 
     Raises:
         ValueError: ``history`` is negative.
@@ -77,27 +77,27 @@ class Prompt:
     history: int = 0
 
     opening: ClassVar[str] = ""
-    """What an answer begins with before anything is decided."""
+    """Fixed beginning of every answer, before anything is decided."""
     decision: ClassVar[str] = ""
-    """What stands before the action in an answer; empty where the action is all of it."""
+    """Text before the action in an answer; empty if the answer is the action."""
 
     def __post_init__(self) -> None:
         if self.history < 0:
             raise ValueError(f"history: expected 0 (all turns) or more, found {self.history}")
 
     def show(self, observation: Any, info: Mapping[str, Any], *, complaint: str = "") -> str:
-        """An observation with what goes with it: what was wrong with the last answer, and what can be done."""
+        """An observation, with the complaint about the last answer and the admissible actions."""
         commands = info.get("admissible_commands") if self.list_actions else None
         offered = f"You can: {', '.join(commands)}" if commands else ""
         return "\n".join([*filter(None, [complaint]), str(observation), *filter(None, [offered])])
 
     def message(self, past: Sequence[Exchange], observation: Any, info: Mapping[str, Any]) -> str:
-        """The user's message of a turn: `show`, or with a ``history`` the episode in short.
+        """User message of a turn: `show`, or with a ``history`` a summary of the episode.
 
         Args:
             past: the episode's turns so far.
-            observation: of the environment, now.
-            info: likewise.
+            observation: current observation of the environment.
+            info: current info of the environment.
         """
         complaint = past[-1].complaint if past else ""
         if not self.history or not past:
@@ -112,7 +112,7 @@ class Prompt:
         return self.show("\n".join(lines), info, complaint=complaint)
 
     def messages(self, past: Sequence[Exchange], observation: Any, info: Mapping[str, Any]) -> list[dict[str, str]]:
-        """The whole conversation as chat messages, up to the user's message of this turn."""
+        """The whole conversation as chat messages, up to the user message of this turn."""
         chat = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in () if self.history else past:
             chat.append({"role": "user", "content": exchange.shown})
@@ -123,8 +123,8 @@ class Prompt:
         """The action in an answer.
 
         Args:
-            answer: of the model.
-            info: of the environment, as it was when the model was asked.
+            answer: answer of the model.
+            info: info of the environment when the model was asked.
 
         Raises:
             UnreadableAnswer: there is none, or there are several.
@@ -132,9 +132,9 @@ class Prompt:
         return answer
 
     def hear(self, answer: str, info: Mapping[str, Any]) -> tuple[str, str]:
-        """`read` for loops that go on: (action, "") or ("", complaint).
+        """`read` without an exception: (action, "") or ("", complaint).
 
-        The empty action is none: this package's environments call it invalid, and nothing changes by it.
+        The empty action does nothing: this package's environments treat it as invalid.
         """
         try:
             return self.read(answer, info), ""
@@ -142,7 +142,7 @@ class Prompt:
             return "", str(error)
 
     def write(self, action: str, info: Mapping[str, Any]) -> str:
-        """An answer with this action: what a demonstration teaches."""
+        """An answer with this action, as in demonstrations."""
         return action
 
 
@@ -151,8 +151,8 @@ class React(Prompt):
     """Thoughts between ``<think>`` tags, then one action between ``<action>`` tags (in the manner of ReAct; Yao et al.,
     2023).
 
-    Thoughts may be missing: models with a reasoning block of their own have had them before. All up to the last
-    ``</think>`` is thought; white space around the action is not part of it.
+    Thoughts may be missing, because models with their own reasoning block have put them there. Everything up to the
+    last ``</think>`` is thought; white space around the action is not part of it.
     """
 
     opening: ClassVar[str] = "<think>"
@@ -168,25 +168,25 @@ class React(Prompt):
         return found[1].strip()
 
     def write(self, action: str, info: Mapping[str, Any]) -> str:
-        """Without a thought: scripted experts have none."""
+        """An answer with this action and no thought, because scripted experts have none."""
         return f"<action>{action}</action>"
 
 
 @dataclass(frozen=True)
 class Choice(Prompt):
-    """The possible actions are numbered, and a number is an answer: what would be long to spell takes one word.
+    """Numbered admissible actions, chosen by their number, so that long actions have short answers.
 
-    An answer that is no bare number is an action in words, so that what no list can hold (another query) remains
-    possible. Where the environment names no actions, this is the plain prompt.
+    An answer that is not a bare number is an action in words, so that actions that cannot be listed (another query)
+    remain possible. Without admissible actions this is the plain prompt.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any], *, complaint: str = "") -> str:
-        """An observation, and under it one line for each possible action."""
+        """An observation, followed by one line per admissible action."""
         offered = [f"{number}: {command}" for number, command in enumerate(_commands(info), 1)]
         return "\n".join([*filter(None, [complaint]), str(observation), *offered])
 
     def read(self, answer: str, info: Mapping[str, Any]) -> str:
-        """The action of that number, or the answer itself."""
+        """The action with the answer's number, or the answer itself."""
         commands, text = _commands(info), answer.strip()
         if not commands or not (text.isascii() and text.isdigit()):
             return answer
@@ -195,7 +195,7 @@ class Choice(Prompt):
         return commands[int(text) - 1]
 
     def write(self, action: str, info: Mapping[str, Any]) -> str:
-        """Its number, if it has one."""
+        """The number of an action, or the action itself if it has none."""
         commands = _commands(info)
         return str(commands.index(action) + 1) if action in commands else action
 
@@ -207,14 +207,14 @@ def _commands(info: Mapping[str, Any]) -> list[str]:
 def make_prompt(
     name: PromptName, env_id: str, *, system: str | None = None, list_actions: bool = False, history: int = 0
 ) -> Prompt:
-    """The prompt of that name for an environment.
+    """Make a prompt by its name for an environment.
 
     Args:
         name: ``"plain"``, ``"react"`` or ``"choice"``.
-        env_id: its Gymnasium id. ``react`` tells what the environment's card has for it (`EnvCard`), and little of an
-            environment without one.
-        system: in place of what it would tell.
-        list_actions: see `Prompt`; ``choice`` lists them anyway.
+        env_id: Gymnasium id of the environment. ``react`` uses the system prompt of the environment's card (`EnvCard`),
+            or a generic one without a card.
+        system: system prompt to use instead.
+        list_actions: see `Prompt`; ``choice`` always lists them.
         history: see `Prompt`.
 
     Raises:

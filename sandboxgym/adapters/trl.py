@@ -1,4 +1,4 @@
-"""Any environment as what TRL's `GRPOTrainer(environment_factory=…)` takes (TRL 1.16 or newer).
+"""Adapter of any environment for TRL's `GRPOTrainer(environment_factory=…)` (TRL 1.16 or newer).
 
 >>> import gymnasium as gym
 >>> import sandboxgym
@@ -13,13 +13,13 @@
 
 What this module promises:
 
-1. With ``generations=G``, the G rollouts of a prompt start from one snapshot: the same state, to the letter, whatever
-   ``start`` drew, and a random stream of its own for each.
-2. The fork point may lie anywhere in an episode, and is driven to once a group.
-3. The reward is the sum of what the environment gave from there on. An environment that failed is an error, never a
-   reward (TRL itself shows a tool's exception to the model and goes on).
+1. With ``generations=G``, the G rollouts of a prompt start from one snapshot: exactly the same state, even if ``start``
+   draws random numbers, and a random stream of its own for each.
+2. The fork point may be anywhere in an episode, and is reached once per group.
+3. The reward is the sum of the environment's rewards from there on. A failed environment is an error, never a reward
+   (TRL itself shows a tool's exception to the model and continues).
 
-This module needs nothing but this package; the trainer comes with ``pip install "sandboxgym[trl]"``.
+This module only needs this package; the trainer is installed by ``pip install "sandboxgym[trl]"``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OVER = "The episode is over."
 
 
 def show(observation: Any, info: dict[str, Any]) -> str:
-    """The observation, and what can be done where the environment says so."""
+    """The observation, followed by the admissible actions if the environment gives them."""
     commands = info.get("admissible_commands")
     return f"{observation}\nYou can: {', '.join(commands)}" if commands else str(observation)
 
 
 def reset_to_task(env: gym.Env[Any, Any], row: dict[str, Any]) -> str:
-    """Start the episode that the row's ``task`` names, or any if it has no such column."""
+    """Start the episode of the row's ``task``, or any if it has no such column."""
     task = row.get("task")
     return show(*env.reset(options=None if task is None else {"task": task}))
 
@@ -65,7 +65,7 @@ class TRLEnvironment:
         self._failure: Exception | None = None
 
     def reset(self, **row: Any) -> str:
-        """Go to the start of a rollout of this row of the data set; the text is appended to its prompt."""
+        """Start a rollout of this row of the data set; the returned text is appended to its prompt."""
         self._total, self._over, self._failure = 0.0, False, None
         return self._begin(self._env, row)
 
@@ -102,22 +102,22 @@ class TRLEnvironment:
 
 
 class TRLEnvironments:
-    """Makes the environments of a trainer, and keeps the fork point that a group of rollouts shares.
+    """Factory of a trainer's environments, which keeps the fork point that a group of rollouts shares.
 
     Args:
         make: makes one Gymnasium environment.
-        start: brings an environment to where the rollouts of a row begin and returns what the model is told there,
-            such as the story so far; reset to the row's ``task`` by default. To go on from saved snapshots:
-            ``lambda env, row: show(*sandboxgym.restore(env, Snapshot.load(row["snapshot"])))``. Where trainers have
-            several processes, each starts its part of a group: let it depend on nothing but the row then.
-        read: the environment's action for a text; an error of this is the model's, not the environment's.
-        prompt: in place of ``read``, for models that write their actions as a text of this form: an answer that it
-            cannot read is an error that TRL shows to the model. It also shows what is told after a step. Its system
-            prompt belongs into the rows' ``prompt``; a ``history`` is refused, for the conversation is TRL's, and so is
-            `Choice`, for what ``start`` tells is a text without a list.
-        generations: how many consecutive rollouts of one row share a fork point: `GRPOConfig.num_generations`.
-            1: every rollout is started by itself.
-        seed: of the rollouts' random streams, in the environments.
+        start: moves an environment to the start of a row's rollouts and returns the text for the model, such as the
+            story so far; by default it resets to the row's ``task``. To continue from saved snapshots:
+            ``lambda env, row: show(*sandboxgym.restore(env, Snapshot.load(row["snapshot"])))``. With several training
+            processes each starts its part of a group, so ``start`` must then depend on nothing but the row.
+        read: converts a text to the environment's action; its errors are attributed to the model, not the environment.
+        prompt: replaces ``read`` for models that write their actions as text of this form. An answer that it cannot
+            read is an error that TRL shows to the model. It also formats the observation after a step. Its system
+            prompt belongs into the rows' ``prompt``. A ``history`` is refused, because TRL keeps the conversation, and
+            so is `Choice`, because the text of ``start`` has no list of actions.
+        generations: number of consecutive rollouts of one row that share a fork point: `GRPOConfig.num_generations`.
+            1: every rollout starts by itself.
+        seed: seed of the rollouts' random streams in the environments.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class TRLEnvironments:
         self._text = ""
 
     def __call__(self) -> TRLEnvironment:
-        """One more environment; TRL resets it for rollout after rollout."""
+        """Make another environment; TRL resets it for each rollout."""
         self._made.append(self._make())
         return TRLEnvironment(self._made[-1], self._begin, self._read, self._prompt)
 
     def close(self) -> None:
-        """Close all that were made."""
+        """Close all environments made by this factory."""
         self._release()
         for env in self._made:
             env.close()
@@ -164,7 +164,8 @@ class TRLEnvironments:
         self.close()
 
     def _begin(self, env: gym.Env[Any, Any], row: dict[str, Any]) -> str:
-        if not self._left or row != self._row:  # a process may get a part of a group only, evaluation other sizes
+        # Compare rows, because a process may get only part of a group, and evaluation uses other sizes.
+        if not self._left or row != self._row:
             self._release()
             self._text = self._start(env, row)
             if self._generations == 1:

@@ -1,7 +1,7 @@
-"""The command line ``sandboxgym COMMAND …``: one module a command, imported only when it is asked for.
+"""The command line ``sandboxgym COMMAND …``: one module per command, imported only when it is needed.
 
-Exit statuses: 0 done; 1 it could not be done, or something required is missing (the reason is on standard error);
-2 the command line is wrong; 130 interrupted. ``conformance`` has its own, see its ``--help``.
+Exit statuses: 0 success; 1 failure, or something required is missing (the reason is on standard error); 2 usage error;
+130 interrupted. ``conformance`` has its own, see its ``--help``.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections.abc import Sequence
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = {
-    "list": ("sandboxgym.cli.environments:list_main", "the environments, what their snapshots keep, their data"),
-    "info": ("sandboxgym.cli.environments:info_main", "one environment: spaces, wrappers, arguments, snapshots, data"),
+    "list": ("sandboxgym.cli.environments:list_main", "list the environments, what their snapshots keep, their data"),
+    "info": ("sandboxgym.cli.environments:info_main", "describe an environment: spaces, wrappers, arguments, data"),
     "play": ("sandboxgym.cli.play:main", "play an environment in the terminal, with undo and branches"),
-    "download": ("sandboxgym.cli.download:main", "fetch a data set, or take it from a file"),
+    "download": ("sandboxgym.cli.download:main", "download a data set, or install it from a file"),
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
-    "serve": ("sandboxgym.cli.serve:main", "WebShop as a web site, for people; a sandbox for agents that speak MCP"),
-    "tree": ("sandboxgym.tree.page:main", "rollout trees of a run or a file, as text or as a page"),
+    "serve": ("sandboxgym.cli.serve:main", "serve WebShop as a website for people, or a sandbox to agents (MCP)"),
+    "tree": ("sandboxgym.tree.page:main", "show rollout trees of a run or a file, as text or as a page"),
     "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),
-    "eval": ("sandboxgym.cli.evaluation:main", "success of a model behind an endpoint, or of a checkpoint, on tasks"),
-    "init": ("sandboxgym.cli.init:main", "a package for an environment of your own, with tests and a certificate"),
+    "eval": ("sandboxgym.cli.evaluation:main", "evaluate a model behind an endpoint, or a checkpoint, on tasks"),
+    "init": ("sandboxgym.cli.init:main", "write a package for your own environment, with tests and a certificate"),
     "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),
     "bench": ("sandboxgym.cli.passing:bench_main", "measure what snapshots cost"),
-    "doctor": ("sandboxgym.cli.doctor:main", "what this machine can run, and what to install for the rest"),
+    "doctor": ("sandboxgym.cli.doctor:main", "show what this machine can run, and what to install for the rest"),
     "gc": ("sandboxgym.cli.gc:main", "remove what killed processes left behind"),
 }
 
 
 class CommandError(Exception):
-    """A command that cannot go on; the message is for the user, the status for the shell."""
+    """Failure of a command; the message is for the user, the status for the shell."""
 
     def __init__(self, message: str, *, status: int = FAILED) -> None:
         super().__init__(message)

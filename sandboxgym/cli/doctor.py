@@ -1,6 +1,6 @@
-"""``sandboxgym doctor``: what this machine can run, and the command that adds the rest.
+"""``sandboxgym doctor``: report what this machine can run, and the command that installs the rest.
 
-With ``--attack``: whether its sandboxes keep their promises, by hundreds of attempts to break them.
+With ``--attack``: test whether its sandboxes keep their promises, by hundreds of attempts to break them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
     """``sandboxgym doctor``."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym doctor",
-        description="What this machine can run. Every line is tried here, as you, and cleaned up after.",
-        epilog="Exit status 0, whatever is found; 1 if a component of --require is not ok. With --attack: 0 if no "
-        "attempt passed, 1 if one did, 2 if none could be made.",
+        description="Report what this machine can run. Every line is tested here, as your user, and cleaned up.",
+        epilog="Exit status: 0, or 1 if a component of --require is not ok. With --attack: 0 if no attempt "
+        "succeeded, 1 if one did, 2 if none could be made.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
@@ -39,13 +39,13 @@ def main(argv: Sequence[str]) -> int:
     )
     attacks = parser.add_argument_group("attacks on this machine's sandboxes")
     attacks.add_argument("--attack", action="store_true", help="try to break out of throw-away sandboxes, and the like")
-    attacks.add_argument("--backend", action="append", metavar="NAME", help="only this one; may be repeated")
-    attacks.add_argument("--attempt", metavar="PATTERN", help="only these, as in 'escape/device-*'")
-    attacks.add_argument("--thorough", action="store_true", help="all attempts, in place of a sample")
-    attacks.add_argument("--image", metavar="NAME", help="for docker, with Python 3 (default: one made for this)")
-    attacks.add_argument("--list", action="store_true", help="name the attempts, make none")
-    attacks.add_argument("--markdown", action="store_true", help="the table as it stands in docs/security.md")
-    attacks.add_argument("--verbose", action="store_true", help="name what was blocked or not applicable, too")
+    attacks.add_argument("--backend", action="append", metavar="NAME", help="attack only this backend; may be repeated")
+    attacks.add_argument("--attempt", metavar="PATTERN", help="make only these attempts, such as 'escape/device-*'")
+    attacks.add_argument("--thorough", action="store_true", help="make all attempts instead of a sample")
+    attacks.add_argument("--image", metavar="NAME", help="image with Python 3 for docker (default: build one)")
+    attacks.add_argument("--list", action="store_true", help="list the attempts without making them")
+    attacks.add_argument("--markdown", action="store_true", help="print the table of docs/security.md")
+    attacks.add_argument("--verbose", action="store_true", help="also name blocked and inapplicable attempts")
     options = parser.parse_args(argv)
     if options.attack or options.list:
         return _attack(options)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _attack(options: argparse.Namespace) -> int:
-    """``--attack`` and ``--list``."""
+    """Run ``--attack`` and ``--list``."""
     from sandboxgym.attack import BACKENDS, SAMPLE, attack, matching
 
     only = options.attempt or ("*" if options.thorough or options.list else SAMPLE)
@@ -84,7 +84,7 @@ def _attack(options: argparse.Namespace) -> int:
             for found in chosen:
                 print(f"{found.name}: {found.about}")
         return OK
-    logging.getLogger("sandboxgym").addHandler(logging.NullHandler())  # attacked sandboxes warn of much
+    logging.getLogger("sandboxgym").addHandler(logging.NullHandler())  # attacked sandboxes log many warnings
     done = 0
 
     def told(_: object) -> None:
@@ -104,22 +104,22 @@ def _attack(options: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Every finding, in the order of `PROBES`."""
+    """All findings, in the order of `PROBES`."""
     findings: list[Finding] = []
     for probe in PROBES:
         try:
             result = probe()
             findings += [result] if isinstance(result, Finding) else result
-        except Exception as error:  # one trial that fails in a new way must not hide the others
+        except Exception as error:  # a probe that fails in a new way must not hide the others
             detail = f"the trial failed: {type(error).__name__}: {error}"
             findings.append(Finding(probe.__name__.replace("_", "-"), "missing", detail, "", ""))
     return findings
 
 
 def summary(findings: Sequence[Finding]) -> list[tuple[str, str, str]]:
-    """What can be run here, a line each: what, whether it is ready, and with what or by which command it would be.
+    """Rows of the summary: name, whether it is ready, and its limits or the command that makes it ready.
 
-    Without a line of an extra (a checkout that was not installed) its packages are looked for.
+    If an extra has no finding (a checkout that was not installed), its packages are looked for.
     """
     by_name = {finding.name: finding for finding in findings}
 
@@ -164,7 +164,7 @@ def _print(findings: Sequence[Finding], screen: Screen) -> None:
         status = screen.style(f"{finding.status:<8}", _COLOURS[finding.status])
         lead = f"{finding.name:<{wide}} "
         about = f" (for {finding.enables})" if finding.enables and finding.status != "ok" else ""
-        # Wrapped without the status, whose colour codes have no width.
+        # The status is left out of the wrapping, because its colour codes have no width.
         lines = screen.wrapped(finding.detail + about, indent=indent)
         screen.line(lead + status + "  " + lines[0].lstrip())
         for line in lines[1:]:

@@ -1,10 +1,10 @@
-"""``sandboxgym download``: a data set, from where it is published or from a file at hand, put where `data.find` looks.
+"""``sandboxgym download``: install a data set where `data.find` looks, from its published address or a local file.
 
-1. Killed at any moment, the next call goes on; what is in place is whole.
-2. Content is checked: against a pinned checksum where the published file was hashed, else against the one that the
-   first download recorded in ``downloads.json`` beside the data.
-3. Nothing is fetched that is already there and unchanged; nothing is written that there is no room for.
-4. At the end the data is opened the way the environment does.
+1. If a call is killed at any moment, the next one continues; installed files are always complete.
+2. Content is checked against a pinned checksum if there is one, else against the one that the first download recorded
+   in ``downloads.json`` beside the data.
+3. A file that is present and unchanged is not fetched again; free space is checked before writing.
+4. At the end the data is opened in the same way as by the environment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECORD = "downloads.json"
 SCRATCH = ".downloads"
 LOCK = "lock"
 SPARE = 64 * 2**20
-"""Bytes that a download leaves free on the disk."""
+"""Bytes that a download leaves free on the disk, at least."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,23 +75,23 @@ def install(
     force: bool = False,
     show: Progress | None = None,
 ) -> str:
-    """Put one file of a data set in place.
+    """Install one file of a data set.
 
     Args:
-        file: which.
-        root: the data set's directory; made if need be.
-        source: take it from this file, or from the directory that holds it, in place of the network.
-        mirror: fetch ``mirror/NAME`` in place of the published address.
-        force: fetch and put it in place again.
-        show: is told of the progress.
+        file: the file.
+        root: directory of the data set; created if necessary.
+        source: local file, or directory that contains it, to use instead of the network.
+        mirror: fetch ``mirror/NAME`` instead of the published address.
+        force: fetch and install it again.
+        show: callback for the progress.
 
     Returns:
-        What was done, in a few words.
+        A short description of what was done.
 
     Raises:
         TransferError: see `fetch`; ChecksumMismatch among them.
         UnsafeArchive: see `unpack`.
-        OSError: no room, or not writable.
+        OSError: the disk is full, or not writable.
     """
     with _alone(root):
         return _install(file, root, source, mirror, force, show or progress())
@@ -101,7 +101,7 @@ def _install(file: DataFile, root: Path, source: Path | None, mirror: str | None
     there = file.present(root)
     recorded = _read_record(root).get(file.name)
     part, staging = root / SCRATCH / f"{file.name}.part", root / SCRATCH / f"{file.name}.unpacked"
-    if there is not None and not (force or part.exists() or staging.exists()):  # else it was interrupted
+    if there is not None and not (force or part.exists() or staging.exists()):  # otherwise it was interrupted
         if recorded is None:
             return "already there, though not from this command; --force fetches it"
         if not file.is_archive:
@@ -142,7 +142,7 @@ def _install(file: DataFile, root: Path, source: Path | None, mirror: str | None
 
 
 def _put_archive(file: DataFile, content: Path, staging: Path, root: Path, show: Progress) -> int:
-    """Unpack beside the data and move it there: until that is done, ``staging`` tells that it is not."""
+    """Unpack beside the data, then move it there; until that is done, ``staging`` exists."""
     try:
         count = unpack(content, staging, progress=show, check_room=_room(root))
         if file.present(staging) is None:
@@ -155,10 +155,10 @@ def _put_archive(file: DataFile, content: Path, staging: Path, root: Path, show:
 
 
 def check(dataset: data.DataSet, root: Path) -> list[str]:
-    """Open a data set as its environment does; returns what was found, a line each.
+    """Open a data set as its environment does; returns the findings as lines.
 
     Raises:
-        TransferError: what is there is not what the environment reads.
+        TransferError: the environment cannot read the data.
     """
     if not dataset.check:
         return _check_files(dataset, root)
@@ -191,9 +191,9 @@ def _check_files(dataset: data.DataSet, root: Path) -> list[str]:
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument(
-        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first: other packages'"
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="packages whose data sets to include"
     )
-    import_modules(first.parse_known_args(argv)[0].modules)  # they register the data sets that can be chosen
+    import_modules(first.parse_known_args(argv)[0].modules)  # they register data sets
     known = data_sets()
     about = "\n".join(
         f"  {f'{dataset.name} {part}':<22} {dataset.about_parts.get(part, '')}"
@@ -202,23 +202,23 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(
         prog="sandboxgym download",
-        description="Fetch a data set, resuming what was interrupted. Without --part, the first part listed.",
+        description="Download a data set, resuming an interrupted download. The default part is the first one listed.",
         epilog=f"parts:\n{about}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[first],
     )
     parser.add_argument("dataset", choices=list(known))
     parser.add_argument("--part", nargs="+", metavar="PART", help="which parts, see below")
-    parser.add_argument("--dir", help="where to; default: where the environment looks")
-    parser.add_argument("--from", dest="source", metavar="PATH", help="take the files from here, not from the network")
-    parser.add_argument("--mirror", metavar="URL", help="fetch URL/NAME in place of the published addresses")
-    parser.add_argument("--force", action="store_true", help="again, even if it is there")
+    parser.add_argument("--dir", help="target directory (default: where the environment looks)")
+    parser.add_argument("--from", dest="source", metavar="PATH", help="take the files from here instead of the network")
+    parser.add_argument("--mirror", metavar="URL", help="fetch URL/NAME instead of the published addresses")
+    parser.add_argument("--force", action="store_true", help="download again, even if it is there")
     return parser
 
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Keep other processes from downloading into the same directory; leaves no empty directory."""
+    """Keep other processes from downloading into the same directory; remove the directory if it stays empty."""
     scratch = root / SCRATCH
     is_new = not root.exists()
     scratch.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``sandboxgym list`` and ``sandboxgym info``; what the other commands share about naming and making environments."""
+"""``sandboxgym list`` and ``sandboxgym info``; functions by which all commands name and make environments."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SENTENCES: dict[str, dict[Any, str]] = {
         "filesystem": "the files of the sandbox are captured, not its processes",
         "full": "files and running processes are captured",
         "logical": "the state is captured in another system's terms (a page, a query)",
-        "replay": "a restore takes the recorded actions again from the start",
+        "replay": "a restore repeats the recorded actions from the start",
     },
     "cost": {
         "constant": "a snapshot costs the same at any step",
-        "written": "a snapshot costs more the more was written since the start",
-        "steps": "a snapshot or its restore costs more the longer the episode is",
+        "written": "the cost of a snapshot grows with the data written since the start",
+        "steps": "the cost of a snapshot or its restore grows with the length of the episode",
     },
     "rng": {
         True: "random streams are captured: a restore repeats the same draws",
@@ -46,22 +46,22 @@ SENTENCES: dict[str, dict[Any, str]] = {
         False: "no running processes are captured",
     },
     "clock": {
-        True: "time as seen inside goes on from the captured moment",
-        False: "time as seen inside goes on with the world's",
+        True: "time inside continues from the captured moment",
+        False: "time inside follows the host's clock",
     },
     "cross_process": {
         True: "a saved snapshot restores in another process",
-        False: "a snapshot lives and dies with its process",
+        False: "a snapshot only restores in its own process",
     },
     "cross_host": {
         True: "a saved snapshot restores on another machine",
-        False: "a saved snapshot is bound to its machine",
+        False: "a saved snapshot only restores on its own machine",
     },
 }
 
 
 def add_kwargs(parser: argparse.ArgumentParser) -> None:
-    """The option with which every command takes an environment's arguments."""
+    """Add the option for an environment's arguments, the same in every command."""
     parser.add_argument(
         "--env-kwargs",
         "--kwargs",
@@ -75,7 +75,7 @@ def add_kwargs(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
-    """`parse_arguments`, with its error as a command's."""
+    """Call `parse_arguments` and turn its error into a `CommandError`."""
     try:
         return parse_arguments(texts)
     except ValueError as error:
@@ -83,12 +83,12 @@ def parse_kwargs(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[Any, Any]:
-    """``gym.make``, with errors that a user can act on.
+    """Call ``gym.make``, with errors that a user can act on.
 
     Args:
-        env_id: also ``package.module:Name-v0``, which imports the module first, and ``Name`` for one of ours.
-        kwargs: of the environment.
-        ansi: render as text where the environment can.
+        env_id: an id; also ``package.module:Name-v0``, which imports the module first, and ``Name`` for this package's.
+        kwargs: arguments of the environment.
+        ansi: render as text if the environment can.
     """
     spec = find_spec(env_id)
     if ansi and "render_mode" not in kwargs and "ansi" in _metadata(spec).get("render_modes", ()):
@@ -100,7 +100,7 @@ def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """The registered environment; one of ours may be named without its namespace, others' with a module to import."""
+    """The registered environment; this package's without namespace, others with a module to import."""
     module, _, env_id = env_id.rpartition(":")
     if module:
         see_this_folder()
@@ -121,7 +121,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
 
 def snapshot_kind(spec: EnvSpec) -> str:
-    """The kind of an environment's snapshots; one is made only if its class does not say."""
+    """Kind of an environment's snapshots; an environment is made only if its class does not declare it."""
     declared = getattr(_creator(spec), "snapshot_spec", None)
     if isinstance(declared, SnapshotSpec):
         return declared.kind
@@ -137,8 +137,8 @@ def snapshot_kind(spec: EnvSpec) -> str:
 
 def list_main(argv: Sequence[str]) -> int:
     """``sandboxgym list``."""
-    parser = argparse.ArgumentParser(prog="sandboxgym list", description="The environments of this package.")
-    parser.add_argument("--all", action="store_true", help="other packages' too, if they are made with SnapshotWrapper")
+    parser = argparse.ArgumentParser(prog="sandboxgym list", description="List the environments of this package.")
+    parser.add_argument("--all", action="store_true", help="also those of other packages that use SnapshotWrapper")
     parser.add_argument(
         "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules that register environments"
     )
@@ -173,7 +173,7 @@ def info_main(argv: Sequence[str]) -> int:
 
 
 def see_this_folder() -> None:
-    """Let modules of the present folder be imported; last, for not a json.py that lies there is meant."""
+    """Make modules in the current folder importable, with lowest priority: a local json.py must not shadow json."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -190,7 +190,7 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def describe(env_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Everything ``info`` says, as JSON values."""
+    """Output of ``info`` as JSON values."""
     env = make(env_id, kwargs)
     try:
         base, spec = env.unwrapped, env.spec
@@ -251,7 +251,7 @@ def _print_info(about: dict[str, Any], screen: Screen) -> None:
 
 
 def _declared(name: str, value: Any) -> tuple[str, str]:
-    """A field of a `SnapshotSpec`: its value, and what that means."""
+    """Value of a `SnapshotSpec` field, and its meaning."""
     if name == "loses":
         return ("nothing", "of what such snapshots usually hold") if not value else (", ".join(value), "are not held")
     return str(value), SENTENCES[name][value]

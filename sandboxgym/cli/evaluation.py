@@ -1,11 +1,11 @@
-"""``sandboxgym eval``: a model behind an OpenAI-compatible endpoint on an environment's tasks; or a checkpoint.
+"""``sandboxgym eval``: evaluate a model behind an OpenAI-compatible endpoint, or a checkpoint, on an environment.
 
     sandboxgym eval ALFWorld-v0 --base-url http://localhost:8000/v1 --model my-model --samples 4 --concurrency 16
 
 With ``--checkpoint`` this is `bpo_ref.eval`, which needs the trainer's packages; an endpoint needs none of them.
 
-What is promised of an endpoint's evaluation: the same command continues one that was interrupted or killed, and counts
-nothing twice; episodes whose requests or environments failed are errors, which are counted and never scored.
+For an endpoint, the same command continues an interrupted or killed evaluation and counts nothing twice. Episodes whose
+requests or environments failed are errors, which are counted and never scored.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from sandboxgym.tree.files import save_trees
 from sandboxgym.tree.page import page
 
 TASKS = 20
-"""Tasks that are played where nobody says how many."""
+"""Default number of tasks."""
 STEPS = 100
-"""Answers of an episode at most, where neither the environment nor the command line says."""
+"""Maximum number of answers per episode if neither the environment nor the command line sets it."""
 SHOWN_TASKS = 40
 SHOWN_TREES = 200
 LOST = 10
-"""So many episodes that fail in a row, and at least one of each worker: something is wrong with all of them."""
+"""Number of failed episodes in a row, at least one per worker, after which the evaluation stops."""
 PATIENCE = 10.0
 """Seconds that workers have to stop."""
 _VERSIONED = re.compile(r"-v\d+$")
@@ -73,14 +73,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(
         prog="sandboxgym eval",
         allow_abbrev=False,
-        description="Success of a model behind an OpenAI-compatible endpoint on an environment's tasks, with a 95 % "
-        "interval, results of each task, and a page of all episodes. The same command continues what was interrupted.",
-        epilog="A checkpoint of the trainer: sandboxgym eval --checkpoint DIR; sandboxgym eval --checkpoint DIR --help "
-        "lists its options. Exit status: 0 done, 1 some episodes have errors or it could not be done, 2 wrong usage, "
+        description="Evaluate a model behind an OpenAI-compatible endpoint on an environment's tasks: success rate "
+        "with a 95 % interval, results per task, and a page of all episodes. The same command resumes an interruption.",
+        epilog="For a checkpoint of the trainer: sandboxgym eval --checkpoint DIR; sandboxgym eval --checkpoint DIR "
+        "--help lists its options. Exit status: 0 success, 1 failure or some episodes have errors, 2 wrong usage, "
         "130 interrupted.",
     )
     made.add_argument(
@@ -92,53 +92,53 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
     group = made.add_argument_group("the endpoint")
     group.add_argument("--base-url", required=True, metavar="URL", help="such as http://localhost:8000/v1")
-    group.add_argument("--model", required=True, help="as the endpoint calls it")
+    group.add_argument("--model", required=True, help="name of the model at the endpoint")
     group.add_argument(
         "--api-key-env",
         default="OPENAI_API_KEY",
         metavar="NAME",
-        help="the environment variable that holds the key (default: OPENAI_API_KEY; no key if it is not set)",
+        help="environment variable with the API key (default: OPENAI_API_KEY; no key if it is not set)",
     )
     group.add_argument("--temperature", type=_number(0), default=1.0, help="of sampling (default: 1)")
-    group.add_argument("--max-tokens", type=_whole(1), default=512, metavar="N", help="of an answer (default: 512)")
+    group.add_argument("--max-tokens", type=_whole(1), default=512, metavar="N", help="per answer (default: 512)")
     group.add_argument(
         "--option",
         nargs="+",
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="further fields of every request, as JSON or text (top_p=0.9); NAME=null leaves one out "
+        help="further fields of every request, as JSON or text (top_p=0.9); NAME=null removes a field "
         "(max_tokens=null max_completion_tokens=512)",
     )
     group.add_argument(
         "--timeout", type=_number(0, above=True), default=120.0, help="seconds per request (default: 120)"
     )
-    group.add_argument("--retries", type=_whole(0), default=4, help="of a failed request (default: 4)")
-    group.add_argument("--concurrency", type=_whole(1), default=8, metavar="N", help="episodes at a time (default: 8)")
-    group.add_argument("--price-in", type=_number(0), metavar="PRICE", help="of a million tokens of prompts")
-    group.add_argument("--price-out", type=_number(0), metavar="PRICE", help="of a million generated tokens")
+    group.add_argument("--retries", type=_whole(0), default=4, help="retries of a failed request (default: 4)")
+    group.add_argument("--concurrency", type=_whole(1), default=8, metavar="N", help="parallel episodes (default: 8)")
+    group.add_argument("--price-in", type=_number(0), metavar="PRICE", help="price per million prompt tokens")
+    group.add_argument("--price-out", type=_number(0), metavar="PRICE", help="price per million generated tokens")
     group = made.add_argument_group("the episodes")
     which = group.add_mutually_exclusive_group()
     which.add_argument(
-        "--tasks", type=_count, metavar="N", help=f"the first N tasks, or all (default: {TASKS}, or all if fewer)"
+        "--tasks", type=_count, metavar="N", help=f"play the first N tasks, or all (default: {TASKS}, or all if fewer)"
     )
-    which.add_argument("--task-ids", nargs="+", metavar="TASK", help="these tasks: indices, or ids where there are any")
-    group.add_argument("--samples", type=_whole(1), default=1, metavar="N", help="episodes of each task (default: 1)")
-    group.add_argument("--seed", type=_whole(0), default=0, help="of environments and requests (default: 0)")
+    which.add_argument("--task-ids", nargs="+", metavar="TASK", help="play these tasks, by index or id")
+    group.add_argument("--samples", type=_whole(1), default=1, metavar="N", help="episodes per task (default: 1)")
+    group.add_argument("--seed", type=_whole(0), default=0, help="seed of environments and requests (default: 0)")
     group.add_argument(
         "--max-steps",
         type=_whole(1),
         metavar="N",
-        help=f"answers of an episode at most (default: the environment's limit, or {STEPS})",
+        help=f"maximum answers per episode (default: the environment's limit, or {STEPS})",
     )
     group.add_argument(
         "--prompt",
         choices=get_args(PromptName),
         default="react",
-        help="how the model is asked: thoughts and one tagged action, the bare action, or a number (default: react)",
+        help="prompt format: thoughts and one tagged action, the bare action, or a number (default: react)",
     )
-    group.add_argument("--list-actions", action="store_true", help="name the possible actions in every message")
-    group.add_argument("--history", type=_whole(0), default=0, metavar="K", help="recall K turns only (default: all)")
+    group.add_argument("--list-actions", action="store_true", help="list the admissible actions in every message")
+    group.add_argument("--history", type=_whole(0), default=0, metavar="K", help="show the last K turns (default: all)")
     group.add_argument("--system", metavar="TEXT", help="another system prompt")
     made.add_argument("--out", metavar="DIR", help="folder of the results (default: runs/eval/ENV-MODEL)")
     made.add_argument("--quiet", action="store_true", help="no progress on standard error")
@@ -169,15 +169,15 @@ def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
 
 
 def _count(text: str) -> int:
-    """A number of tasks; 0 stands for all."""
+    """Parse a number of tasks; 0 means all."""
     return 0 if text == "all" else _whole(1)(text)
 
 
 def environment(env_id: str, kwargs: dict[str, Any], max_steps: int | None) -> Callable[[], gym.Env[Any, Any]]:
-    """What makes the environment: of a Gymnasium id, or of a function or class that is named ``module:name``.
+    """Maker of the environment, from a Gymnasium id, or from a function or class named ``module:name``.
 
     Raises:
-        CommandError: there is no such thing.
+        CommandError: there is no such environment, function or class.
     """
     see_this_folder()
     if ":" not in env_id or _VERSIONED.search(env_id):
@@ -198,21 +198,21 @@ def environment(env_id: str, kwargs: dict[str, Any], max_steps: int | None) -> C
 
 @dataclass(frozen=True)
 class Subject:
-    """What is known of an environment before anything is played."""
+    """Properties of an environment, known before anything is played."""
 
     tasks: tuple[Task, ...]
     named: bool
-    """Whether ``reset`` is told the task; otherwise it is the seed that begins it."""
+    """Whether ``reset`` takes the task; otherwise the seed determines the episode."""
     available: int | None
     limit: int
     space: gym.Space[Any]
 
 
 def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) -> Subject:
-    """Make the environment once, to see that it can be made, and which tasks it has.
+    """Make the environment once, to check that it can be made and which tasks it has.
 
     Raises:
-        CommandError: it cannot be made, or has fewer tasks.
+        CommandError: it cannot be made, or has fewer tasks than asked for.
     """
     try:
         env = maker()
@@ -248,10 +248,10 @@ def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) ->
 
 
 def endpoint(options: argparse.Namespace) -> ChatClient:
-    """The client of the endpoint.
+    """Client of the endpoint.
 
     Raises:
-        CommandError: the address or the key cannot be one.
+        CommandError: the address or the key is invalid.
     """
     fields = {"temperature": options.temperature, "max_tokens": options.max_tokens, **parse_kwargs(options.option)}
     if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
@@ -270,7 +270,7 @@ def endpoint(options: argparse.Namespace) -> ChatClient:
 
 
 def prompt_of(options: argparse.Namespace, space: gym.Space[Any]) -> Prompt:
-    """How the model is asked; it is told what actions look like where they are no text."""
+    """Prompt of the model; it explains the form of actions if they are not text."""
     system = options.system
     if system is None and not isinstance(space, (Unicode, spaces.Text)):
         how = f"An action is one of {space}: a number, numbers with blanks between them, or JSON."
@@ -281,7 +281,7 @@ def prompt_of(options: argparse.Namespace, space: gym.Space[Any]) -> Prompt:
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """What the results depend on; a folder is continued with the same only."""
+    """Settings on which the results depend; an evaluation is only continued with the same ones."""
     return {
         "env": options.env_id,
         "kwargs": parse_kwargs(options.kwargs),
@@ -302,13 +302,13 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> dict[str, Any]
 
 
 def default_folder(env_id: str, model: str) -> Path:
-    """``runs/eval/ENV-MODEL``."""
+    """Default folder of the results, ``runs/eval/ENV-MODEL``."""
     name = f"{env_id.rpartition('/')[2]}-{model.rpartition('/')[2]}"
     return Path("runs", "eval", re.sub(r"[^A-Za-z0-9.]+", "-", name).strip(".-")[:120] or "run")
 
 
 class Evaluation:
-    """Episodes that are still to be played, the threads that play them, and the report."""
+    """An evaluation: the remaining episodes, the threads that play them, and the report."""
 
     def __init__(
         self,
@@ -327,10 +327,10 @@ class Evaluation:
         self._results: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._row = 0
-        """Errors since an episode ended."""
+        """Number of errors since the last episode that ended."""
 
     def run(self) -> int:
-        """Play what is left, and report; the exit status."""
+        """Play the remaining episodes and report; returns the exit status."""
         progress = Progress(sys.stderr, self.asked, quiet=self.options.quiet)
         before = self.asked - len(self.todo)
         self._introduce(before)
@@ -342,7 +342,7 @@ class Evaluation:
             try:
                 self._report()
             except CommandError:
-                if problem is None:  # else that is what to tell, and probably why
+                if problem is None:  # else the problem is told, which is probably the reason
                     raise
         if isinstance(problem, KeyboardInterrupt):
             print(f"interrupted; the same command continues ({self.store.folder})", file=sys.stderr)
@@ -371,7 +371,7 @@ class Evaluation:
         )
 
     def _play(self, progress: Progress) -> BaseException | None:
-        """Play; what ended it before its time, if anything."""
+        """Play; returns the error that ended it early, if any."""
         for key in self.todo:
             self._jobs.put(key)
         workers = [
@@ -404,7 +404,7 @@ class Evaluation:
                 worker.join(max(0.0, end - time.monotonic()))
         while not self._results.empty() and not isinstance(problem, CommandError):
             result = self._results.get()
-            if isinstance(result, dict):  # it ended while the others were being stopped
+            if isinstance(result, dict):  # an episode that ended while the others were stopped
                 self.store.add(result)
         return problem
 
@@ -416,7 +416,7 @@ class Evaluation:
         return None
 
     def _work(self) -> None:
-        """One thread: an environment of its own, made, used and closed here (browsers insist on it)."""
+        """Work of one thread, which makes, uses and closes its own environment (browsers require it)."""
         env: gym.Env[Any, Any] | None = None
         try:
             while not self._stop.is_set():
@@ -435,7 +435,7 @@ class Evaluation:
                     named=self.subject.named,
                 )
                 if isinstance(error, EndpointError) and (error.hopeless or not self.client.answered):
-                    self._results.put(error)  # every other episode would end like this one: not worth a record
+                    self._results.put(error)  # every other episode would fail in the same way: not recorded
                     break
                 self._results.put(record)
         except Aborted:
@@ -446,7 +446,7 @@ class Evaluation:
             if env is not None:
                 try:
                     env.close()
-                except Exception as error:  # all its episodes have been kept
+                except Exception as error:  # its episodes are already recorded
                     print(f"an environment could not be closed: {error}", file=sys.stderr)
             self._results.put(None)
 
@@ -491,7 +491,7 @@ class Evaluation:
 
 
 class Progress:
-    """One line that is kept up to date on a terminal, one every few seconds elsewhere."""
+    """Progress: a line that is updated in place on a terminal, a new line every few seconds elsewhere."""
 
     SECONDS = 5.0
 
@@ -501,7 +501,7 @@ class Progress:
         self._printed = time.monotonic()
 
     def show(self, records: Any) -> None:
-        """The state of things, given all records."""
+        """Show the progress, given all records."""
         now = time.monotonic()
         if self._quiet or now - self._printed < (0.1 if self._terminal else self.SECONDS):
             return

@@ -1,9 +1,9 @@
-"""``sandboxgym gc``: removes what killed processes left behind, and nothing that a living one uses.
+"""``sandboxgym gc``: remove leftovers of killed processes, and nothing that a running process uses.
 
 1. Run directories whose owner is gone (`run_directories.reap`).
-2. Partial downloads and half-unpacked archives that nobody has touched for a day and nobody holds.
+2. Partial downloads and half-unpacked archives that are unlocked and have not changed for a day.
 3. Temporary files of interrupted atomic writes, older than a day, in the directories of this package.
-4. With ``--all``, the caches: what is there can be made again. Prepared tasks that a living process uses stay.
+4. With ``--all``, the caches, which are rebuilt when needed. Prepared tasks that a running process uses stay.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sandboxgym.system import run_directories
 from sandboxgym.system.run_directories import Leftover
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
-"""Names that `serialization.write_atomic` gives: a dot, the file's name, a dot, and what mkstemp appends."""
+"""Temporary names of `serialization.write_atomic`: a dot, the file's name, a dot, and a suffix from mkstemp."""
 _HIDDEN = re.compile(r"\..+")
 _TREES = ("root", "files")
-"""Directories in caches that are file systems of sandboxes, whose hidden files are nobody's to judge."""
+"""Directories in caches with file systems of sandboxes, whose hidden files are left alone."""
 
 
 def main(argv: Sequence[str]) -> int:
     """``sandboxgym gc``."""
     parser = argparse.ArgumentParser(
-        prog="sandboxgym gc", description="Remove what killed processes left behind. What living ones use stays."
+        prog="sandboxgym gc", description="Remove leftovers of killed processes. Files in use stay."
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--all", action="store_true", help="the caches too (compiled games, indices)")
+    parser.add_argument("--dry-run", action="store_true", help="only report what would be removed")
+    parser.add_argument("--all", action="store_true", help="also remove caches (compiled games, indices)")
     options = parser.parse_args(argv)
     found = run_directories.reap(dry_run=options.dry_run)
     clearing = {name: card.clear_cache for card in cards().values() if card.clear_cache for name in card.caches}
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stale_files() -> Iterator[tuple[Path, str]]:
-    """What interrupted downloads and writes left, older than a day and not in use."""
+    """Leftovers of interrupted downloads and writes, older than a day and not in use."""
     roots = {data.directory(dataset) for dataset in data_sets().values()}
     for root in sorted(roots):
         scratch = root / SCRATCH
@@ -70,13 +70,13 @@ def stale_files() -> Iterator[tuple[Path, str]]:
     for root in sorted({*roots, data.data_dir(), data.cache_dir(), run_directories.runtime_dir(create=False)}):
         yield from ((path, "temporary file") for path in _temporaries(root, _TEMPORARY))
     for cache, _ in caches():
-        for folder, folders, _ in os.walk(cache):  # all ours, so every hidden file there is one not yet in place
+        for folder, folders, _ in os.walk(cache):  # written only by this package: hidden files are temporary
             folders[:] = [name for name in folders if name not in _TREES]
             yield from ((path, "temporary file") for path in _temporaries(Path(folder), _HIDDEN))
 
 
 def caches() -> Iterator[tuple[Path, str]]:
-    """The caches that exist."""
+    """Existing caches."""
     for name, holds in cache_directories().items():
         path = data.cache_dir() / name
         if path.is_dir() and not path.is_symlink():
@@ -97,7 +97,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _remove_unused(path: Path, what: str, clear: str, dry_run: bool) -> list[Leftover]:
-    """A cache whose entries processes may use, or a daemon hold: all of it, unless some are in use."""
+    """Remove the unused entries of a cache that processes or a daemon may use, or the whole cache if none is used."""
     found: list[Leftover] = hook(clear)(dry_run=dry_run)
     used = [item for item in found if item.note]
     if used:

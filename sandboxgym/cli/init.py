@@ -1,7 +1,7 @@
-"""``sandboxgym init my_env``: a package with an environment that can be snapshotted, tests, a workflow and a badge.
+"""``sandboxgym init my_env``: write a package with an environment with snapshots, tests, a workflow and a badge.
 
-The package is that of ``template/``, a complete one by the name of ``my_env`` whose files end in ``.txt``, with another
-name. It is there as a whole or not at all.
+The source is ``template/``, a complete package named ``my_env`` whose files end in ``.txt``; it is copied under another
+name, completely or not at all.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def main(argv: Sequence[str]) -> int:
     """``sandboxgym init``."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym init",
-        description="Write a package with an environment of your own: a small one that passes the conformance suite, "
+        description="Write a package for your own environment: a small example that passes the conformance suite, "
         "to be changed into yours, with tests, a workflow for GitHub Actions that certifies it, and a badge.",
     )
-    parser.add_argument("name", metavar="NAME", help="of the package, such as my_env")
-    parser.add_argument("--directory", default=".", metavar="DIR", help="where its folder is made (default: here)")
+    parser.add_argument("name", metavar="NAME", help="name of the package, such as my_env")
+    parser.add_argument("--directory", default=".", metavar="DIR", help="parent of its folder (default: here)")
     options = parser.parse_args(argv)
     check_name(options.name)
     folder = Path(options.directory) / options.name
@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_name(name: str) -> None:
-    """Whether a package can have a name.
+    """Check the name of a package.
 
     Raises:
-        CommandError: it cannot, and why.
+        CommandError: the name is invalid; the message says why.
     """
     if not _NAME.fullmatch(name):
         better = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_").lstrip("0123456789_")
@@ -69,7 +69,7 @@ def check_name(name: str) -> None:
 
 
 def class_name(name: str) -> str:
-    """``my_env`` as ``MyEnv``; a name without "env" gets it.
+    """Class name for a package, ``MyEnv`` for ``my_env``; "Env" is appended to names without it.
 
     >>> class_name("my_env"), class_name("chess")
     ('MyEnv', 'ChessEnv')
@@ -95,7 +95,7 @@ def write(folder: Path, name: str) -> list[str]:
                 made.append(path)
                 (work / path).parent.mkdir(parents=True, exist_ok=True)
                 (work / path).write_text(text, encoding="utf-8")
-            if folder.exists():  # since it was looked for
+            if folder.exists():  # created in the meantime
                 raise FileExistsError(17, "it exists already")
             shutil.move(work, folder)
     except OSError as error:
@@ -104,7 +104,7 @@ def write(folder: Path, name: str) -> list[str]:
 
 
 def contents(name: str) -> Iterator[tuple[str, str]]:
-    """The package's files: path and text."""
+    """Paths and texts of the package's files."""
     from sandboxgym.conformance.reports.badge import badge
 
     for path, source in _walk(files("sandboxgym.cli") / "template", ""):

@@ -1,4 +1,4 @@
-"""Commands that hand their arguments on, unparsed, to another module's command line."""
+"""Commands that pass their arguments, unparsed, to another module's command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bench_main(argv: Sequence[str]) -> int:
 
 
 def conformance_main(argv: Sequence[str]) -> int:
-    """``python -m sandboxgym.conformance`` with these arguments."""
+    """Run ``python -m sandboxgym.conformance`` with these arguments."""
     with _argv("sandboxgym conformance", *argv):
         try:
             runpy.run_module("sandboxgym.conformance", run_name="__main__", alter_sys=False)
@@ -48,12 +48,12 @@ def conformance_main(argv: Sequence[str]) -> int:
 
 
 def train_main(argv: Sequence[str]) -> int:
-    """``python -m bpo_ref.train`` with these arguments, in one process; `accelerate launch` starts several."""
+    """Run ``python -m bpo_ref.train`` with these arguments, in one process; `accelerate launch` starts several."""
     return _trainer("train", argv)
 
 
 def eval_main(argv: Sequence[str]) -> int:
-    """``python -m bpo_ref.eval`` with these arguments."""
+    """Run ``python -m bpo_ref.eval`` with these arguments."""
     return _trainer("eval", argv)
 
 
@@ -75,7 +75,7 @@ def _trainer(name: str, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _argv(*arguments: str) -> Iterator[None]:
-    """The process's command line meanwhile: argparse takes the program's name from it."""
+    """Set the process's command line within the context, because argparse takes the program's name from it."""
     before, sys.argv = sys.argv, list(arguments)
     try:
         yield

@@ -1,7 +1,7 @@
-"""``sandboxgym play``: a person plays any environment that can be snapshotted, with undo and branches.
+"""``sandboxgym play``: play any environment with snapshots in the terminal, with undo and branches.
 
-A line is an action, the number of one of the admissible commands, or, with a colon, a word to the player itself
-(``:help`` lists them). Lines from a pipe are echoed, so that the output reads like a terminal's.
+A line is an action, the number of an admissible command, or, with a colon, a command to the player itself (``:help``
+lists them). Lines from a pipe are echoed, so that the output reads like a terminal session.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
     """``sandboxgym play``."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym play",
-        description="Play an environment in the terminal. Every step is a snapshot: :undo, :goto and :tree move among "
-        "them, :save and :load keep them in files. :help lists the words.",
+        description="Play an environment in the terminal. Every step takes a snapshot: :undo, :goto and :tree move "
+        "between them, :save and :load keep them in files. :help lists the commands.",
     )
     parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
     add_kwargs(parser)
-    parser.add_argument("--task", help="which task to play: an index, an id, or what else the environment takes")
+    parser.add_argument("--task", help="task to play: an index, an id, or what else the environment accepts")
     parser.add_argument("--seed", type=int, help="of the first reset")
     parser.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
     parser.add_argument("--no-list", action="store_true", help="do not list the admissible commands at every step")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     task = None if options.task is None else {"task": parse_task(options.task)}
     try:
         exploration = Exploration(env, seed=options.seed, options=task)
-    except Exception as error:  # whatever an environment raises for a task or a seed it does not know
+    except Exception as error:  # environments raise any type of error for unknown tasks or seeds
         env.close()
         raise CommandError(f"{options.env_id} could not be started: {error}") from error
     player = Player(exploration, Screen(sys.stdout), listing=not options.no_list)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Player:
-    """The conversation: reads lines, moves in the exploration, prints."""
+    """Loop of the player: reads lines, moves in the exploration, prints."""
 
     def __init__(self, exploration: Exploration, screen: Screen, *, listing: bool = True) -> None:
         self.exploration = exploration
@@ -112,7 +112,7 @@ class Player:
         return OK
 
     def do(self, line: str) -> None:
-        """Do what one line says; what cannot be done is said, and nothing has changed."""
+        """Carry out one line; if it is impossible, say so and change nothing."""
         line = line.strip()
         try:
             if line.startswith(":") and not line.startswith("::"):
@@ -162,7 +162,7 @@ class Player:
     def _candidates(self) -> list[str]:
         return [*self._commands(), *(f":{word}" for word in self.words)]
 
-    # Words.
+    # Commands.
 
     def _undo(self, rest: str) -> None:
         self._show(self.exploration.undo(_count(rest)))
@@ -224,7 +224,7 @@ class Player:
         commands = self._commands()
         if commands:
             action: Any = self._rng.choice(commands)
-        else:  # from a copy: the space's own stream is part of the state, and would repeat itself after every :undo
+        else:  # from a copy: the space's stream is part of the state and would repeat its draws after every :undo
             space = copy.deepcopy(self.exploration.env.action_space)
             space.seed(self._rng.randrange(2**31))
             action = space.sample()
@@ -298,15 +298,15 @@ class Player:
 
 
 def parse_task(text: str) -> str | int:
-    """What was typed for a task: an index, or whatever else the environment names its tasks by."""
+    """Parse a typed task: an index, or another name that the environment accepts."""
     return int(text) if text.isdigit() else text
 
 
 def parse_action(space: gym.Space[Any], line: str) -> Any:
-    """An action of the space from what was typed: text, a number, numbers, or JSON.
+    """Parse a typed action of the space: text, a number, numbers, or JSON.
 
     Raises:
-        CannotGo: saying what the space takes.
+        CannotGo: the text is not an action; the message says what the space takes.
     """
     if isinstance(space, (Unicode, spaces.Text)):
         return line
@@ -327,13 +327,13 @@ def parse_action(space: gym.Space[Any], line: str) -> Any:
 
 
 def _member(space: gym.Space[Any], value: Any) -> Any:
-    """A JSON value as a member of the space, as far as its form goes."""
+    """Convert a JSON value to the form of the space's members."""
     if isinstance(space, spaces.Dict):
         return {name: _member(space[name], content) for name, content in value.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_member(inner, content) for inner, content in zip(space, value, strict=True))
     if isinstance(space, spaces.Discrete):
-        if type(value) is not int:  # True is a number, too, and not meant as one
+        if type(value) is not int:  # True is an int in Python, but not meant as a number
             raise TypeError("expected a whole number")
         return value
     if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
@@ -373,7 +373,7 @@ def _short(value: Any, length: int = 400) -> str:
 
 @contextlib.contextmanager
 def _completing(candidates: Callable[[], list[str]]) -> Iterator[None]:
-    """Complete whole lines with the tab key and edit them, where readline is there; put back what was set before."""
+    """Enable tab completion and editing of whole lines if readline is available; restore its settings afterwards."""
     try:
         import readline
     except ImportError:
@@ -386,7 +386,7 @@ def _completing(candidates: Callable[[], list[str]]) -> Iterator[None]:
 
     before = readline.get_completer(), readline.get_completer_delims()
     readline.set_completer(complete)
-    readline.set_completer_delims("")  # an action is completed as a whole: it has blanks in it
+    readline.set_completer_delims("")  # actions contain blanks and are completed as a whole
     libedit = "libedit" in (readline.__doc__ or "")
     readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
     try:

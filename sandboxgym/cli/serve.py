@@ -1,4 +1,4 @@
-"""``sandboxgym serve webshop``: the shop as a web site, for people.
+"""``sandboxgym serve webshop``: serve the shop as a website for people.
 
 ``sandboxgym serve mcp`` serves a sandbox to agents; see ``sandboxgym serve mcp --help``.
 """
@@ -22,13 +22,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="sandboxgym serve", description=__doc__)
     parser.add_argument("what", choices=("webshop",), help="what to serve")
     parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=int, default=3000, help="0 takes a free one (default: 3000)")
+    parser.add_argument("--port", type=int, default=3000, help="0: a free port (default: 3000)")
     parser.add_argument(
         "--name",
         action="append",
         default=[],
         metavar="HOST",
-        help="a host name that visitors reach it by; may be repeated (always: localhost, and the address itself)",
+        help="host name by which visitors reach it; may be repeated (always: localhost, and the address itself)",
     )
     parser.add_argument("--catalogue", default="embedded", metavar="DIR", help="official files (default: embedded)")
     parser.add_argument("--goals", choices=("synthetic", "human"), default="synthetic", help="(default: synthetic)")

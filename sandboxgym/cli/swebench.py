@@ -1,9 +1,9 @@
-"""``sandboxgym swebench prepare|images|check``: what a training run on SWE-bench rows wants done before it begins.
+"""``sandboxgym swebench prepare|images|check``: prepare SWE-bench rows for training.
 
-1. ``prepare`` puts rows into the cache of prepared tasks; what is there is verified and left.
-2. ``images`` says which images are on this machine, and gets those that are missing.
-3. ``check`` runs the solution and no change at all, and records what environments then know of the row; with
-   ``--report`` it runs nothing and says what is recorded.
+1. ``prepare`` puts rows into the cache of prepared tasks; existing entries are verified and kept.
+2. ``images`` reports which images are on this machine, and gets those that are missing.
+3. ``check`` grades the solution and an empty change, and records the results for environments; with ``--report`` it
+   runs nothing and prints the records.
 
 A row that fails does not stop the others: all failures are listed at the end, and the exit status is 1.
 """
@@ -61,33 +61,33 @@ def _parser() -> argparse.ArgumentParser:
     rows = argparse.ArgumentParser(add_help=False)
     rows.add_argument("rows", nargs="*", metavar="ROW", help="instance ids, or unique endings of them; default: all")
     rows.add_argument("--dataset", default="mini", help="mini, verified, lite, full, or a file (default: mini)")
-    rows.add_argument("--image", help="for rows that run on this machine's tool chain")
+    rows.add_argument("--image", help="image for rows that run on this machine's tool chain")
     boxes = argparse.ArgumentParser(add_help=False)
     boxes.add_argument("--backend", default="auto", choices=("auto", *backends.names()))
-    boxes.add_argument("--jobs", type=int, default=1, metavar="N", help="rows worked on at one time (default: 1)")
-    boxes.add_argument("--network", action="store_true", help="as for environments made with network=True")
+    boxes.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel rows (default: 1)")
+    boxes.add_argument("--network", action="store_true", help="allow the network, as network=True does")
     boxes.add_argument("--allow-unsafe", action="store_true", help="permit a backend that isolates nothing")
     commands.add_parser("prepare", parents=[rows, boxes], help="put rows into the cache of prepared tasks")
-    images = commands.add_parser("images", parents=[rows], help="which images are here, their size, what is missing")
+    images = commands.add_parser("images", parents=[rows], help="list images: present, their size, missing")
     images.add_argument("--json", action="store_true", help="for programs")
     get = images.add_mutually_exclusive_group()
-    get.add_argument("--pull", action="store_true", help="get what is missing from its registry")
+    get.add_argument("--pull", action="store_true", help="pull missing images from their registries")
     get.add_argument(
         "--build",
         metavar="TASK_REPO",
-        help="build what is missing with the official builder, from a repository of tasks: a directory or OWNER/NAME",
+        help="build missing images with the official builder, from a repository of tasks: a directory or OWNER/NAME",
     )
-    images.add_argument("--jobs", type=int, default=1, metavar="N", help="images built at one time (default: 1)")
+    images.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel builds (default: 1)")
     check = commands.add_parser(
-        "check", parents=[rows, boxes], help="run the solution and no change, record what is seen"
+        "check", parents=[rows, boxes], help="grade the solution and an empty change, and record the results"
     )
     check.add_argument(
-        "--repeat", type=int, default=1, metavar="N", help="runs of each, to find flaky rows (default: 1)"
+        "--repeat", type=int, default=1, metavar="N", help="runs per row, to find flaky ones (default: 1)"
     )
-    check.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="that the tests may take")
-    check.add_argument("--missing", action="store_true", help="only rows that the record does not know")
+    check.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of the tests")
+    check.add_argument("--missing", action="store_true", help="only rows without a record")
     check.add_argument(
-        "--report", action="store_true", help="run nothing: say in a table what is recorded, of all rows or of these"
+        "--report", action="store_true", help="run nothing: print a table of the records, for all rows or these"
     )
     check.add_argument(
         "--record", type=Path, metavar="FILE", help=f"default: ${record.VARIABLE}, else a file beside the data sets"
@@ -113,7 +113,7 @@ def _job(options: argparse.Namespace, work: str, **more: Any) -> Job:
 
 
 def _answers(job: Job, rows: Sequence[str], jobs: int) -> Iterator[Answer]:
-    """Answers with a bar; failures come at the end, on standard output as all else."""
+    """Yield answers with a progress bar; failures come at the end, on standard output like the rest."""
     bar = progress(unit="rows")
     bar.start(job.work, 0, len(rows))
     try:
@@ -179,7 +179,7 @@ def _print_recorded(options: argparse.Namespace) -> int:
 
 
 def report(checks: Sequence[record.Check]) -> list[str]:
-    """What is recorded of rows, in Markdown: a table, and a list of those for each thing that is known of them."""
+    """Records of rows in Markdown: a table, and a list of rows for each known property."""
     lines = [
         "| row | the solution | no change | seconds | backend | image | checked |",
         "|---|---|---|---|---|---|---|",
@@ -207,7 +207,7 @@ def report(checks: Sequence[record.Check]) -> list[str]:
 
 
 def _facts(check: record.Check) -> dict[str, bool]:
-    """What a row is known for, by how it is said."""
+    """Known properties of a row, by their description."""
     return {
         "needs network": check.needs_network,
         "flaky": check.flaky,
@@ -256,13 +256,13 @@ def _told(seen: record.Check) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ImageState:
-    """The image of a row on this machine."""
+    """State of a row's image on this machine."""
 
     instance_id: str
     image: str
     present: bool
     nbytes: int | None = None
-    """Its size, layers that others share included; None if that is not known."""
+    """Size in bytes, including layers shared with others; None if unknown."""
     error: str = ""
 
 
@@ -298,7 +298,7 @@ def _is_docker(image: str) -> bool:
 
 
 def _states(named: dict[str, str]) -> list[ImageState]:
-    """Each row's image, each image asked for once."""
+    """State of each row's image; each image is asked for once."""
     found: dict[str, ImageState] = {}
     with contextlib.ExitStack() as stack:
         client = None
@@ -345,7 +345,7 @@ def _state(client: Any, image: str) -> ImageState:
 
 
 def _pull(images: Sequence[str]) -> dict[str, str]:
-    """Get images, one after the other; why some could not be had. The daemon goes on where it stopped."""
+    """Pull images one after the other; returns the errors. The daemon resumes interrupted pulls."""
     errors = {}
     with _client() as client:
         for image in images:
@@ -382,11 +382,11 @@ def _pull_one(client: Any, image: str) -> None:
 
 
 class _BuildErrors:
-    """Why the builder made no image of some row.
+    """Reasons why the builder made no image of a row.
 
     Args:
-        said: by the builder as a whole.
-        logs: directories with a log for each image.
+        said: message of the builder as a whole.
+        logs: logs by image.
     """
 
     def __init__(self, said: str, logs: dict[str, str]) -> None:
@@ -401,7 +401,7 @@ def _file_name(image: str) -> str:
 
 
 def _build(task_repo: str, rows: Sequence[str], *, jobs: int) -> _BuildErrors:
-    """Have the official builder make images, which are named as the harness names them; those that exist, it skips."""
+    """Build images with the official builder, under the harness's names; existing ones are skipped."""
     why = (
         subprocess.run(["docker", "buildx", "version"], capture_output=True, text=True)
         if shutil.which("docker")
@@ -415,7 +415,7 @@ def _build(task_repo: str, rows: Sequence[str], *, jobs: int) -> _BuildErrors:
     arguments = ["images", "build", repository, "--namespace", "swebench", "--workers", str(jobs)]
     arguments += [word for row in rows for word in ("--instance", row)]
     command = interpreter.command("from swebench.cli.cli import main\nmain()", *arguments)
-    with tempfile.TemporaryDirectory(prefix="sandboxgym-build-") as folder:  # it logs where it is started
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-build-") as folder:  # it logs into the working directory
         top = Path(folder, "logs", "image_builder")
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             process = subprocess.Popen(
@@ -441,11 +441,11 @@ def _build(task_repo: str, rows: Sequence[str], *, jobs: int) -> _BuildErrors:
 
 
 _BUILT, _NOT_BUILT = "Image built successfully", "failed with exit code"
-"""What the official builder's log of an image ends with."""
+"""Last line of the official builder's log of an image."""
 
 
 def _build_logs(top: Path) -> dict[str, str]:
-    """What the official builder has logged so far, by the image's `_file_name`."""
+    """Logs of the official builder so far, by the image's `_file_name`."""
     return {
         os.fspath(path.parent.relative_to(top)): path.read_text(encoding="utf-8", errors="replace")
         for path in top.rglob("build_image.log")
@@ -453,13 +453,13 @@ def _build_logs(top: Path) -> dict[str, str]:
 
 
 def _why_not_built(log: str) -> str:
-    """What docker said last, above the builder's own "failed with exit code"."""
+    """Last message of docker, above the builder's own "failed with exit code"."""
     return _last_line("\n".join(line for line in log.splitlines() if _NOT_BUILT not in line))
 
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """A child that does not outlive the block: an interruption at the terminal reaches it, too, so it is waited for."""
+    """End a child with the block; an interruption at the terminal reaches the child as well, so wait for it."""
     try:
         yield
     finally:
@@ -472,7 +472,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _last_line(text: str, *, of: str = "") -> str:
-    """The last line with a word, or the last at all."""
+    """The last line that contains a word, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if of in line.lower()), lines[-1] if lines else "")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from sandboxgym.sandbox.base import ProcessInfo, SandboxError
-from sandboxgym.sandbox.files.reading import start_of
+from sandboxgym.system import proc
 
 _PATIENCE = 10.0
 """Seconds after which processes that do not die are an error."""
@@ -109,33 +109,29 @@ def send_signal(pid: int, number: int) -> None:
 
 def _row(pid: int) -> Row | None:
     try:
-        # The second field is the program's name in parentheses and may hold anything.
-        head, _, tail = start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")
-        command = command_line(pid)
+        found, command = proc.stat(pid), command_line(pid)
     except OSError:  # gone meanwhile
         return None
-    fields = tail.decode().split()
-    name = head.partition(b"(")[2].decode(errors="backslashreplace")
-    return Row(pid, int(fields[1]), int(fields[3]), _state(pid, fields), fields[19], command or name)
+    return Row(pid, found.parent, found.session, _state(pid, found), found.started, command or found.name)
 
 
 def state(pid: int) -> str:
     """The kernel's state letter of a process; X if there is none."""
     try:
-        return _state(pid, start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].decode().split())
+        return _state(pid, proc.stat(pid))
     except OSError:
         return "X"
 
 
-def _state(pid: int, fields: list[str]) -> str:
+def _state(pid: int, found: proc.Stat) -> str:
     """State among the fields after the name; that of another thread if only the first has ended."""
-    if fields[0] != "Z" or int(fields[17]) <= 1:
-        return fields[0]
+    if found.state != "Z" or found.threads <= 1:
+        return found.state
     letters = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                letters.add(start_of(f"/proc/{pid}/task/{thread}/stat", 4096).rpartition(b")")[2].decode().split()[0])
+                letters.add(proc.stat(pid, int(thread)).state)
     return min(letters - {"Z", "X"}, key=lambda letter: letter in "Tt", default="Z")
 
 
@@ -145,7 +141,7 @@ def command_line(pid: int) -> str:
     Raises:
         OSError: it is gone.
     """
-    shown = start_of(f"/proc/{pid}/cmdline", _COMMAND)
+    shown = proc.head(f"/proc/{pid}/cmdline", _COMMAND)
     return shown.rstrip(b"\0").replace(b"\0", b" ").strip().decode(errors="backslashreplace")
 
 

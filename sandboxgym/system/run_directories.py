@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from sandboxgym.system import directories
+from sandboxgym.system import directories, proc
 
 try:
     import fcntl
@@ -326,12 +326,11 @@ def _kind(path: Path) -> str:
 def _started(pid: int) -> str | None:
     """Start time of a process; None if there is none, or it is a zombie."""
     try:
-        # The second field is the program's name in parentheses and may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        found = proc.stat(pid)
     except OSError:
         return None if Path("/proc/self/stat").exists() else _started_by_ps(pid)
-    alone = fields[17] == "1"  # else other threads continue without the first
-    return None if fields[0] in "ZX" and alone else fields[19]
+    alone = found.threads == 1  # else other threads continue without the first
+    return None if found.state in "ZX" and alone else found.started
 
 
 def _started_by_ps(pid: int) -> str | None:

@@ -13,7 +13,7 @@
 A *node* is a state at which the policy acts, an *edge* one action with its reward, a *leaf* a finished episode; a
 node with several edges is a *branch node*. A *path* is the run of edges sampled in one go, from where it was started
 (the root, or a fork at a branch node) to its end. Independent rollouts are paths that all start at the root; a
-backbone with siblings is one root path with further paths started at its branch nodes; forks of forks nest.
+backbone with siblings is one independent rollout with further paths started at its branch nodes; forks of forks nest.
 
 Every path has its own random streams, for the policy and for the environment, keyed by (seed, task, path): what is
 sampled on a path does not depend on which other paths are rolled out, in which order or in which process.

@@ -1,10 +1,10 @@
-"""Rollout trees as JSON files: to look at (``sandboxgym tree FILE``), to keep, to load again.
+"""Rollout trees as JSON files, to save, load and view (``sandboxgym tree FILE``).
 
-A file holds what `RolloutTree` holds but for what only the trainer understands (`Action.memory` and `Action.data`).
-Values that JSON lacks are written as their nearest: arrays and tuples as lists, NaN as null, anything else as text.
+A file has the content of `RolloutTree` except `Action.memory` and `Action.data`, which only the trainer understands.
+Values that JSON lacks are converted: arrays and tuples to lists, NaN to null, anything else to text.
 
-Its head may say where the trees are from (`TreeFile.about`). Files without a head, and earlier ones that do not say
-which paths were stopped, load all the same.
+The head of a file may describe the origin of the trees (`TreeFile.about`). Files without a head, and older ones that do
+not record which paths were stopped, can be loaded as well.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _NODE = ("depth", "observation", "key", "owner", "value", "survival", "stopped")
 
 
 class TreeFileError(ValueError):
-    """Not a file of rollout trees."""
+    """The file does not contain rollout trees."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeFile:
-    """The content of a file."""
+    """Content of a file."""
 
     trees: list[RolloutTree]
     about: dict[str, Any] = field(default_factory=dict)
-    """Where they are from, as far as the file says so: ``algo``, ``schedule``, ``rule`` (where the schedule forks, in a
-    sentence), ``env``, ``update``, …"""
+    """Origin of the trees, as far as the file records it: ``algo``, ``schedule``, ``rule`` (a sentence on where the
+    schedule forks), ``env``, ``update``, …"""
 
 
 def save_trees(
     trees: Iterable[RolloutTree], path: str | os.PathLike[str], *, about: Mapping[str, Any] | None = None
 ) -> None:
-    """Write trees to a JSON file, atomically, with what its head shall say (`TreeFile.about`)."""
+    """Write trees and the head of the file (`TreeFile.about`) to a JSON file, atomically."""
     content = json.dumps(to_json(trees, about), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     write_atomic(path, content.encode("utf-8", "surrogatepass"))
 
@@ -55,16 +55,16 @@ def load_trees(path: str | os.PathLike[str]) -> list[RolloutTree]:
     """Read the trees that `save_trees` wrote.
 
     Raises:
-        TreeFileError: naming the file and what was expected.
+        TreeFileError: the file is invalid; the message names it and says what was expected.
     """
     return read_trees(path).trees
 
 
 def read_trees(path: str | os.PathLike[str]) -> TreeFile:
-    """Read what `save_trees` wrote, with its head.
+    """Read the trees that `save_trees` wrote, and the head of the file.
 
     Raises:
-        TreeFileError: naming the file and what was expected.
+        TreeFileError: the file is invalid; the message names it and says what was expected.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -79,28 +79,28 @@ def read_trees(path: str | os.PathLike[str]) -> TreeFile:
 
 
 def update_file(run: str | os.PathLike[str], update: int) -> Path:
-    """Where a run keeps the trees of an update."""
+    """Path of the trees of an update in a run's folder."""
     return Path(run, "trees", f"update-{update:06d}.json")
 
 
 def files_of_run(run: str | os.PathLike[str]) -> list[Path]:
-    """A run's files of trees, in the order of its updates; that of the last update alone, if it kept no others."""
+    """Files of trees of a run, in the order of its updates; only that of the last update if there are no others."""
     kept = sorted(Path(run, "trees").glob("update-*.json"))
     return kept or [file for file in [Path(run, "trees.json")] if file.exists()]
 
 
 def to_json(trees: Iterable[RolloutTree], about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``{"format", …about, "trees"}``; a tree's ``paths`` refer to its ``nodes`` by number."""
+    """Convert trees to ``{"format", …about, "trees"}``; a tree's ``paths`` refer to its ``nodes`` by number."""
     return {**_plain(about or {}), "format": FORMAT, "trees": [_tree(tree) for tree in trees]}
 
 
 def about_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The head of what `to_json` gave."""
+    """The head of a result of `to_json`."""
     return {name: value for name, value in content.items() if name not in ("format", "trees")}
 
 
 def from_json(content: Any) -> list[RolloutTree]:
-    """The trees of what `to_json` gave."""
+    """The trees of a result of `to_json`."""
     found = content.get("format") if isinstance(content, dict) else content
     if found != FORMAT:
         raise TreeFileError(f"expected rollout trees in the format {FORMAT!r}, found {found!r:.80}")
@@ -145,7 +145,7 @@ def _load(content: Mapping[str, Any]) -> RolloutTree:
             n["key"],
             owner=tuple(n["owner"]),
             value=_float(n["value"]),
-            survival=_float(n.get("survival", 1.0)),  # files of earlier versions have neither of the two
+            survival=_float(n.get("survival", 1.0)),  # files of earlier versions lack both
             stopped=bool(n.get("stopped", False)),
         )
         for n in content["nodes"]

@@ -226,7 +226,7 @@ class Lockstep:
     # The course of a rollout.
 
     def reset_roots(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
-        """Reset to each task and capture the root, where the root paths then wait."""
+        """Reset to each task and capture the root, at which its independent rollouts wait."""
 
         def begin(task: Any, index: int) -> tuple[tuple[Begun, Any, Any], float, float]:
             began = time.perf_counter()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PathKey = tuple[int, ...]
-"""(depth, sibling) pairs of the forks that lead to a path; root paths are (0, 0), (0, 1), …"""
+"""(depth, sibling) pairs of the forks that lead to a path; independent rollouts are (0, 0), (0, 1), …"""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""Look at rollout trees: ``sandboxgym tree FILE`` prints them, ``--html`` writes one self-contained page.
+"""Views of rollout trees: ``sandboxgym tree FILE`` prints them, ``--html`` writes one self-contained page.
 
-The page needs no network and no server. One row per path, one square per step, coloured by entropy, advantage, V̂ or
-weight, a ring where paths branch, the return at the end. At a branch point a table compares the actions; below it is
-the text of the episode. Of a run's folder it has every update that was kept.
+The page needs no network and no server. It has a row per path and a square per step, coloured by entropy, advantage, V̂
+or weight, a ring at branch points, and the return at the end. At a branch point a table compares the actions; below it
+is the text of the episode. For the folder of a run the page has every saved update.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ def write_page(
     title: str = "Rollout trees",
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the page, atomically."""
+    """Write the page atomically."""
     write_atomic(path, page(trees, title=title, about=about).encode())
 
 
 def page(trees: Sequence[RolloutTree], *, title: str = "Rollout trees", about: Mapping[str, Any] | None = None) -> str:
-    """The HTML page of some trees; ``about`` is where they are from (`TreeFile.about`)."""
+    """The HTML page of some trees; ``about`` is their origin (`TreeFile.about`)."""
     return page_of_updates([TreeFile(list(trees), dict(about or {}))], title=title)
 
 
 def page_of_updates(updates: Sequence[TreeFile], *, title: str = "Rollout trees") -> str:
-    """One HTML page of several updates of a run; it opens with the last one, and reads the others when chosen."""
+    """One HTML page of several updates of a run; it opens at the last one and parses the others when chosen."""
     template = (files("sandboxgym.tree") / "page.html").read_text(encoding="utf-8")
     parts = {"@TITLE@": _escape(title), "@DATA@": "\n".join(map(_data, updates))}
     return re.sub("@TITLE@|@DATA@", lambda found: parts[found[0]], template)
 
 
 def mean_return(tree: RolloutTree) -> float:
-    """Mean return of the paths that have ended: siblings share the weight of the path they left, one that survived a
-    roulette of probability q counts 1/q, those it stopped are left out. NaN where none has ended.
+    """Mean return of the paths that have ended; NaN if none has.
+
+    Siblings share the weight of the path they were forked from; a path that survived a roulette of probability q counts
+    1/q; paths that it stopped are left out.
     """
     ended = [path for path in tree.paths if not _stopped(path)]
     weights = [_share(path) for path in ended]
@@ -81,10 +83,10 @@ def outline(tree: RolloutTree, *, width: int = 100) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym tree",
-        description="Show rollout trees: those of a run, or of a file that sandboxgym.tree.files.save_trees wrote.",
+        description="Show rollout trees of a run, or of a file written by sandboxgym.tree.files.save_trees.",
     )
     parser.add_argument("file", nargs="?", metavar="RUN|FILE", help="a run's folder, or a JSON file of trees")
     parser.add_argument(
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="?",
         const="",
         metavar="OUT",
-        help="write a page instead (default: FILE with .html, RUN/trees.html); of a run it has all updates",
+        help="write a page instead (default: FILE with .html, RUN/trees.html); for a run it has all updates",
     )
     parser.add_argument("--update", type=int, metavar="N", help="only this update of the run (text: the last)")
     parser.add_argument("--task", metavar="TASK", help="only the trees of this task")
@@ -118,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen(source: Path, update: int | None, task: str | None, *, every: bool) -> list[TreeFile]:
-    """What was asked for: of a file its trees, of a run's folder every update or the last."""
+    """The requested trees: those of a file, or of every update or the last one in a run's folder."""
     paths = files_of_run(source) if source.is_dir() else [source]
     if not paths:
         inside = [str(file.parent) for file in sorted(source.glob("*/trees.json"))]
@@ -182,8 +184,10 @@ def _share(path: TreePath) -> float:
 
 
 def _data(update: TreeFile) -> str:
-    """A script element that holds an update. "<" only occurs inside JSON strings: written as an escape, no text of an
-    environment or a policy can end the element.
+    """A script element with an update.
+
+    "<" only occurs inside JSON strings; it is escaped there, so that no text of an environment or a policy can end the
+    element.
     """
     text = json.dumps(to_json(update.trees, update.about), allow_nan=False, separators=(",", ":"))
     name = _escape(str(update.about.get("update", "")))

@@ -11,7 +11,7 @@ class Schedule:
     """A rule for forking. This one never does: ``roots`` independent rollouts per task.
 
     Args:
-        roots: root paths of every task, or of each task by its index in the batch.
+        roots: number of independent rollouts per task, or for each task by its index in the batch.
 
     Raises:
         ValueError: a task would have none.
@@ -23,7 +23,7 @@ class Schedule:
             raise ValueError(f"expected at least one root path, found roots={roots}")
 
     def roots_of(self, index: int) -> int:
-        """Number of root paths for the task at this index; raises `ValueError` if the task has none."""
+        """Number of independent rollouts for the task at this index; raises `ValueError` if the task has none."""
         if not isinstance(self.roots, Mapping):
             return self.roots
         if index not in self.roots:

@@ -120,10 +120,10 @@ class EnvPool:
         workers: number of workers (default: one per processor).
         mode: ``"process"``, or ``"thread"`` where environments wait (containers, network) more than they compute.
         max_pending: jobs that may be queued, those being executed not counted; see `submit`.
-        timeout: seconds that a job may take; None waits. In threads it costs a second thread a worker.
-        create_timeout: likewise for starting a worker and making its environment.
-        batch: most siblings that go to a worker in one message. More than 1 pays for jobs of less than a millisecond,
-            and divides long jobs unevenly.
+        timeout: seconds that a job may take; None: no limit. In mode ``"thread"`` it needs a second thread per worker.
+        create_timeout: seconds that starting a worker and making its environment may take; None: no limit.
+        batch: maximum number of siblings in one message to a worker. More than 1 helps with jobs of less than a
+            millisecond, but divides long jobs unevenly.
         keep: number of snapshots that a worker keeps.
         locality: False gives every job to the next free worker, in order.
         **kwargs: of ``gym.make`` or of the function.

@@ -59,9 +59,9 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     Args:
         env: an id, an ``EnvSpec`` or a function that makes the environment.
-        timeout: seconds that ``step``, ``render`` and the like may take; None waits.
-        reset_timeout: likewise for ``reset``, ``snapshot`` and ``restore`` (default: 10 × ``timeout``).
-        create_timeout: likewise for starting the worker and making the environment.
+        timeout: seconds that ``step``, ``render`` and similar calls may take; None: no limit.
+        reset_timeout: seconds that ``reset``, ``snapshot`` and ``restore`` may take (default: 10 × ``timeout``).
+        create_timeout: seconds that starting the worker and making the environment may take.
         fork_to: where `fork` puts the children: each in a new ``"process"``, or all in this one's ``"worker"``, which
             is cheaper, steps them in turn and needs no durable snapshots.
         mode: ``"thread"`` keeps it in a thread of this process instead.

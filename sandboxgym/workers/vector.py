@@ -70,10 +70,10 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         mode: ``"sync"`` steps one after the other in this thread, which is fastest while a step takes less than about a
             millisecond; ``"thread"`` pays where steps wait (containers, network); ``"process"`` where they compute.
         workers: threads or processes, each with an equal share of the environments, stepped in turn
-            (default: one an environment).
-        timeout: seconds that the step of one environment may take; None waits.
-        reset_timeout: likewise for reset, snapshot and restore (default: 10 × ``timeout``).
-        create_timeout: likewise for starting a worker and making an environment.
+            (default: one per environment).
+        timeout: seconds that the step of one environment may take; None: no limit.
+        reset_timeout: seconds that reset, snapshot and restore may take (default: 10 × ``timeout``).
+        create_timeout: seconds that starting a worker and making an environment may take.
         checkpoint_every: take a snapshot of an environment at reset and after every so many of its steps, to go back to
             if its worker dies; 0 takes none of its own accord.
         autoreset: reset finished environments in the same step, as Gymnasium's ``AutoresetMode.SAME_STEP`` does, with
@@ -676,8 +676,8 @@ _OPTIONS = (
 def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
     """Infos in Gymnasium's vector format: an array per key, and under ``_key`` the mask of environments that have it.
 
-    Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched likewise,
-    all else is an array of objects (Gymnasium lets the first value decide, and casts or fails on later ones).
+    Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched recursively,
+    anything else becomes an array of objects. (In Gymnasium the first value decides, and later ones are cast or fail.)
     """
     batch: Infos = {}
     for key in dict.fromkeys(key for info in infos.values() for key in info):

@@ -100,8 +100,8 @@ class Worker(ABC):
             timeout: seconds that this call may take in the worker.
 
         Raises:
-            WorkerDied: and so are all its environments.
-            CallTimedOut: likewise, for the worker was ended.
+            WorkerDied: the worker died, and all its environments are lost.
+            CallTimedOut: the call took too long, so the worker was ended and its environments are lost.
         """
         remaining = None if timeout is None else max(0.0, self._since + timeout - time.monotonic())
         try:

@@ -68,6 +68,24 @@ __all__ = [
 
 gymnasium_codecs.register()
 
+
+def _explain_missing(wrapper: AnyWrapper, name: str) -> Any:
+    """Raise what Python would, and say which function includes the wrapper."""
+    if name not in ("snapshot", "restore", "fork", "successors"):
+        return object.__getattribute__(wrapper, name)  # again: a property may have raised this, for a reason of its own
+    raise AttributeError(
+        f"{type(wrapper).__name__!r} object has no attribute {name!r}: call sandboxgym.{name}(env, …) on it, which "
+        "includes all wrappers",
+        name=name,
+        obj=wrapper,
+    )
+
+
+# Methods of the environment cannot be reached through somebody else's wrapper, and `unwrapped` would leave the wrappers
+# out. Gymnasium has no place to say so but its class; nothing changes except the text of the error.
+if not hasattr(gym.Wrapper, "__getattr__"):
+    setattr(gym.Wrapper, "__getattr__", _explain_missing)  # noqa: B010  (a type checker knows of none)
+
 AnyEnv = gym.Env[Any, Any]
 Env = TypeVar("Env", bound=AnyEnv)
 Output = tuple[Any, dict[str, Any]]

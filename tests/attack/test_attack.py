@@ -1,4 +1,4 @@
-"""The attacks fail where a sandbox leaks, say what they could not try, and put back what they change."""
+"""The attacks detect leaking sandboxes, report what they could not try, and undo their changes."""
 
 from __future__ import annotations
 

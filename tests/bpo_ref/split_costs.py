@@ -1,4 +1,4 @@
-"""Cost of splits with look-ahead: noise of the gradient times environment steps, on random tabular MDPs.
+"""Cost of splits with look-ahead on random tabular MDPs: gradient noise times environment steps.
 
     python tests/bpo_ref/split_costs.py --mdps 8 --batches 400
 

@@ -1,4 +1,4 @@
-"""Backends behind one interface: the same conversations whoever samples, none with keys of other weights."""
+"""Sampling backends give the same conversations, and none reuses cached keys of other weights."""
 
 from __future__ import annotations
 

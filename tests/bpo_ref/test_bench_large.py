@@ -1,4 +1,4 @@
-"""The commands for GPUs at a size for CPUs: that they work, and that what they compare is the same thing."""
+"""The benchmarks for GPUs run at CPU size, and compare equal work."""
 
 from __future__ import annotations
 

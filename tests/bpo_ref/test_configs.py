@@ -1,4 +1,4 @@
-"""The committed configurations: each trains a small model of its family, and asks for the memory that is counted."""
+"""The committed configurations: each trains a small model of its family, and needs the calculated memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGE = sorted(path for path in CONFIGS.glob("*.yaml") if "qwen" in path.stem or
 ENVS = {
     "alfworld": {"games": "embedded"},
     "webshop": {"split": "product-train"},
-    "swebench": {"dataset": "mini", "instances": "[northpine__slugline-4]", "backend": "copy", "allow_unsafe": True},
+    "swebench": {"dataset": "mini", "instances": '["northpine__slugline-4"]', "backend": "copy", "allow_unsafe": True},
 }
 SMALL = {"prompts": 2, "updates": 2, "eval_episodes": 2, "max_turns": 2, "max_new_tokens": 8, "env_threads": 1}
 SMALL |= {"eval_untrained": False}

@@ -1,4 +1,4 @@
-"""docs/eight-gpus.md: its command lines are ones that the trainer and the evaluation take."""
+"""docs/eight-gpus.md: the trainer and the evaluation accept its command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run: environments, numbers, memory, processes."""
+"""Failures in the middle of a run: environments, numbers, memory, processes."""
 
 from __future__ import annotations
 

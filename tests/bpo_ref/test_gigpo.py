@@ -1,4 +1,4 @@
-"""GiGPO's credit: by hand, against the paper's definition written out, and through whole runs."""
+"""GiGPO's advantages: by hand, against the paper's definition, and in whole runs."""
 
 from __future__ import annotations
 

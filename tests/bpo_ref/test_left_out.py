@@ -1,4 +1,4 @@
-"""Truncated importance sampling, answers and episodes that were cut, dynamic sampling."""
+"""Truncated importance sampling, truncated answers and episodes, dynamic sampling."""
 
 from __future__ import annotations
 

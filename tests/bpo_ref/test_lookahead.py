@@ -1,4 +1,4 @@
-"""Fork look-ahead: unbiased with exact gradients as the judge, whatever V̂ knows; its parts by themselves."""
+"""Fork look-ahead: unbiased by comparison with exact gradients, for any V̂; and tests of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's loop, from the rollout to the weights: what an optimizer step does is what the algorithm says.
+"""The trainer's loop, from the rollout to the weights: an optimizer step does what the algorithm says.
 
 Updates of a tabular policy against exact gradients: the mean change of the weights is the learning rate times the
 gradient. Every comparison has a false-alarm rate of at most 1e-3 over the draw of the seeds, which are fixed.

@@ -1,4 +1,4 @@
-"""Rows, tensors and loss: what is trained on is what was sampled."""
+"""Rows, tensors and loss: training uses exactly the sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What look-ahead takes off returns: the refusals of `experiments.luck`, and its arithmetic on made-up rollouts."""
+"""The luck that look-ahead subtracts: errors of `experiments.luck`, and its arithmetic on made-up rollouts."""
 
 from __future__ import annotations
 

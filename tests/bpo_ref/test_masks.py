@@ -1,4 +1,4 @@
-"""Episodes whose end says nothing: out of the loss and of baselines, and counted."""
+"""Masked episodes are excluded from the loss and from baselines, and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are cast once for sampling: the same output as casting them at every token."""
+"""Weights cast once for sampling give the same output as casting them at every token."""
 
 from __future__ import annotations
 

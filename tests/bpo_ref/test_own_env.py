@@ -1,4 +1,4 @@
-"""The environment of docs/own-env.md trains as it stands there: the trainer knows nothing of it but the protocol."""
+"""The environment of docs/own-env.md can be trained on as it is: the trainer only uses the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a run share, and what they do not read twice."""
+"""Memory that the processes of a run share, and files that they do not read twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md: every command line of the page is one that the trainer takes, and says what its row says."""
+"""docs/recipes.md: the trainer accepts every command line of the page, with the settings that its row states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that holds a run is not written over, and a run says what it is, how far it is and how it ended."""
+"""A folder that holds a run is not overwritten, and a run reports its settings, its progress and how it ended."""
 
 from __future__ import annotations
 

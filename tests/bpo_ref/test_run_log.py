@@ -1,4 +1,4 @@
-"""Trackers: what accelerate's get of a run."""
+"""Trackers: the numbers that accelerate's trackers receive."""
 
 from __future__ import annotations
 

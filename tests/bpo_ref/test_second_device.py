@@ -1,4 +1,4 @@
-"""What breaks or costs on another device than the CPU, and can be seen without one: see `second_device`."""
+"""Errors and costs on another device than the CPU, as far as a simulated one shows them: see `second_device`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random settings: each is refused at once, with the field's name, or makes one update on the word game."""
+"""Random settings are either refused at once, with the name of the setting, or make one update on the word game."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies: the commands they consist of, the tables they end in."""
+"""Studies: their commands and their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small network that values states: what it learns, keeps, and refuses."""
+"""The small network for state values: what it learns, saves and refuses."""
 
 from __future__ import annotations
 

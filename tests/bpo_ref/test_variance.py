@@ -1,4 +1,4 @@
-"""The measurement of estimators: its arithmetic on made-up gradients, and a whole small study."""
+"""The measurement of estimators: its arithmetic on made-up gradients, and a small complete study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 in two processes, with the launcher's own file: learns as one process does, goes on bitwise."""
+"""DeepSpeed's ZeRO-3 in two processes, with the launch file: it learns like one process and resumes bitwise."""
 
 from __future__ import annotations
 

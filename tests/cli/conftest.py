@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests: directories of their own, input lines, a file server that misbehaves."""
+"""Fixtures of the command line's tests: separate directories, input lines, a misbehaving file server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front door: what is listed, described and suggested, at what price, with which exit status."""
+"""The command line: what is listed, described and suggested, its import cost, and exit statuses."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_info_describes_arguments_snapshots_and_data(run, tmp_path):
     assert status == 0 and about["id"] == "sandboxgym/ALFWorld-v0" and about["max_episode_steps"] == 50
     assert about["wrappers"][0] == "SnapshotWrapper" and about["snapshots"]["kind"] == "memory"
     arguments = {argument["name"]: argument for argument in about["arguments"]}
-    assert arguments["limit"]["default"] == "None" and "so many games" in arguments["limit"]["about"]
+    assert arguments["limit"]["default"] == "None" and "number of games" in arguments["limit"]["about"]
     assert about["data"][0]["directory"] == str(tmp_path / "data" / "alfworld") and about["data"][0]["found"] == []
     game = data.directory(data_set("alfworld")) / "json_2.1.1/valid_seen/task/trial/game.tw-pddl"
     game.parent.mkdir(parents=True)

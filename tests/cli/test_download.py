@@ -1,4 +1,4 @@
-"""Data sets from a server or from files: whole or not there, resumed after a kill, checked."""
+"""Data sets from a server or from files are complete or absent, resumed after a kill, and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directories and what `gc` removes: all that dead owners left, nothing of a living one."""
+"""Run directories, and `gc`: it removes everything that dead owners left, and nothing of a living one."""
 
 from __future__ import annotations
 

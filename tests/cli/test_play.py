@@ -1,4 +1,4 @@
-"""Playing by lines from a pipe, as scripts do: moves, undo, branches, files; the state is the environment's own."""
+"""`play` with lines from a pipe, as in scripts: moves, undo, branches, files; the state is the environment's own."""
 
 from __future__ import annotations
 

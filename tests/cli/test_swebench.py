@@ -1,4 +1,4 @@
-"""``sandboxgym swebench``: rows are prepared, their images looked for, their solutions run; failures do not stop it."""
+"""``sandboxgym swebench``: rows are prepared, images are found, solutions are graded; failures do not stop it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a terminal has: completion by the tab key, Ctrl-C, colour, progress bars."""
+"""Features of a terminal: tab completion, Ctrl-C, colour, progress bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file over HTTP: what arrived is kept, what is not the whole is never taken for it."""
+"""A file over HTTP: received parts are kept, and an incomplete file is never taken for a complete one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two obvious ways to snapshot any environment, which certificates compare with."""
+"""The two generic ways to snapshot any environment, which certificates are compared with."""
 
 from __future__ import annotations
 

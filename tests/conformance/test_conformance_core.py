@@ -1,4 +1,4 @@
-"""The core of the suite: what counts as equal, what a check may say, and that known faults are found by name."""
+"""The core of the suite: equality, verdicts of a check, and detection of known faults by the named check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searched controls, branches and live sources: what they reach, and that faults show by name where they should."""
+"""Searched controls, branches and live sources: what they reach, and detection of faults by the named checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the program in the sandbox tells of what it holds: the same while nothing happens, and else something else."""
+"""The report of the program in the sandbox is constant while nothing happens, and changes otherwise."""
 
 from __future__ import annotations
 

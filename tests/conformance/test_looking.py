@@ -1,4 +1,4 @@
-"""What the suite sees by looking: generators, process-wide state, files made, masks; and time on a busy machine."""
+"""State that the suite inspects: generators, process-wide state, created files, masks; and time on a busy machine."""
 
 from __future__ import annotations
 

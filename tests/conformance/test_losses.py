@@ -1,4 +1,4 @@
-"""Whether snapshots declare what they cannot hold: sandboxes that do, and those that keep silent or break."""
+"""Declarations of state that snapshots cannot hold: sandboxes that declare it, and those that stay silent or break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs: correct environments survive them, faults are found, shrunk, printed, saved and replayed."""
+"""Random programs: correct environments pass; faults are detected, shrunk, printed, saved and replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agents with which our environments are certified reach what admissible actions alone do not."""
+"""The agents for certifying our environments reach states that random admissible actions do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports as pages and Markdown: they say what happened, what was not tested, and hostile text stays text."""
+"""Reports as pages and Markdown show what happened and what was not tested; hostile text stays text."""
 
 from __future__ import annotations
 

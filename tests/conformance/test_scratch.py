@@ -1,4 +1,4 @@
-"""Folders of the suite are found again by whoever cleans up for a run that was killed."""
+"""Folders of the suite can be found for cleanup after a killed run."""
 
 from __future__ import annotations
 

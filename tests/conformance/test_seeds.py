@@ -1,4 +1,4 @@
-"""Randomness under a seed is told by futures: no kind of generator is asked for, and no fault of a seed is let off."""
+"""Randomness under a seed is measured by futures, for any kind of generator, and every fault of a seed is detected."""
 
 from __future__ import annotations
 

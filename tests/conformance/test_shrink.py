@@ -1,4 +1,4 @@
-"""Counterexamples: few calls, and they run as they are printed, whatever the actions are made of."""
+"""Counterexamples have few calls and run as printed, for all kinds of actions."""
 
 from __future__ import annotations
 

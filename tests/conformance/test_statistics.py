@@ -1,4 +1,4 @@
-"""The tests of distributions keep their level, have the power that they claim, and give true intervals."""
+"""The tests of distributions keep their level, have the claimed power, and give correct intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statistical checks on small games of chance: quiet on correct ones, loud on each fault."""
+"""The statistical checks on small games of chance: correct ones pass, and each fault is detected."""
 
 from __future__ import annotations
 

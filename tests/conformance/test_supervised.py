@@ -1,4 +1,4 @@
-"""A run is watched from another process: nothing that an environment does keeps it from its end and its report."""
+"""A run is watched from another process: no environment can prevent its end and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Correct environments that are made unlike the package's own, and what the suite must not say of them."""
+"""Correct environments built differently from the package's own, on which the suite must not raise an alarm."""
 
 from __future__ import annotations
 

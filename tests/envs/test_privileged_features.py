@@ -1,4 +1,4 @@
-"""State features for trainers: what environments tell, and that no prompt shows them."""
+"""State features for trainers: their values, and that no prompt shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends of somebody else: registered in a program, or found by the entry point of an installed package."""
+"""Third-party backends: registered in a program, or found by the entry point of an installed package."""
 
 from __future__ import annotations
 

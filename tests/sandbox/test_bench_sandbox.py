@@ -1,4 +1,4 @@
-"""The benchmark of sandboxes: what it deletes, and two checkouts measured in turn."""
+"""The benchmark of sandboxes: what it deletes, and alternating measurements of two checkouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is read out of a sandbox has a bound in bytes and time, and what is found there is never a surprise."""
+"""Everything read from a sandbox is bounded in bytes and time, and unexpected content is handled."""
 
 from __future__ import annotations
 

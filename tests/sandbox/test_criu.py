@@ -1,4 +1,4 @@
-"""How the CRIU that works here is found."""
+"""Search for a working CRIU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories nested deeper than a path can be long: cleared at every kind of end, kept by snapshots and forks."""
+"""Directories nested deeper than the longest path: removed at every kind of end, kept by snapshots and forks."""
 
 from __future__ import annotations
 

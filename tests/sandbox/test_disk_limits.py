@@ -1,4 +1,4 @@
-"""The disk limits against what was made to get round them; and that only who is over its own limit is ended."""
+"""The disk limits against attempts to bypass them; and only a sandbox over its own limit is ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers as sandboxes: what a tree keeps and declares lost, what a container may do, what is left in the end."""
+"""Containers as sandboxes: what a tree keeps and declares lost, what a container may do, and leftovers."""
 
 from __future__ import annotations
 

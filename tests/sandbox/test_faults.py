@@ -1,4 +1,4 @@
-"""The counts behind the fault table see what is there, and nothing is left after a fault."""
+"""The counts in the fault table are correct, and nothing is left after a fault."""
 
 from __future__ import annotations
 

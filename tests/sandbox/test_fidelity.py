@@ -1,4 +1,4 @@
-"""What snapshots keep, lose and leak is what the backends declare."""
+"""Snapshots keep, lose and leak exactly the state that the backends declare."""
 
 from __future__ import annotations
 

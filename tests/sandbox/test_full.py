@@ -1,4 +1,4 @@
-"""Full snapshots: sandboxes that fork with what runs in them."""
+"""Full snapshots: sandboxes that fork with their running processes."""
 
 from __future__ import annotations
 

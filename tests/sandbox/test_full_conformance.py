@@ -1,4 +1,4 @@
-"""The conformance suite's probes on sandboxes with full snapshots, and on some that only nearly are."""
+"""The conformance suite's probes on sandboxes with full snapshots, and on some that are almost full."""
 
 from __future__ import annotations
 

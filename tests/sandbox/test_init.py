@@ -1,4 +1,4 @@
-"""The init of a live box as a program, and as it is where that cannot be had: they do the same."""
+"""The init of a live container as a compiled program and in Python: both do the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers: who holds them, merging deep stacks, archives and what is refused in them."""
+"""Layers: their references, merging deep stacks, archives and refused members."""
 
 from __future__ import annotations
 

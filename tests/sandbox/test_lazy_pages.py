@@ -1,4 +1,4 @@
-"""Forks of large processes, which get their memory bit by bit while they run."""
+"""Forks of large processes, whose memory is loaded page by page while they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a box may use: memory, processes, disk; and that reaching a limit hurts nobody else."""
+"""Limits of a container: memory, processes, disk; reaching a limit does not affect others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives from strangers: bounded before anything is written, refused with a typed error, nothing left of them."""
+"""Untrusted archives: bounded before anything is written, refused with a typed error, without leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in sandboxes: `localhost` and the own name, whatever the image holds, and what is written to their files."""
+"""Host names in sandboxes: `localhost` and the own name, for every image, and changes to their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overlay boxes: what they hide, what they forbid, what they keep, how they end."""
+"""Overlay containers: what they hide, forbid and keep, and how they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain processes in a private directory: what its trees keep, where its paths lead, what ends with it."""
+"""The copy backend: what its trees keep, where its paths lead, and what ends with it."""
 
 from __future__ import annotations
 

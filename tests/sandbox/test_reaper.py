@@ -1,4 +1,4 @@
-"""What is left of sandboxes whose owner, zygote or init was killed: nothing."""
+"""Nothing is left of sandboxes whose owner, zygote or init was killed."""
 
 from __future__ import annotations
 

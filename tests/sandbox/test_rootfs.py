@@ -1,4 +1,4 @@
-"""Root file systems: what they show, and above all what they do not."""
+"""Root file systems: what they show and what they hide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sandboxes: files, processes and shell together; snapshots, restores, forks; what is lost and what is left."""
+"""Sandboxes: files, processes and shell together; snapshots, restores, forks; losses and leftovers."""
 
 from __future__ import annotations
 

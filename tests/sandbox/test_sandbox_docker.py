@@ -1,4 +1,4 @@
-"""The shell and snapshots on containers: the same as on other backends, where a terminal is a socket."""
+"""The shell and snapshots on Docker, where a terminal is a socket: the same as on other backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shell whose user redefined what its own lines could have called."""
+"""A shell whose commands redefined builtins, functions and options that its own lines could call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a shell: captured, applied to another shell, the same there."""
+"""The state of a shell: captured, applied to another shell, and equal there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After the time limit everything that a command started is gone, wherever it went, and nothing else is."""
+"""After the time limit all processes that a command started are gone, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which unix sockets are connected with which, as the kernel tells."""
+"""Connections between unix sockets, as reported by the kernel."""
 
 from __future__ import annotations
 

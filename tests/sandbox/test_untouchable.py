@@ -1,4 +1,4 @@
-"""Nothing of the host can be changed or held from inside, and nothing outlives the instant it belongs to."""
+"""Nothing of the host can be changed or locked from inside, and nothing outlives its sandbox."""
 
 from __future__ import annotations
 

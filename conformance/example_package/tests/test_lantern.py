@@ -1,4 +1,4 @@
-"""What a third party writes to have its snapshots certified."""
+"""Tests that a third party writes to certify its snapshots."""
 
 from __future__ import annotations
 

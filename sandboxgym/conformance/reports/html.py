@@ -25,6 +25,7 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; font: 15px/1.5 system-ui, sans-serif; color: var(--fg);
   background: var(--bg); }
+h1, h2, p, dd, summary { overflow-wrap: anywhere; }
 h1 { margin: 0; font-size: 1.5rem; } h2 { margin: 2rem 0 .6rem; font-size: 1.15rem; }
 p { margin: .4rem 0; } .dim { color: var(--dim); }
 .banner { font-size: 1.05rem; font-weight: 600; padding: .6rem .9rem; border-radius: .4rem; margin: 1rem 0;
@@ -275,7 +276,12 @@ def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") 
 
 
 _OPEN = "document.getElementById(this.hash.slice(1)).open = true"
-_COPY = "navigator.clipboard.writeText(this.nextElementSibling.textContent).then(() => {this.textContent='Copied'})"
+# Browsers give no clipboard to pages of some places (a file, plain HTTP): there the script is selected instead.
+_COPY = (
+    "const script = this.nextElementSibling, select = () => { getSelection().selectAllChildren(script); "
+    "this.textContent = 'Selected' }; navigator.clipboard ? navigator.clipboard.writeText(script.textContent)"
+    ".then(() => { this.textContent = 'Copied' }, select) : select()"
+)
 
 
 def _difference(table: Sequence[Mapping[str, Any]]) -> str:

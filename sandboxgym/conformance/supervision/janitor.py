@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sandboxgym.system import interpreter, run_directories
+from sandboxgym.system.proc import started
 
 _CHILD = "child"
 _TO_CLOSE = 5.0
@@ -92,14 +93,6 @@ def offspring(pid: int) -> list[int]:
         for child in children:
             found += [child, *offspring(child)]
     return found
-
-
-def started(pid: int) -> str:
-    """Start time of a process, which tells it from a later one of its number; empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 if __name__ == "__main__":

@@ -35,8 +35,9 @@ from sandboxgym.conformance.reports.verdicts import NOT_RUN
 from sandboxgym.conformance.runner import Listener, Report
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.conformance.supervision import janitor, pulse, scratch
-from sandboxgym.conformance.supervision.janitor import offspring, started
+from sandboxgym.conformance.supervision.janitor import offspring
 from sandboxgym.system import interpreter, run_directories
+from sandboxgym.system.proc import started
 
 VARIABLE = "SANDBOXGYM_CONFORMANCE_WATCHED"
 """Environment variable with the child's descriptors; the child removes it."""

@@ -1,4 +1,4 @@
-"""What others must know of ALFWorld before it is made: system prompt and data set."""
+"""Card of ALFWorld: its system prompt and data set, known before the environment is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _RELEASES = "https://github.com/alfworld/alfworld/releases/download"
 
 
 def _each(name: str) -> tuple[str, ...]:
-    """A file that lies in every trial's directory, split/task/trial/."""
+    """Pattern of a file that is in every trial's directory, split/task/trial/."""
     return (f"json_2.1.1/*/*/*/{name}", f"*/*/*/{name}")
 
 

@@ -1,4 +1,4 @@
-"""What ALFWorld's reference engine needs of this machine, for ``sandboxgym doctor``."""
+"""Requirements of ALFWorld's reference engine, for ``sandboxgym doctor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sandboxgym.system.findings import Finding, package_version
 
 
 def textworld() -> Finding:
-    """The original ALFWorld engine and, where it is absent, what its build needs."""
+    """Look for the original ALFWorld engine and, if it is absent, for the requirements of its build."""
     enables = "ALFWorld's original engine, as a reference"
     versions = {name: package_version(name) for name in ("textworld", "fast-downward-textworld", "alfworld")}
     missing = [name for name, version in versions.items() if version is None]

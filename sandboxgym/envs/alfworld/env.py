@@ -1,4 +1,4 @@
-"""`ALFWorldEnv`: the thin Gymnasium shell around an `Engine` and a small immutable state value."""
+"""`ALFWorldEnv`: a thin Gymnasium layer over an `Engine` and a small immutable state value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sandboxgym.spaces import Unicode
 from sandboxgym.task_env import Task, TaskEnv, TaskRows
 
 HARMLESS = ("look", "inventory")
-"""Commands that any game understands: what the action space samples."""
+"""Commands that every game understands; the action space samples them."""
 ProgressKey = Literal["goals", "distance"]
 _OTHER_VERB = (
     (re.compile("put (.+) in/on (.+)"), r"move \1 to \2"),
@@ -33,9 +33,9 @@ _OTHER_VERB = (
 )
 
 
-_MAX_STATE = 2**18  # of an unpacked state: a kilobyte of zlib's can stand for a megabyte
+_MAX_STATE = 2**18  # bytes of an unpacked state: a kilobyte of zlib data can expand to a megabyte
 _MAX_MOVES, _MAX_COMMANDS = 2**31, 10_000
-_USUAL_TEXT = (  # what encoded states have in common, for zlib; changing it needs another `state_version`
+_USUAL_TEXT = (  # zlib dictionary: text common to encoded states; changing it requires a new `state_version`
     b"You reach furniture 1. You take the item 1 from the furniture 1. You move the item 1 to the furniture 1. "
     b"a book 1, a pen 1, a phone 1, a mug 1, a pencil 1, a cellphone 1, a keychain 1, a creditcard 1, a soapbar 1, "
     b"a spraybottle 1, a toiletpaper 1, a cloth 1, a candle 1, a pan 1, a pot 1, a plate 1, a bowl 1, a cup 1, "
@@ -55,14 +55,14 @@ _USUAL_TEXT = (  # what encoded states have in common, for zlib; changing it nee
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
-    """Where an episode is: all that a snapshot of `ALFWorldEnv` holds."""
+    """State of an episode: the whole content of a snapshot of `ALFWorldEnv`."""
 
     task_id: str
     game_digest: str
     state: GameState
-    """Where the game is; with the original engine a `TextWorldState`."""
+    """State of the game; with the original engine a `TextWorldState`."""
     feedback: str | None
-    """What the last command printed; None right after reset (the game's introduction)."""
+    """Output of the last command; None right after reset (the game's introduction)."""
     valid_action: bool
 
 
@@ -71,12 +71,12 @@ class ALFWorldEnv(TaskEnv[str, str]):
 
     ## Description
     Re-implementation of ALFWorld's text environment (Shridhar et al., 2021). The engine runs the PDDL and the grammar
-    inside each ``game.tw-pddl``; text, admissible commands, reward and flags are those of the original, to the letter.
-    ``engine="textworld"`` runs the original itself behind the same interface, to compare with, some thousand times
+    inside each ``game.tw-pddl``; text, admissible commands, reward and flags are exactly those of the original.
+    ``engine="textworld"`` runs the original itself behind the same interface for comparison, about a thousand times
     slower.
 
-    ``env.unwrapped.solve()`` gives the fewest commands that win from the present state, ``env.unwrapped.expert()`` a
-    rule-based player that sees only what an agent sees.
+    ``env.unwrapped.solve()`` returns the shortest sequence of commands that wins from the current state,
+    ``env.unwrapped.expert()`` a rule-based player that sees only what an agent sees.
 
     ## Action Space
     A string: a command such as ``go to shelf 1``, ``open drawer 2``, ``take mug 1 from desk 1``,
@@ -87,14 +87,14 @@ class ALFWorldEnv(TaskEnv[str, str]):
     (``put … in/on …`` for ``move … to …`` and the reverse).
 
     ## Observation Space
-    A string: what the game prints. The first one describes the room and states the task.
+    A string: the output of the game. The first one describes the room and states the task.
 
     ## Rewards
     1 in every state in which the goal holds, else 0.
 
     ## Starting State
     ``reset(seed=…, options={"game": …})`` plays that game: an index, a task id, a path or a unique ending of one
-    (``"task"`` means the same). Without it a game is drawn from the environment's random stream.
+    (``"task"`` is a synonym). Without it a game is drawn from the environment's random stream.
 
     ## Episode End
     Terminated when the goal holds (``stop_when_won=False``: never). Truncated by the step limit of ``gym.make``, 50 as
@@ -102,40 +102,42 @@ class ALFWorldEnv(TaskEnv[str, str]):
 
     ## Information
     ``admissible_commands`` (sorted list), ``success`` and ``won``, ``task_id``, ``gamefile``, ``task_type``,
-    ``progress_key`` (see ``progress``), ``features`` (see there), ``state_hash`` (equal if and only if the
-    game and its state are), ``valid_action`` (the command was admissible, or an alias of one that is), ``moves`` (valid
-    commands so far), and two measures of how near the goal is, which the original has for its THOR environment only:
+    ``progress_key`` (see ``progress``), ``features`` (see ``features``), ``state_hash`` (equal if and only if the
+    game and its state are), ``valid_action`` (the command was admissible, or an alias of an admissible one), ``moves``
+    (number of valid commands so far), and two measures of progress towards the goal, which the original only has for
+    its THOR environment:
 
-    - ``goal_condition_success_rate``: ALFRED's, met conditions over all. There is 1 condition for placing an object,
-      2 for placing two (in the same receptacle) and for looking at one under a lamp (it is held; the lamp was used), 3
-      for placing a cleaned, heated or cooled one (one is in place; one is treated; one is both). Unlike in THOR, a lamp
-      once used counts for good, as it does for the goal.
-    - ``goal_condition``: ours, the largest share of the goal's literals that hold for one choice of objects. Placing
-      has 1 literal, placing two and treating have 2, looking has 3 (to be at the lamp is one). So a heated apple away
-      from the table and another one on it score 1/2 here and 2/3 above; both are 1 if and only if the game is won.
+    - ``goal_condition_success_rate``: ALFRED's measure, the fraction of conditions met. There is 1 condition for
+      placing an object, 2 for placing two (in the same receptacle) and for looking at one under a lamp (it is held; the
+      lamp was used), 3 for placing a cleaned, heated or cooled one (one is in place; one is treated; one is both).
+      Unlike in THOR, a lamp once used counts permanently, as it does for the goal.
+    - ``goal_condition``: the largest fraction of the goal's literals that hold for one choice of objects (a measure of
+      this package). Placing has 1 literal, placing two and treating have 2, looking has 3 (being at the lamp is one).
+      So a heated apple away from the table and another one on it score 1/2 here and 2/3 above; both are 1 if and only
+      if the game is won.
 
     ## Arguments
     - ``games``: ``"embedded"`` (generated games of this package; ``"embedded:seen"``, ``"embedded:unseen"``), a split
       of the official data under ``$ALFWORLD_DATA`` (``train``, ``valid_train``, ``valid_seen``, ``valid_unseen``), a
       directory, a file, or a list of files.
     - ``task_types``: only games of these types.
-    - ``limit``: only the first so many games.
+    - ``limit``: number of games to use, from the start of the list.
     - ``stop_when_won``: end the episode when the goal holds.
-    - ``aliases``: accept the other verb for placing. It prints what the game's own verb prints, ``valid_action`` is
-      true and ``admissible_commands`` do not change. Off by default, as the original refuses it.
-    - ``progress``: what ``progress_key`` says. ``"goals"``: goal literals met and whether a goal object is held.
-      ``"distance"``: that, and at least how many commands are left to win; for baselines and schedules, not for
-      policies.
-    - ``features``: whether to give ``info["features"]``, numbers that a trainer may learn state values from: the shares
-      of literals and of conditions met, whether a goal object is held, and a tenth of the least number of commands
-      left. Privileged: they know where things are, so no policy may see them.
+    - ``aliases``: accept the other verb for placing. It prints the same as the game's own verb, ``valid_action`` is
+      true and ``admissible_commands`` do not change. Off by default, because the original refuses it.
+    - ``progress``: content of ``progress_key``. ``"goals"``: goal literals met and whether a goal object is held.
+      ``"distance"``: the same with a lower bound on the number of commands left to win; for baselines and schedules,
+      not for policies.
+    - ``features``: whether to give ``info["features"]``, numbers from which a trainer may learn state values: the
+      fractions of literals and of conditions met, whether a goal object is held, and a tenth of the lower bound on the
+      commands left. Privileged: they reveal where things are, so no policy may see them.
     - ``engine``: ``"native"``, or ``"textworld"`` for the original (``pip install 'sandboxgym[alfworld-reference]'``):
-      the same observations and infos, but 0.5 to 3 s to load a game and some 50 ms a step. Its snapshots are of kind
+      the same observations and infos, but 0.5 to 3 s to load a game and about 50 ms per step. Its snapshots are of kind
       ``replay``: in the process that took them, forks included, they restore at once as long as the game stays loaded
-      (it does while an environment plays it); anywhere else the commands so far are replayed and the facts that result
-      are compared. A snapshot takes 100 to 200 kB of memory and a few bytes a command on disk. All environments of a
-      process that play a game share one copy of the engine, 4 to 16 MB that the process does not get back but uses
-      again for the next game. Snapshots of one engine are refused by the other.
+      (it does while an environment plays it); elsewhere the commands so far are replayed and the resulting facts are
+      compared. A snapshot takes 100 to 200 kB of memory and a few bytes per command on disk. All environments of a
+      process that play the same game share one copy of the engine, 4 to 16 MB that is not freed but reused for the next
+      game. Snapshots of one engine are refused by the other.
 
     ## Version History
     - v0: first version.
@@ -193,16 +195,16 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return transition.observation, transition.info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Give the game a command."""
+        """Send a command to the game."""
         self._state = self._following(action)
         return self._transition()
 
     def successors(self, actions: Sequence[str]) -> list[Transition]:
-        """What each of these commands would lead to: a game's step is a function of its state."""
+        """Results of each of these commands; possible without a step, which is a function of the game's state."""
         return [self._shown(self._following(action)) for action in actions]
 
     def outcomes(self, actions: Sequence[str]) -> list[Transition]:
-        """`successors` in a tenth of the time: nothing is written."""
+        """`successors` without texts, in a tenth of the time."""
         game, episode = self._playing()
         if not isinstance(game, Game):
             return self.successors(actions)
@@ -217,7 +219,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return found
 
     def _following(self, action: str) -> EpisodeState:
-        """Where a command leads to from here."""
+        """The state after a command."""
         if not isinstance(action, str):
             raise TypeError(f"expected a command as a string, found {action!r}")
         game, episode = self._playing()
@@ -226,7 +228,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return self._episode(following, feedback=feedback, valid_action=valid)
 
     def _translate(self, action: str) -> str:
-        """``action``, or the same with the other verb for placing if only that is admissible."""
+        """``action``, or its form with the other verb for placing if only that is admissible."""
         game, episode = self._playing()
         command, admissible = action.strip(), game.admissible(episode.state)
         if command not in admissible:
@@ -240,19 +242,20 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return self._transition().observation if self.render_mode == "ansi" else None
 
     def tasks(self, split: str | None = None) -> TaskRows:
-        """The games as rows; a game is read when its instruction is.
+        """The games as rows; a game's file is read when its instruction is.
 
         Args:
-            split: as ``games``, such as ``"valid_seen"`` or ``"embedded:unseen"``; of the same ``task_types``.
+            split: a value of ``games``, such as ``"valid_seen"`` or ``"embedded:unseen"``, with the same
+                ``task_types``.
         """
         library = self.library if split is None else open_library(split, task_types=self._task_types)
         return TaskRows(len(library), lambda number: _row(library[number]))
 
     def task_index(self, task: str | SupportsIndex) -> int:
-        """Position of a game; a path or an ending of its id will do, too.
+        """Position of a game given by position, id, path or a unique ending of its id.
 
         Raises:
-            GameNotFound: with the nearest ids.
+            GameNotFound: there is no such game; the message has the nearest ids.
         """
         return self.library.index(task)
 
@@ -261,7 +264,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return Expert(rng=rng, noise=noise, **options)
 
     def solve(self, *, max_nodes: int = 1_000_000, max_seconds: float = 60.0) -> tuple[str, ...]:
-        """The fewest commands that win from the present state; see `solver.shortest_plan`.
+        """The shortest sequence of commands that wins from the current state; see `solver.shortest_plan`.
 
         Raises:
             SolverBudgetExceeded: the search took more nodes or time.
@@ -271,7 +274,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
 
     @property
     def game(self) -> Game:
-        """The game being played, as this package compiles it."""
+        """The compiled game being played."""
         return self._playing()[0].compiled
 
     @property
@@ -297,7 +300,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return self._shown(self._state)
 
     def _shown(self, episode: EpisodeState) -> Transition:
-        """What an agent is told in a state."""
+        """Observation, reward, flags and info of a state."""
         game, ref = self._game, self._ref
         assert game is not None and ref is not None
         state = episode.state
@@ -321,7 +324,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return Transition(observation, float(won), won and self.stop_when_won, False, info)
 
     def _measures(self, state: GameState) -> dict[str, Any]:
-        """What state values are looked up by."""
+        """Info keys for state values."""
         assert self._game is not None
         progress = self._game.progress(state)
         key = f"{progress.met}/{progress.total}{' held' if progress.held else ''}"
@@ -388,10 +391,10 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return EpisodeState(task_id, digest.hex(), state, feedback, valid_action)
 
     def _config(self) -> dict[str, Any]:
-        # Not the list of games: any that has this game will do.
+        # Without the list of games: every list with this game fits.
         config = {"engine": self.engine, "stop_when_won": self.stop_when_won, "aliases": self.aliases}
         told = {"progress": self.progress, "features": self.features}
-        usual = {"progress": "goals", "features": False}  # not named, so that older snapshots stay valid
+        usual = {"progress": "goals", "features": False}  # omitted, so that older snapshots stay valid
         return config | {name: value for name, value in told.items() if value != usual[name]}
 
     def _blank(self) -> Self:

@@ -1,4 +1,4 @@
-"""What others must know of SWE-bench before it is made: system prompt, data set, extra, caches in use."""
+"""Card of SWE-bench: its system prompt, data set, extra and caches, known before the environment is made."""
 
 from __future__ import annotations
 

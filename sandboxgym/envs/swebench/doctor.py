@@ -1,4 +1,4 @@
-"""What grading needs of this machine, for ``sandboxgym doctor``."""
+"""Requirements of grading, for ``sandboxgym doctor``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sandboxgym.system.findings import Finding, package_version
 
 
 def swebench() -> Finding:
-    """The official grading code."""
+    """Look for the official grading code."""
     enables = "grading SWE-bench by the official code"
     version = package_version("swebench")
     if version is None:

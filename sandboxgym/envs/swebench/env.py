@@ -46,7 +46,7 @@ from sandboxgym.task_env import TaskEnv, TaskRows
 log = logging.getLogger("sandboxgym")
 
 HARMLESS = ("ls", "pwd", "git status --short")
-"""What the action space samples."""
+"""Actions that the action space samples."""
 PROMPTS = {
     "bash": """Resolve this issue in the repository at {workdir}:
 
@@ -54,8 +54,9 @@ PROMPTS = {
 {problem_statement}
 </pr_description>
 
-Change the source files, not the tests; tests that you do not see decide. Each action is one bash command, and the shell
-keeps its directory and its variables. When you are done, say `submit`, or run `echo {marker}`.""",
+Fix the source code; do not modify the tests. Hidden tests decide whether the issue is resolved. Each action is one bash
+command, and the shell keeps its directory and its variables. When you are done, say `submit`, or run
+`echo {marker}`.""",
     "swe-agent": """<uploaded_files>
 {workdir}
 </uploaded_files>
@@ -68,12 +69,12 @@ A Python repository is in {workdir}. Make the changes to its files that meet thi
 Tests for it exist already and need not be changed. Find the code that matters, write a script that shows the error,
 edit the source, run the script again, think of edge cases. Then submit.""",
 }
-"""What a task is introduced with, by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
+"""Introduction of a task by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
 MASKED = ("sandbox ended", "infra failure", "needs network")
 """Verdicts that say nothing about the work: ``info["masked"]``."""
 _LOSES = {"docker": ("file.mtime", "file.shm", "file.xattr")}
-"""What snapshots of a backend lack, by the names of the conformance suite's probes; else nothing is known."""
-# Within one line of no great length: each beginning looks through all that it may span.
+"""State that snapshots of a backend lack, by the names of the conformance suite's probes, as far as known."""
+# Limited to one line of bounded length: every possible start of a match scans the whole span.
 _LINE = re.compile(r"^.{1,500}$", re.MULTILINE)
 _PYTEST = re.compile(r"=*[^\S\n]*(?:.*, )?\d+ (passed|failed|errors?)\b.* in [\d.]+s")
 _UNITTEST = re.compile(r"^Ran \d+ tests? in [\d.]+s\n\n(OK|FAILED)", re.MULTILINE)
@@ -81,7 +82,7 @@ _UNITTEST = re.compile(r"^Ran \d+ tests? in [\d.]+s\n\n(OK|FAILED)", re.MULTILIN
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
-    """Where an episode is: all that a snapshot of `SWEBenchEnv` holds."""
+    """State of an episode: the whole content of a snapshot of `SWEBenchEnv`."""
 
     task_id: str
     task_digest: str
@@ -90,9 +91,9 @@ class EpisodeState:
     steps: int
     editor: Editor = field(repr=False)
     tests: str
-    """How the tests went that the agent ran last: ``passed``, ``failed``, ``not run``."""
+    """Result of the tests that the agent ran last: ``passed``, ``failed``, ``not run``."""
     gone: str = ""
-    """Why the sandbox is gone, where it ended by itself after the last step; `sandbox` is the task's beginning then."""
+    """Reason why the sandbox ended by itself after the last step; `sandbox` is then the start of the task."""
 
     def release(self) -> None:
         """Give back the files."""
@@ -101,20 +102,19 @@ class EpisodeState:
 
 
 class SWEBenchEnv(TaskEnv[str, str]):
-    """Repair a repository: read an issue, run commands, edit files, and pass tests that are not shown.
+    """Repair a repository: read an issue, run commands, edit files, and pass hidden tests.
 
     ## Description
-    SWE-bench (Jimenez et al., 2024) in a sandbox that is snapshotted, restored and forked at any step. A task is a
-    repository at a commit and an issue; the official code (swebench 5) decides with the tests of the commit that closed
-    it. Each episode has a copy-on-write sandbox of its own, with the repository at ``/testbed``, no network, and
-    nothing that tells the answer: no later commits, no tests, no solution, in git's object store either.
+    SWE-bench (Jimenez et al., 2024) in a sandbox that can be snapshotted, restored and forked at any step. A task is a
+    repository at a commit and an issue; the official code (swebench 5) grades with the tests of the commit that closed
+    it. Each episode has its own copy-on-write sandbox, with the repository at ``/testbed``, no network, and nothing
+    that reveals the answer: no later commits, no tests and no solution, not even in git's object store.
 
     ## Action Space
-    A string. ``tools="bash"``: a bash command, of any number of lines; or a text with one fenced block
+    A string. ``tools="bash"``: a bash command of any number of lines; or a text with one fenced block
     (```` ```bash ````), or a call as JSON (``{"command": …}``, or OpenAI's form with ``name`` and ``arguments``). All
-    run in one shell, so that ``cd`` and ``export`` last. ``submit`` ends the episode, and so does a command that
-    succeeds and prints ``COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`` first; what it prints after that line, if anything, is
-    the patch.
+    commands run in one shell, so that ``cd`` and ``export`` persist. ``submit`` ends the episode, and so does a command
+    that succeeds and prints ``COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`` first; any output after that line is the patch.
 
     ``tools="swe-agent"``: the tools ``bash`` (``command``), ``str_replace_editor`` (``command`` one of view, create,
     str_replace, insert, undo_edit; ``path``, ``file_text``, ``view_range``, ``old_str``, ``new_str``, ``insert_line``)
@@ -124,55 +124,57 @@ class SWEBenchEnv(TaskEnv[str, str]):
     A malformed action changes nothing: the observation explains, and ``info["valid_action"]`` is false.
 
     ## Observation Space
-    A string; the first one states the task. ``tools="bash"``: ``<returncode>`` and ``<output>``; of 10,000 characters
-    and more the first and last 5,000. ``tools="swe-agent"``: ``OBSERVATION:`` and the output, at most 100,000
-    characters (16,000 from the editor), and the exit code if it is not 0.
+    A string; the first one states the task. ``tools="bash"``: ``<returncode>`` and ``<output>``; outputs of 10,000
+    characters or more are reduced to the first and last 5,000. ``tools="swe-agent"``: ``OBSERVATION:`` and the output,
+    at most 100,000 characters (16,000 from the editor), and the exit code if it is not 0.
 
     ## Rewards
-    1 when the work is graded and resolves the issue, else 0. It is graded at submission, and as it stands at the step
-    limit of ``gym.make`` (25; or ``grade_at``). That happens in a fork: the tests never enter the sandbox.
+    1 when the work is graded and resolves the issue, else 0. It is graded at submission, or as it stands at the step
+    limit of ``gym.make`` (25; or ``grade_at``). Grading runs in a fork: the tests never enter the sandbox.
 
     ## Starting State
     ``reset(seed=…, options={"instance_id": …})`` plays that task: an id, a unique ending of one, or an index
-    (``"task"`` means the same). Without it a task is drawn from the environment's random stream.
+    (``"task"`` is a synonym). Without it a task is drawn from the environment's random stream.
 
     ## Episode End
     Terminated at submission. Truncated by the step limit of ``gym.make``. A step after that raises `ResetNeeded`; a
-    restore of an earlier snapshot takes the end back.
+    restore of an earlier snapshot undoes the end.
 
-    Whatever an agent does, `step` and `grade` do not raise. Where its sandbox cannot go on, the episode is terminated
-    with reward 0 and one of two verdicts; what was done is lost, and the next reset gets a new sandbox:
+    Whatever an agent does, `step` and `grade` do not raise. If its sandbox cannot continue, the episode is terminated
+    with reward 0 and one of two verdicts; the work is lost, and the next reset gets a new sandbox:
 
-    - ``sandbox ended``: another sandbox can be started at the task's beginning, so this one ended by what was done in
-      it: a limit of the disk or of memory was reached, its processes cannot be ended or started, all were killed.
-    - ``infra failure``: no other can be had either, so the machine is at fault: its disk is full, the container daemon
-      is gone. Or the work could not be graded: what the official code says is broken in the image, or grading failed.
+    - ``sandbox ended``: another sandbox can be started at the beginning of the task, so the agent's commands ended this
+      one: it reached a limit of disk or memory, its processes cannot be ended or started, or all were killed.
+    - ``infra failure``: no other sandbox can be started either, so the machine is at fault: its disk is full, or the
+      container daemon is gone. Or the work could not be graded: the official code says that the image is broken, or
+      grading failed.
 
     ## Information
-    - ``success`` and ``resolved``: whether the verdict of this step says so; false where there is none.
-    - ``task_id``, ``repo``, ``task_type`` (the same), ``steps``, ``submitted``, ``valid_action``; ``returncode`` (None
-      without a command) and ``timed_out``.
-    - ``state_hash``: equal for equal states (see `boxes.Box.digest`, what counts; empty where the files could not be
-      read); ``progress_key``: whether the repository was changed and how the tests went that the agent ran last.
-    - ``lossy``: what a snapshot taken now would not keep, such as ``"background: sleep 100"``; empty nearly always.
-      Where only the attempt could tell, it is in ``last`` and in what a restore returns.
+    - ``success`` and ``resolved``: whether the verdict of this step is ``resolved``; false without a verdict.
+    - ``task_id``, ``repo``, ``task_type`` (equal to ``repo``), ``steps``, ``submitted``, ``valid_action``;
+      ``returncode`` (None without a command) and ``timed_out``.
+    - ``state_hash``: equal for equal states (`workspace.Box.digest` says what counts; empty if the files could not be
+      read); ``progress_key``: whether the repository was changed, and the result of the tests that the agent ran last.
+    - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
+      Losses that only the attempt reveals are in ``last`` and in the info that a restore returns.
     - ``verdict``: None, or ``resolved``, ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``,
       ``tests time out``, ``no test results``, ``too much output``; ``suspicious`` with ``reject_suspicious``; ``infra
       failure``, ``sandbox ended``, ``needs network``. With it ``patch``, ``tests_status`` (the tests of
-      ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` that succeed and fail), ``infra_failure`` (what is broken, not through the
-      patch) and ``needs_network``.
-    - ``masked``: the verdict is one of the last three, so that the reward, 0, says nothing about the work: the trainer
-      leaves such an episode out. They come from the sandbox, if it failed, or from what is known of the row
-      (``sandboxgym swebench check``), never from what its tests print.
-    - ``suspicious``: sentences on what looks like a forged reward in the patch or in what its tests printed, such as
-      ``"conftest: tests/conftest.py has a say in every test below it"``; empty nearly always. ``extraction``: why the
-      patch may lack some of the work, or what made it necessary to take its files over; empty nearly always.
+      ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` that succeed and fail), ``infra_failure`` (a fault that the patch did not
+      cause) and ``needs_network``.
+    - ``masked``: the verdict is one of the last three, so the reward of 0 says nothing about the work, and the trainer
+      excludes the episode. These verdicts come from a failed sandbox or from the record of the row
+      (``sandboxgym swebench check``), never from the output of its tests.
+    - ``suspicious``: signs of a forged reward in the patch or in the output of its tests, one sentence each, such as
+      ``"conftest: tests/conftest.py has a say in every test below it"``; usually empty. ``extraction``: why the patch
+      may lack some of the work, or why its files had to be copied; usually empty.
 
-    What processes draw for themselves (``$RANDOM``, ``/dev/urandom``) is not part of a snapshot; the environment's own
-    stream, which tasks are drawn from, is. With ``snapshot="full"`` forks are twins, which draw the same, unless they
-    are given a seed: it seeds ``RANDOM`` and is handed to the shell function ``sandboxgym_reseed``, if there is one.
+    Random numbers that processes draw themselves (``$RANDOM``, ``/dev/urandom``) are not part of a snapshot; the
+    environment's own stream, from which tasks are drawn, is. With ``snapshot="full"`` forks draw the same numbers
+    unless they are given a seed, which seeds ``RANDOM`` and is passed to the shell function ``sandboxgym_reseed`` if
+    there is one.
 
-    Times are not part of it, for equal steps have equal infos: ``env.unwrapped.timing`` has them.
+    Times are not part of ``info``, because equal steps have equal infos: ``env.unwrapped.timing`` has them.
 
     ## Arguments
     - ``dataset``: ``"mini"`` (small repositories of this package), ``"verified"``, ``"lite"``, ``"full"``
@@ -180,29 +182,29 @@ class SWEBenchEnv(TaskEnv[str, str]):
       ``"r2e-gym"`` (found beside them), or a file of rows (json, jsonl, parquet), or a directory of such files.
     - ``instances``: only these tasks.
     - ``backend``: ``"auto"``, ``"overlay"``, ``"overlay-rootless"``, ``"docker"``, ``"copy"``. ``"auto"`` takes the
-      first that runs here. ``"copy"`` isolates nothing and needs ``allow_unsafe=True``.
-    - ``image``: a Docker image (or ``"dir:/path"``, an unpacked root file system) for the tasks of ``"mini"``, which by
-      default run on this machine's own tool chain: any with bash, git and a Python with pytest.
+      first that works on this machine. ``"copy"`` isolates nothing and needs ``allow_unsafe=True``.
+    - ``image``: a Docker image (or ``"dir:/path"``, an unpacked root file system) for the tasks of ``"mini"``: any with
+      bash, git and a Python with pytest. By default they use this machine's own tool chain.
     - ``tools``: ``"bash"`` or ``"swe-agent"``.
-    - ``network``: let the sandbox use it.
-    - ``limits``: of a sandbox, as `Limits` or a mapping of some of its fields (``seconds`` for a command, ``memory``,
-      ``processes``, ``disk``, ``files``, ``output``).
+    - ``network``: whether the sandbox may use the network.
+    - ``limits``: limits of a sandbox, as `Limits` or a mapping of some of its fields (``seconds`` per command,
+      ``memory``, ``processes``, ``disk``, ``files``, ``output``).
     - ``env``: environment variables for all commands, such as ``PIP_CERT`` behind a proxy.
-    - ``snapshot``: what snapshots hold beside files and the shell's state. ``"filesystem"``: nothing. ``"full"``:
-      running processes with their memory, descriptors and connections, so that a server that was started answers in
-      every fork (root, ``backend="overlay"`` and CRIU; see ``sandboxgym doctor``). ``"auto"``: these only while more
-      runs than the shell. What cannot be captured is in ``lossy``. Such snapshots stay in this process.
+    - ``snapshot``: content of snapshots beyond files and the shell's state. ``"filesystem"``: nothing. ``"full"``:
+      running processes with their memory, descriptors and connections, so that a running server answers in every fork
+      (root, ``backend="overlay"`` and CRIU; see ``sandboxgym doctor``). ``"auto"``: processes, but only while others
+      than the shell run. State that cannot be captured is in ``lossy``. Such snapshots stay in this process.
     - ``strict``: refuse snapshots that would lose something (`SnapshotLossy`), rather than report it in ``lossy``.
-    - ``grade_at``: grade at this step and at later ones; 0 is never. By default at the step limit of ``gym.make``; any
-      other wrapper that truncates needs it.
+    - ``grade_at``: grade at this step and at later ones; 0: never. By default at the step limit of ``gym.make``; with
+      any other wrapper that truncates it has to be given.
     - ``grade_timeout``: seconds that the tests may take.
-    - ``reject_suspicious``: what looks forged is not resolved, and its verdict is ``suspicious``. By default the
-      official verdict stands, for numbers that are compared with others'; for training it should be on.
-    - ``countercheck``: test what resolves a task, and nothing names, once more with tests that cannot pass. It takes as
-      long as the tests do; by default it is done where ``reject_suspicious`` is on.
-    - ``prompt``: what a task is introduced with, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
-    - ``durations``: show the durations that pytest and unittest print. By default they read 0.00s, so that equal states
-      print equal text.
+    - ``reject_suspicious``: count suspicious work as not resolved, with the verdict ``suspicious``. By default the
+      official verdict stands, so that numbers can be compared with published ones; turn it on for training.
+    - ``countercheck``: run the tests of work that resolves a task without any suspicion once more, changed so that they
+      cannot pass. This takes as long as the tests do; by default it is done if ``reject_suspicious`` is on.
+    - ``prompt``: introduction of a task, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
+    - ``durations``: show the durations that pytest and unittest print. By default they are shown as 0.00s, so that
+      equal states print equal text.
 
     ## Version History
     - v0: first version.
@@ -221,8 +223,8 @@ class SWEBenchEnv(TaskEnv[str, str]):
     immutable_state = True
     state_version = 1
 
-    # What `_forget` sets. `_current` is a capture of the present state, as long as nothing was done since; `_stale`
-    # says that the live sandbox is somewhere else, to be brought there when it is needed.
+    # Set by `_forget`. `_current` is a capture of the current state, until something is done; `_stale` says that the
+    # live sandbox is in another state and has to be restored before use.
     _task: Task | None
     _start: Pristine | None
     _box: Box | None
@@ -231,12 +233,12 @@ class SWEBenchEnv(TaskEnv[str, str]):
     _digest: tuple[str, str] | None
     _stale: bool
     _seed: int | None
-    """For what runs in the sandbox, once it is brought there."""
+    """Seed for the processes in the sandbox, used when it is restored."""
     _steps: int
     _editor: Editor
     _tests: str
     _gone: str
-    """Why the next step finds no sandbox; see `EpisodeState.gone`."""
+    """Reason why the next step finds no sandbox; see `EpisodeState.gone`."""
     _shown: str
 
     def __init__(
@@ -287,7 +289,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         self.durations = arguments.flag("durations", durations)
         self.render_mode = render_mode
         self.timing: dict[str, float] = {}
-        """Seconds that the last reset or step took: ``total``, and of it ``command`` and ``grading``."""
+        """Seconds that the last reset or step took: ``total``, and its parts ``command`` and ``grading``."""
         self._prompt = PROMPTS[tools] if prompt is None else arguments.prompt(prompt)
         self._settings = Settings(
             backend=backend,
@@ -307,8 +309,8 @@ class SWEBenchEnv(TaskEnv[str, str]):
 
         Raises:
             TaskNotFound: no such task in ``dataset``.
-            TypeError: the task is named by something else than a text or a whole number.
-            SandboxUnavailable: there can be no such sandbox on this machine; the message says why.
+            TypeError: the task is given by something else than text or an integer.
+            SandboxUnavailable: this machine cannot run such a sandbox; the message says why.
         """
         started = time.perf_counter()
         if options is not None and not isinstance(options, Mapping):
@@ -334,10 +336,10 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return self._shown, self._info(start.digest)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act; see *Action Space*, and *Episode End* for what becomes of a sandbox that cannot go on.
+        """Carry out an action; see *Action Space*, and *Episode End* for sandboxes that cannot continue.
 
         Raises:
-            TypeError: the action is no string.
+            TypeError: the action is not a string.
             ResetNeeded: there is no episode, or it is over.
         """
         if not isinstance(action, str):
@@ -349,7 +351,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         self._steps += 1
         try:
             observation, info = self._act(action)
-        except Exception as error:  # of whatever type: a policy must not end a run that takes days
+        except Exception as error:  # of any type: a policy must not end a run that takes days
             if from_handler(error):
                 raise
             observation, info = self._ended(error)
@@ -358,7 +360,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return observation, float(info["resolved"]), info["submitted"], False, info
 
     def _over(self) -> bool:
-        """Whether the last step ended the episode: by itself, or by the step limit."""
+        """Whether the last step ended the episode, by itself or by the step limit."""
         assert self._last is not None
         return self._last.terminated or (self.step_limit is not None and self._steps >= self.step_limit > 0)
 
@@ -394,8 +396,8 @@ class SWEBenchEnv(TaskEnv[str, str]):
         if digest is None:
             idle = not lossy and self._settings.snapshot == "filesystem"
             digest = box.digest(alone=idle)
-            self._digest = digest if idle else None  # else what runs may go on writing
-            lossy = lossy and box.sandbox.lossy()  # some of it was about to end
+            self._digest = digest if idle else None  # else running processes may continue to write
+            lossy = lossy and box.sandbox.lossy()  # some of these processes were about to end
         acted = time.perf_counter()
         verdict = None
         if submitted or self._at_limit():
@@ -406,7 +408,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return observation, info
 
     def _graded(self, leaf: SandboxSnapshot, task: Task, *, patch: str | None = None) -> Verdict:
-        """The verdict on captured work. What fails while it is found is no fault of the work."""
+        """The verdict on captured work. A failure during grading is not a fault of the work."""
         _, start = self._at()
         try:
             return grading.grade(
@@ -426,9 +428,9 @@ class SWEBenchEnv(TaskEnv[str, str]):
             return Verdict(False, patch or "", "infra failure", infra_failure=_cause(error))
 
     def _ended(self, error: Exception) -> tuple[str, dict[str, Any]]:
-        """The end of an episode that cannot go on: what was done is lost, and its sandbox thrown away.
+        """End an episode that cannot continue: the work is lost, and its sandbox is discarded.
 
-        Whose fault it was is found out by starting another one at the beginning of the task.
+        Starting another sandbox at the beginning of the task shows whether the agent or the machine is at fault.
         """
         task, _ = self._at()
         log.warning("%s: the sandbox ended", task.instance_id, exc_info=not isinstance(error, SandboxError))
@@ -452,7 +454,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return observation, self._info(start.digest, submitted=True, verdict=verdict)
 
     def _throw_away(self) -> None:
-        """Be without a sandbox, whatever state it is in."""
+        """Discard the sandbox, whatever state it is in."""
         box, self._box, self._stale = self._box, None, True
         if box is not None:
             try:
@@ -480,22 +482,22 @@ class SWEBenchEnv(TaskEnv[str, str]):
         """The tasks as rows; the type of each is its repository.
 
         Args:
-            split: as ``dataset``, such as ``"mini"`` or ``"verified"``: all tasks of it.
+            split: a value of ``dataset``, such as ``"mini"`` or ``"verified"``, with all its tasks.
         """
         tasks = self.task_set if split is None else open_tasks(split)
         return TaskRows(len(tasks), lambda number: _row(tasks[number]))
 
     def task_index(self, task: str | SupportsIndex) -> int:
-        """Position of a task; an ending of its id will do, too.
+        """Position of a task given by position, id or a unique ending of its id.
 
         Raises:
-            TaskNotFound: with the nearest ids.
+            TaskNotFound: there is no such task; the message has the nearest ids.
         """
         return self.task_set.index(task)
 
     @property
     def limits(self) -> tuple[Limits, frozenset[str]]:
-        """The limits of a sandbox, and which of them this machine's backend holds for it as a whole."""
+        """The limits of a sandbox, and which of them this machine's backend enforces for the sandbox as a whole."""
         self._playing()
         return self._settings.limits, self._opened().sandbox.backend.capabilities.limits
 
@@ -511,7 +513,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
     def grade(self) -> Verdict:
         """The verdict on the work as it stands; changes nothing.
 
-        Of an episode whose sandbox is gone (see *Episode End*), and of a sandbox that cannot be captured, it is that.
+        If the episode's sandbox is gone (see *Episode End*) or cannot be captured, the verdict says so.
         """
         task, _ = self._playing()
         assert self._last is not None
@@ -559,12 +561,12 @@ class SWEBenchEnv(TaskEnv[str, str]):
         task, start = self._at()
         try:
             self._stand_on(start.snapshot)
-        except SnapshotError:  # it was given up meanwhile
+        except SnapshotError:  # it was released in the meantime
             self._start = pristine(task, self._settings)
             self._stand_on(self._start.snapshot)
 
     def _opened(self) -> Box:
-        """The sandbox, in whatever state."""
+        """The sandbox, in any state."""
         task, _ = self._at()
         if self._box is None:
             self._box = self._settings.box(task)
@@ -574,13 +576,13 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return self._box
 
     def _declare(self, cost: Literal["constant", "written"], **more: Any) -> None:
-        """What the cost of a snapshot grows with, which ``backend="auto"`` knows only once there is a sandbox."""
+        """Declare what the cost of a snapshot grows with; ``backend="auto"`` knows it only once there is a sandbox."""
         if cost != self.snapshot_spec.cost:
             self.snapshot_spec = replace(self.snapshot_spec, cost=cost, **more)
             self.metadata = {**self.metadata, "snapshot": asdict(self.snapshot_spec)}  # type: ignore[misc]
 
     def _live(self) -> Box:
-        """The sandbox in the present state."""
+        """The sandbox, restored to the current state."""
         if self._gone:
             raise SandboxClosed(self._gone)
         older = self._box is not None
@@ -597,7 +599,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
                 box = self._opened()
                 box.restore(self._current)
             self._stale = False
-            if self._current.checkpoint is not None:  # its processes go on from here
+            if self._current.checkpoint is not None:  # its processes continue from here
                 self._current.release()
                 self._current = None
             box.start = self._start
@@ -607,19 +609,19 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return box
 
     def _change(self) -> None:
-        """What was captured and hashed is not the present state any more."""
+        """Note that the state changes: the capture and the hash are no longer valid."""
         self._digest = None
         if self._current is not None:
             self._current.release()
             self._current = None
 
     def _frozen(self, *, strict: bool, processes: bool = True) -> SandboxSnapshot:
-        """A capture of the present state, to be retained by whoever keeps it; ``processes``: if there can be any."""
+        """A capture of the current state, which its keeper has to retain; ``processes``: whether there can be any."""
         if self._current is not None:
             return self._current
         assert self._box is not None
         snapshot = self._box.snapshot(strict=strict, mode=None if processes else "filesystem")
-        idle = not snapshot.lossy and snapshot.checkpoint is None  # else processes go on that may change files
+        idle = not snapshot.lossy and snapshot.checkpoint is None  # else running processes may change files
         if idle and (processes or self._settings.snapshot != "full"):
             self._current = snapshot
         return snapshot
@@ -659,7 +661,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
             "lossy": list(lossy),
             "verdict": None if verdict is None else verdict.reason,
             "patch": None if verdict is None else tools.printable(verdict.patch),
-            # The verdict is kept for when the same work is graded again, and a caller may change what it is given.
+            # A copy: the verdict is kept for grading the same work again, and a caller may change its info.
             "tests_status": None if verdict is None else copy.deepcopy(verdict.tests_status),
             "infra_failure": "" if verdict is None else verdict.infra_failure,
             "needs_network": verdict is not None and verdict.needs_network,
@@ -675,7 +677,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         try:
             snapshot = self._frozen(strict=self.strict)
         except (SandboxClosed, SandboxFull) as error:
-            # What runs inside may end the sandbox at any time. That is a state like any other: the next step says so.
+            # Processes inside may end the sandbox at any time. That is a state as well: the next step reports it.
             if not self._is_gone():
                 raise
             self._throw_away()
@@ -683,7 +685,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
             self._gone = _cause(error)
             snapshot = self._frozen(strict=self.strict)
         if self._last is not None and not set(snapshot.lossy) <= set(self._last.info["lossy"]):
-            # Some of it only the attempt could tell.
+            # Some losses only the attempt reveals.
             self._last = self._last._replace(info={**self._last.info, "lossy": list(snapshot.lossy)})
         held = snapshot.retain() if snapshot is self._current else snapshot
         return EpisodeState(task.instance_id, task.digest, held, self._steps, self._editor, self._tests, self._gone)
@@ -750,7 +752,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return EpisodeState(task_id, digest, packed, steps, Editor.from_plain(history), *rest)
 
     def _config(self) -> dict[str, Any]:
-        # Not the list of tasks: any that has this one will do.
+        # Without the list of tasks: every list with this task fits.
         return {
             "tools": self.tools,
             "backend": self._settings.backend,
@@ -781,13 +783,13 @@ def _row(task: Task) -> Row:
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong, in a line of bounded length that holds nothing unprintable."""
+    """Message of an error as one printable line of bounded length."""
     said = str(error) if isinstance(error, SandboxError) else brief(error, 1000)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said[:1000])
 
 
 def _outcome(output: str) -> str | None:
-    """How the tests went whose last line is in some output; None if there is none."""
+    """Result of the tests whose summary line is in an output; None if there is none."""
     found = None
     ends = (end for line in _LINE.finditer(output) if (end := _PYTEST.match(line[0])))
     for match in itertools.chain(ends, _UNITTEST.finditer(output)):

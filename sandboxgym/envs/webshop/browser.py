@@ -1,4 +1,4 @@
-"""`WebShopBrowserEnv`: the same shop, seen and used through its website in a real browser."""
+"""`WebShopBrowserEnv`: WebShop through its website in a real browser."""
 
 from __future__ import annotations
 
@@ -39,41 +39,42 @@ class BrowserState:
     session: Session
     """The server's state of the episode; the address follows from it."""
     page: PageState
-    """The page's state that the address does not determine."""
+    """State of the page that the address does not determine."""
     seen: str | bytes
     """Last observation; a screenshot as PNG."""
 
 
 class WebShopBrowserEnv(WebShopEnv):
-    """WebShop in a real browser: Chromium on the shop's own site, which runs inside this process.
+    """WebShop in a real browser: Chromium on the shop's own website, which runs inside this process.
 
     ## Description
     The same tasks, actions, rewards and information as `WebShopEnv` with ``compat="default"``. Every observation is
-    read from the page that the browser shows, every action is done with its mouse and keyboard. All environments of a
-    process share one browser and, for each shop, one server on the loopback interface; each has a browser context and a
-    session of its own. The browser reaches that server and nothing else.
+    read from the page in the browser, and every action is performed with its mouse and keyboard. All environments of a
+    process share one browser and, per shop, one server on the loopback interface; each has its own browser context and
+    session. The browser reaches that server and nothing else.
 
     Needs ``pip install 'sandboxgym[browser]'`` and a Chromium: the argument ``executable``, ``$SANDBOXGYM_CHROMIUM``,
     Playwright's own (``playwright install chromium``), or the first of chromium-headless-shell, chromium,
-    chromium-browser, google-chrome, google-chrome-stable and chrome on the path. A headless shell, which Playwright's
-    own is too, makes contexts several times faster than a whole browser. It runs headless, and without Chromium's own
-    sandbox only for root.
+    chromium-browser, google-chrome, google-chrome-stable and chrome on the path. A headless shell, such as Playwright's
+    own, creates contexts several times faster than a full browser. The browser runs headless, and without Chromium's
+    own sandbox only for root.
 
     ## Action Space
-    A string. WebShop's: ``search[keywords]`` types into the search field and submits it, ``click[value]`` clicks what
-    has that name. Low-level, in pixels of the viewport:
+    A string. WebShop's: ``search[keywords]`` types into the search field and submits it, ``click[value]`` clicks the
+    element with that name. Low-level, in pixels of the viewport:
 
-    - ``mouse_click[x, y]``: on a link, a button or the field; elsewhere it does nothing.
-    - ``type[text]``: at the caret, if the field has the focus.
-    - ``press[key]``: Enter, Backspace, Delete, ArrowLeft, ArrowRight, Home, End or Control+A, likewise.
-    - ``scroll[dx, dy]``: to the right and down.
+    - ``mouse_click[x, y]``: click on a link, a button or the field; elsewhere it does nothing.
+    - ``type[text]``: type at the caret, if the field has the focus.
+    - ``press[key]``: press Enter, Backspace, Delete, ArrowLeft, ArrowRight, Home, End or Control+A, if the field has
+      the focus.
+    - ``scroll[dx, dy]``: scroll to the right and down.
 
-    What is none of these, or cannot be done on the page, changes nothing, and ``info["valid_action"]`` is false.
+    Any other action, or one that is impossible on the page, changes nothing, and ``info["valid_action"]`` is false.
 
     ## Observation Space
-    As ``observation_mode`` asks. ``text``: the page's texts joined by `` [SEP] ``, equal to `WebShopEnv`'s. ``html``:
-    the document. ``axtree``: the accessibility tree as Playwright's ``aria_snapshot`` writes it. ``screenshot``: an
-    array of (height, width, 3) bytes. In addresses, ``visitor`` stands for the session's name.
+    Selected by ``observation_mode``. ``text``: the page's texts joined by `` [SEP] ``, equal to `WebShopEnv`'s.
+    ``html``: the document. ``axtree``: the accessibility tree as Playwright's ``aria_snapshot`` writes it.
+    ``screenshot``: an array of (height, width, 3) bytes. In addresses, ``visitor`` replaces the session's name.
 
     ## Rewards, Starting State, Episode End, Information
     As in `WebShopEnv`. ``state_hash`` is equal to that environment's until something is typed, focused or scrolled.
@@ -81,20 +82,20 @@ class WebShopBrowserEnv(WebShopEnv):
     ## Snapshots
     Of kind ``logical``: the server's session, from which the address follows; the text, selection and scroll position
     of the search field; the scroll position of the page; cookies and local storage; and the last observation. A restore
-    is lazy: the browser goes there before the next action or picture. A snapshot fits in any process on any machine;
-    there, pictures may differ with the fonts and the browser.
+    is lazy: the browser opens the page before the next action or screenshot. A snapshot restores in any process on any
+    machine; screenshots there may differ with the fonts and the browser.
 
-    Not kept, as nothing in this shop depends on it: the heap of scripts, ``sessionStorage``, the length of the history
-    (a restored page has nothing to go back to), requests under way, the undo history of the field, where the mouse
-    pointer is (it is moved to the corner before every picture), and the browser's cache.
+    State that this shop does not depend on is not kept: the heap of scripts, ``sessionStorage``, the browser history (a
+    restored page has nothing to go back to), pending requests, the undo history of the field, the position of the mouse
+    pointer (it is moved to the corner before every screenshot), and the browser's cache.
 
     ## Arguments
     - ``catalogue``, ``goals``, ``split``, ``tasks``, ``price_seed``, ``nouns``, ``pos``, ``search_backend``,
       ``show_attributes``: as in `WebShopEnv`.
     - ``observation_mode``: ``"text"``, ``"html"``, ``"axtree"`` or ``"screenshot"``.
     - ``viewport``: width and height in pixels.
-    - ``executable``: of the browser.
-    - ``render_mode``: ``"rgb_array"``, a picture of the viewport.
+    - ``executable``: path of the browser.
+    - ``render_mode``: ``"rgb_array"``, a screenshot of the viewport.
 
     ## Version History
     - v0: first version.
@@ -152,7 +153,7 @@ class WebShopBrowserEnv(WebShopEnv):
         Raises:
             TaskNotFound: there is no such goal, or it is not in the split.
             DependencyNotInstalled: Playwright or a browser is missing; the message says how to get it.
-            BrowserError: the browser failed; the environment is as before.
+            BrowserError: the browser failed; the environment is unchanged.
         """
         gym.Env.reset(self, seed=seed)
         session = self.shop.start(self._goal(options or {}))
@@ -165,7 +166,7 @@ class WebShopBrowserEnv(WebShopEnv):
         """Perform an action in the browser.
 
         Raises:
-            BrowserError: the browser failed; the environment is as before the step.
+            BrowserError: the browser failed; the environment is in the state before the step.
         """
         if not isinstance(action, str):
             raise TypeError(f"expected an action as a string, found {action!r}")
@@ -175,7 +176,7 @@ class WebShopBrowserEnv(WebShopEnv):
             self._nothing_done(state)
             return self._transition()
         tab = self._at(state.session, state.page)
-        self._shown = None  # until it is known what the gesture did
+        self._shown = None  # until the effect of the gesture is known
         if tab.do(gesture):
             look = tab.look()
             moved = gesture.verb in ("search", "click") or (look.session, look.page) != (state.session, state.page)
@@ -185,7 +186,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return self._transition()
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """Picture of the viewport, (height, width, 3), in mode ``rgb_array``."""
+        """Screenshot of the viewport, (height, width, 3), in mode ``rgb_array``."""
         if self.render_mode != "rgb_array":
             return None
         state = self._here()
@@ -201,7 +202,7 @@ class WebShopBrowserEnv(WebShopEnv):
 
     @property
     def tab(self) -> Tab:
-        """The browser's page at the present state, for tests and for pictures of it."""
+        """The browser's page in the current state, for tests and screenshots."""
         state = self._here()
         return self._at(state.session, state.page)
 
@@ -211,7 +212,7 @@ class WebShopBrowserEnv(WebShopEnv):
         return self._state
 
     def _at(self, session: Session, page: PageState) -> Tab:
-        """The browser's page, brought to this state."""
+        """The browser's page, restored to a state."""
         tab = self._tab
         if tab is None:
             tab = self._tab = Tab(self.shop, self.mode, self.viewport, chosen_executable(self._executable))

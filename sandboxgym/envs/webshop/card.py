@@ -1,4 +1,4 @@
-"""What others must know of WebShop before it is made: system prompt, data set, extras."""
+"""Card of WebShop: its system prompt, data set and extras, known before the environment is made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from sandboxgym.data import DataFile, DataSet
 from sandboxgym.task_env import EnvCard
 
-# The addresses of the original's set-up script, in the form that answers with the file rather than a page about it.
+# The addresses of the original's setup script, in the form that returns the file rather than a page about it.
 _DRIVE = "https://drive.usercontent.google.com/download?export=download&confirm=t&id="
 _HUMAN = DataFile("items_human_ins.json", _DRIVE + "14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O")
 CATALOGUE = DataSet(

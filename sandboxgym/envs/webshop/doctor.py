@@ -1,4 +1,4 @@
-"""What the browser environment needs of this machine, for ``sandboxgym doctor``."""
+"""Requirements of the browser environment, for ``sandboxgym doctor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sandboxgym.system.findings import Finding, package_version
 
 
 def browser() -> Finding:
-    """Playwright and a Chromium for it; neither is started."""
+    """Look for Playwright and a Chromium for it; neither is started."""
     enables = "WebShop in a real browser"
     version = package_version("playwright")
     chromium = _chromium()

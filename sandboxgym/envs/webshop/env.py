@@ -1,4 +1,4 @@
-"""`WebShopEnv`: the thin Gymnasium shell around a `Shop`, which is shared, and a `Session`, a small immutable value."""
+"""`WebShopEnv`: a thin Gymnasium layer over a shared `Shop` and a `Session`, a small immutable value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sandboxgym.spaces import Unicode
 from sandboxgym.task_env import Task, TaskEnv, TaskNotFound, TaskRows
 
 HARMLESS = ("click[back to search]", "search[shoes]")
-"""Actions that can be undone or do nothing: what the action space samples."""
+"""Actions that can be undone or do nothing; the action space samples them."""
 Progress = Literal["options", "worth"]
 _SEEDS = 2**63
 
@@ -34,90 +34,91 @@ class WebShopEnv(TaskEnv[str, str]):
 
     ## Description
     Re-implementation of WebShop's text environment (Yao et al., 2022) that needs neither Java nor a web server. With
-    ``compat="upstream"`` observations, available actions, addresses, rewards and flags are the original's to the
-    letter. ``compat="default"`` differs from it to close what an agent could exploit or trip over:
+    ``compat="upstream"`` observations, available actions, addresses, rewards and flags are exactly the original's.
+    ``compat="default"`` differs where an agent could exploit or stumble over the original:
 
     - A search needs the search bar (original: possible on every page).
-    - Keywords are words (original: those that begin with ``<r>``, ``<c>`` or ``<q>`` list random products, a whole
-      category, or the products behind a hidden query; ``<a>`` is an error, for which ``"upstream"`` does nothing).
-    - The purchase ends the episode: after it nothing happens and ``terminated`` stays true (original: all goes on,
-      ``terminated`` is true in the step of a purchase only, products can be bought again and again).
-    - ``next >`` is there only if more results are (original: always, and leads to empty pages).
-    - A chosen option can be seen: `` (selected)`` follows it in ``text`` (original: choosing does not change ``text``)
-      and ``text_rich`` marks exactly the chosen ones (original: those whose quoted value is in the address, so none
-      with quotes or with letters beyond ASCII, and some that were not chosen).
-    - Every option can be chosen: where a value is in two groups, or is like the name of a button, it is called
-      ``group: value`` (original: the group that comes last, or the button); values with ``[`` are no problem.
+    - Keywords are plain words (original: those that begin with ``<r>``, ``<c>`` or ``<q>`` list random products, a
+      whole category, or the products behind a hidden query; ``<a>`` is an error; with ``"upstream"`` it does nothing).
+    - The purchase ends the episode: afterwards nothing happens and ``terminated`` stays true (original: the episode
+      continues, ``terminated`` is true only in the step of a purchase, and products can be bought again).
+    - ``next >`` is only there if there are more results (original: always, leading to empty pages).
+    - A chosen option is visible: `` (selected)`` follows it in ``text`` (original: choosing does not change ``text``)
+      and ``text_rich`` marks exactly the chosen options (original: those whose quoted value is in the address, so none
+      with quotes or non-ASCII letters, and some that were not chosen).
+    - Every option can be chosen: a value that occurs in two groups, or equals the name of a button, is called
+      ``group: value`` (original: the last group wins, or the button); values may contain ``[``.
     - ``click[search]``, which does nothing, is not listed.
-    - The verb may be in any case, white space around verb and argument is ignored, blanks are no keywords.
-    - ``< prev`` goes one page back (original: told from the address, so that the keywords "search_results" mislead it).
-    - The last page shows the score (original: invisible fields and a code for workers, too).
-    - If no goal is asked for, one is drawn evenly (original: by weight, but never the first goal).
+    - The verb may be in any case, white space around verb and argument is ignored, and blanks are not keywords.
+    - ``< prev`` goes one page back (original: derived from the address, which the keywords "search_results" break).
+    - The last page shows the score (original: also invisible fields and a code for crowd workers).
+    - If no goal is asked for, one is drawn uniformly (original: by weight, but never the first goal).
 
-    In both, what the original leaves to a global random stream is seeded: prices and price caps by ``price_seed``, what
-    ``<r>`` draws by ``reset``. Where the original has a session's name in addresses, there is the index of the goal;
-    ``prev_obs`` and images are not offered. Mode ``html`` is markup of our own, not the original's templates.
+    In both modes, randomness that the original takes from a global stream is seeded: prices and price caps by
+    ``price_seed``, the draws of ``<r>`` by ``reset``. Addresses contain the index of the goal instead of the session's
+    name; ``prev_obs`` and images are not offered. Mode ``html`` uses this package's markup, not the original's
+    templates.
 
     ``env.unwrapped.expert()`` is a rule-based player that sees only what an agent sees, in mode ``text`` or
     ``text_rich``.
 
     ## Action Space
-    A string: ``search[keywords]`` or ``click[value]`` with a value out of ``info["available_actions"]["clickables"]``.
-    Upper and lower case of the argument do not matter, what follows the last bracket is ignored. Anything else changes
-    nothing.
+    A string: ``search[keywords]`` or ``click[value]`` with a value from ``info["available_actions"]["clickables"]``.
+    The argument is case-insensitive, and text after the last bracket is ignored. Anything else changes nothing.
 
     ## Observation Space
-    A string: the page in the form that ``observation_mode`` asks for. ``text``: the pieces of the page joined by
-    `` [SEP] ``. ``text_rich``: one on each line, with marks around what can be clicked. ``html``: a document. ``url``:
-    the address only.
+    A string: the page in the form that ``observation_mode`` selects. ``text``: the pieces of the page joined by
+    `` [SEP] ``. ``text_rich``: one piece per line, with marks around what can be clicked. ``html``: a document.
+    ``url``: the address only.
 
     ## Rewards
-    0 but for the purchase, which gives 0 to 1: the share of the goal's attributes, options and price cap that the
-    product and the chosen options meet, times 1, 0.5, 0.1 or 0 for how well its type fits.
+    0 except for the purchase, which gives 0 to 1: the fraction of the goal's attributes, options and price cap that the
+    product and the chosen options meet, times 1, 0.5, 0.1 or 0 for how well the product's type fits.
 
     ## Starting State
-    The search page with an instruction. ``reset(seed=…, options={"task": …})`` asks for a goal of the split by its
-    position in it (0 to ``num_tasks`` - 1) or by its id, such as ``"synthetic/12"``; ``options={"goal": …}`` by its
-    index in the list of all goals, which is what the original's ``session`` is (and the position, if there is no split
-    or it is ``"test"``). Without either, a goal of the split is drawn from the environment's random stream.
+    The search page with an instruction. ``reset(seed=…, options={"task": …})`` selects a goal of the split by its
+    position (0 to ``num_tasks`` - 1) or id, such as ``"synthetic/12"``; ``options={"goal": …}`` by its index in the
+    list of all goals, which is the original's ``session`` (and equals the position if there is no split or it is
+    ``"test"``). Without either, a goal of the split is drawn from the environment's random stream.
 
-    The order of goals and the splits depend on the catalogue and the kind of goals alone: not on the seed, the worker
-    or the process.
+    The order of goals and the splits depend only on the catalogue and the kind of goals, not on the seed, the worker or
+    the process.
 
     ## Episode End
     Terminated by the purchase. Truncated by the step limit of ``gym.make``, 50 as in the BPO paper.
 
     ## Information
     ``available_actions`` (``has_search_bar`` and ``clickables``, as in the original), ``admissible_commands`` (actions
-    that do something here: a click on everything that can be clicked and, where there is a search bar, a search for the
-    whole instruction, instead of which any keywords will do), ``instruction``, ``task_id``, ``success`` (the purchase
+    that do something here: a click on everything clickable and, if there is a search bar, a search for the whole
+    instruction, in place of which any keywords are allowed), ``instruction``, ``task_id``, ``success`` (the purchase
     was worth 1), ``valid_action`` (the last action did something), ``page_type`` (``search``, ``results``, ``item``,
     ``sub_page``, ``done``), ``state_hash`` (equal if and only if goal, page and products looked at are),
-    ``progress_key`` (see ``progress``), ``features`` (see there). After a purchase also ``reward_info``: ``r_type``,
-    ``r_att``, ``r_option``, ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, what the type was told from
-    (``query_match``, ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind ``title_score``.
+    ``progress_key`` (see ``progress``), ``features`` (see ``features``). After a purchase also ``reward_info``:
+    ``r_type``, ``r_att``, ``r_option``, ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, the criteria for
+    the type (``query_match``, ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind
+    ``title_score``.
 
     ## Arguments
     - ``catalogue``: ``"embedded"`` (1,000 generated products), or a directory with the official files
       ``items_shuffle*.json``, ``items_ins_v2*.json`` and, for human goals, ``items_human_ins.json``.
     - ``goals``: ``"synthetic"`` or ``"human"``.
     - ``split``: ``None`` (all goals), the original's ``"test"`` (goals 0-499), ``"eval"`` (500-1499), ``"train"`` (the
-      rest), or ``"product-test"``, ``"product-eval"``, ``"product-train"``, of which no two share a product.
-    - ``tasks``: only these goals of the split, by position or id; they keep their order.
+      rest), or ``"product-test"``, ``"product-eval"``, ``"product-train"``, no two of which share a product.
+    - ``tasks``: only these goals of the split, by position or id, in the order of the split.
     - ``observation_mode``: ``"text"``, ``"text_rich"``, ``"html"`` or ``"url"``.
     - ``compat``: ``"default"`` or ``"upstream"``, see above.
-    - ``price_seed``: of the prices of products that show a range, and of the price caps in goals.
-    - ``pos``: what tells nouns in titles, for the type's part of the reward: ``"embedded"``, ``"spacy"`` (as the
+    - ``price_seed``: seed of the prices of products that show a range, and of the price caps in goals.
+    - ``pos``: tagger of nouns in titles, for the type's part of the reward: ``"embedded"``, ``"spacy"`` (as in the
       original; needs spaCy and its model) or a function from a title to its nouns.
-    - ``nouns``: a JSON file from titles to their nouns; ``pos`` is left with the titles that are not in it.
+    - ``nouns``: a JSON file that maps titles to their nouns; ``pos`` tags the titles that are not in it.
     - ``search_backend``: ``"bm25"`` (the original's ranking) or another one that ``open_search`` knows.
-    - ``progress``: what ``progress_key`` has beside the kind of page. ``"options"``: whether it has the product that
-      the goal was made from, how many of the goal's options are chosen. ``"worth"``: what buying now would earn, or on
-      a page of results the mean of its products, in tenths: for baselines and schedules, not for policies.
-    - ``features``: whether to give ``info["features"]``, numbers that a trainer may learn state values from: the kind
-      of page, what buying now would earn (as ``"worth"``) and what it would with the goal's options chosen (on a page
-      of results, of its best product). Privileged: no policy may see them.
-    - ``show_attributes``: item pages lead to a page with hidden attributes (the original's ``show_attrs``).
+    - ``progress``: content of ``progress_key`` beyond the kind of page. ``"options"``: whether the page has the product
+      that the goal was made from, and how many of the goal's options are chosen. ``"worth"``: the reward for buying
+      now, or on a page of results its mean over the products, in tenths; for baselines and schedules, not for policies.
+    - ``features``: whether to give ``info["features"]``, numbers from which a trainer may learn state values: the kind
+      of page, the reward for buying now (as in ``"worth"``), and that reward with the goal's options chosen (on a page
+      of results, for its best product). Privileged: no policy may see them.
+    - ``show_attributes``: link item pages to a page with hidden attributes (the original's ``show_attrs``).
     - ``render_mode``: ``"ansi"`` (``text_rich``).
 
     ## Version History
@@ -171,7 +172,7 @@ class WebShopEnv(TaskEnv[str, str]):
             show_attributes=show_attributes,
         )
         self.goals_here: Sequence[int] = split_of(self.shop.goals, split)
-        """Indices of the goals that can be asked for in the list of all, ascending."""
+        """Indices of the available goals in the list of all, ascending."""
         if tasks is not None:
             if isinstance(tasks, str) or not isinstance(tasks, Sequence):
                 raise ValueError(f"tasks: expected a list of positions and ids, found {tasks!r}")
@@ -210,14 +211,14 @@ class WebShopEnv(TaskEnv[str, str]):
         """The goals as rows; each is made when its row is read.
 
         Args:
-            split: as ``split`` of the constructor, of the same kind of goals in the same catalogue.
+            split: a value of the constructor's ``split``, with the same kind of goals and the same catalogue.
         """
         goals = self.shop.goals
         here = self.goals_here if split is None else split_of(goals, cast(Split, split))
         return TaskRows(len(here), lambda number: _row(goals[here[number]]))
 
     def task_index(self, task: str | SupportsIndex) -> int:
-        """Position of a goal in the split, given by that or by its id.
+        """Position in the split of a goal given by position or id.
 
         Raises:
             TaskNotFound: there is no such goal, or it is not in the split.
@@ -226,7 +227,7 @@ class WebShopEnv(TaskEnv[str, str]):
 
     @property
     def session(self) -> Session:
-        """Where the episode is."""
+        """State of the episode."""
         return self._shopping()
 
     def expert(self, *, rng: random.Random | None = None, noise: float = 0.0, **options: Any) -> Expert:
@@ -325,7 +326,7 @@ class WebShopEnv(TaskEnv[str, str]):
         return Session.decode(data)
 
     def _config(self) -> dict[str, Any]:
-        # Not the split: any that this goal is in will do. Not the place of the catalogue: its content decides.
+        # Without the split: every split with this goal fits. Without the catalogue's path: its content decides.
         shop = self.shop
         return {
             "catalogue": shop.catalogue.digest,

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from sandboxgym.sandbox.base import ProcessInfo
-from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.process_table import Row, descendants, kill_until_none, send_signal, start_times, table
+from sandboxgym.system import proc
 
 MARK = "SANDBOXGYM_BOX"
 """Environment variable that every process of a sandbox inherits."""
@@ -114,6 +114,6 @@ def _rows_of(mark: str, leaders: Collection[int]) -> list[Row]:
 def _environment(pid: int) -> bytes:
     """Environment of a process, each variable between two null bytes."""
     try:
-        return b"\0%b\0" % start_of(f"/proc/{pid}/environ", _ENVIRONMENT)
+        return b"\0%b\0" % proc.head(f"/proc/{pid}/environ", _ENVIRONMENT)
     except OSError:
         return b""

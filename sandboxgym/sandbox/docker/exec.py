@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 from sandboxgym.sandbox.base import SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.docker.client import daemon_address, daemon_errors
-from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.process_table import Row, descendants, kill_all, kill_until_none, table
+from sandboxgym.system import proc
 
 # Arguments: "tty" or "pipe", the directory, NAME=VALUE …, program, arguments.
 _LAUNCH = """
@@ -427,6 +427,8 @@ def _feed(source: int, connection: socket.socket) -> None:
 
 def _number_inside(pid: int) -> int | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"^NSpid:.*\s(\d+)$", start_of(f"/proc/{pid}/status", 1 << 16).decode(errors="replace"), re.M)
+        found = re.search(
+            r"^NSpid:.*\s(\d+)$", proc.head(f"/proc/{pid}/status", 1 << 16).decode(errors="replace"), re.M
+        )
         return int(found[1]) if found else None
     return None

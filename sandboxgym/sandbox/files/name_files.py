@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sandboxgym.sandbox.base import SandboxUnavailable
-from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.layers.squash import is_whiteout
+from sandboxgym.system import proc
 
 HOST = "sandbox"
 """Host name of every container."""
@@ -49,7 +49,7 @@ def contents(*, network: bool) -> dict[str, bytes]:
     resolver = b""
     if network:
         with contextlib.suppress(OSError):  # there is none
-            resolver = start_of("/etc/resolv.conf", LONGEST)
+            resolver = proc.head("/etc/resolv.conf", LONGEST)
     return {
         "hosts": "".join(f"{line}\n" for line in lines).encode(),
         "hostname": f"{HOST}\n".encode(),

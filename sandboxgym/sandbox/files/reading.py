@@ -92,16 +92,3 @@ def beginning(descriptor: int, nbytes: int, *, path: str = "", seconds: float = 
         if time.monotonic() > end:
             raise TimeoutError(errno.ETIMEDOUT, f"not read in {seconds:g} s", path)
     return bytes(data)
-
-
-def start_of(path: str, nbytes: int) -> bytes:
-    """The first bytes of a file of /proc, as one read gives them.
-
-    Raises:
-        OSError: it is gone.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, nbytes)
-    finally:
-        os.close(descriptor)

@@ -13,20 +13,12 @@ from pathlib import Path
 from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.overlay.cgroups import RECORD, remove_groups
 from sandboxgym.sandbox.overlay.processes import readable
+from sandboxgym.system.proc import started
 
 ZYGOTE = "zygote"
 """File in a run directory with the zygote's id and start time."""
 
 _SECONDS = 10.0
-
-
-def started(pid: int) -> str:
-    """Start time of a process, as the kernel counts; empty if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def record_zygote(directory: Path, pid: int) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from sandboxgym.sandbox.base import Backend, ProcessInfo, SandboxClosed
-from sandboxgym.sandbox.files.reading import start_of
 from sandboxgym.sandbox.process_table import state
+from sandboxgym.system import proc
 
 log = logging.getLogger("sandboxgym")
 
@@ -28,7 +28,6 @@ PATIENCE = 10.0
 
 _GLANCE = 0.002  # seconds between two looks at what is about to end
 _ROUNDS = 20  # in which something was found; more are a backend that cannot stop what runs
-_STARTED = 19  # which of the fields after its name tells when a process started
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,7 @@ class Moment:
 
 def birth_of(pid: int) -> str:
     """Start time of a process, which tells it from another of its number; empty if gone or unknown."""
-    try:
-        return start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()[_STARTED].decode()
-    except (OSError, IndexError):
-        return ""
+    return proc.started(pid)
 
 
 def births_of(pids: Iterable[int]) -> dict[int, str]:

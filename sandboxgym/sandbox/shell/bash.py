@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.base import Backend, Process, SandboxClosed, SandboxUnavailable
-from sandboxgym.sandbox.files.reading import FLAGS, beginning, check_regular, regular_file, start_of
+from sandboxgym.sandbox.files.reading import FLAGS, beginning, check_regular, regular_file
 from sandboxgym.sandbox.shell.state import Parser, ShellState, parse_limits
 from sandboxgym.sandbox.shell.terminal import encode
+from sandboxgym.system import proc
 
 if TYPE_CHECKING:
     from pexpect.fdpexpect import fdspawn
@@ -235,7 +236,7 @@ class BashProcess:
     def _system_call(self) -> bytes | None:
         """System call that the bash is in, with the first arguments; empty in none, None if that cannot be seen."""
         try:
-            words = start_of(f"/proc/{self.process.pid}/syscall", 256).split()
+            words = proc.head(f"/proc/{self.process.pid}/syscall", 256).split()
         except OSError:
             return None
         return b"%s %s %s %s " % tuple(words[:4]) if len(words) > 4 else b""
@@ -243,7 +244,7 @@ class BashProcess:
     def _bytes_read(self) -> int | None:
         pid = self.process.pid  # of the thread: what its children have read does not count
         try:
-            return int(start_of(f"/proc/{pid}/task/{pid}/io", 256).split()[1])
+            return int(proc.head(f"/proc/{pid}/task/{pid}/io", 256).split()[1])
         except (OSError, IndexError, ValueError):
             return None
 

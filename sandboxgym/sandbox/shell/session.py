@@ -41,12 +41,12 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxUnavailable,
 )
-from sandboxgym.sandbox.files.reading import start_of
-from sandboxgym.sandbox.process_table import descriptor_target
+from sandboxgym.sandbox.process_table import descriptor_target, state
 from sandboxgym.sandbox.shell.aftermath import Moment, birth_of, births_of, end_started, kill_started
 from sandboxgym.sandbox.shell.bash import ARGV, BashProcess, Connection, Heard
 from sandboxgym.sandbox.shell.state import ShellState
 from sandboxgym.sandbox.shell.terminal import Capture, decode, encode, plain_text
+from sandboxgym.system import proc
 
 log = logging.getLogger("sandboxgym")
 
@@ -324,7 +324,7 @@ class Shell:
         self._settle()
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            if _stat(self.pid)[:1] != [b"R"] and not any(map(_is_starting, _children(self.pid))):
+            if state(self.pid or 0) != "R" and not any(map(_is_starting, _children(self.pid))):
                 return
             os.sched_yield()
 
@@ -626,34 +626,26 @@ def _children(pid: int | None) -> frozenset[int]:
 
 def _is_starting(pid: int) -> bool:
     """True if a process was just forked, and is, or may be, about to execute a program."""
-    fields = _stat(pid)
-    if fields[:1] not in ([b"R"], [b"D"]) or fields[11:13] != [b"0", b"0"]:  # it sleeps, or has run for some time
-        return False
-    try:  # while it is replaced, a program has no arguments
-        return bool(int(fields[6]) & _FORKED) or not start_of(f"/proc/{pid}/cmdline", 1)
+    try:
+        found = proc.stat(pid)
+        if found.state not in "RD" or found.ticks:  # it sleeps, or has run for some time
+            return False
+        return bool(found.flags & _FORKED) or not proc.head(f"/proc/{pid}/cmdline", 1)  # replaced, it has no arguments
     except OSError:
         return False
 
 
 def is_dying(pid: int) -> bool:
     """True if a process was killed and is exiting."""
-    fields = _stat(pid)
-    if fields and int(fields[6]) & _EXITING:
-        return True
+    with contextlib.suppress(OSError):
+        if proc.stat(pid).flags & _EXITING:
+            return True
     pending = [int(mask, 16) for mask in re.findall(r"^(?:Shd|Sig)Pnd:\s*(\w+)$", _status(pid), re.MULTILINE)]
     return any(mask & 1 << (signal.SIGKILL - 1) for mask in pending)
 
 
 def _status(pid: int | None) -> str:
     try:
-        return start_of(f"/proc/{pid}/status", 1 << 16).decode(errors="replace")
+        return proc.head(f"/proc/{pid}/status", 1 << 16).decode(errors="replace")
     except OSError:
         return ""
-
-
-def _stat(pid: int | None) -> list[bytes]:
-    """Fields of a process's /proc stat, from its state on; empty where there are none."""
-    try:
-        return start_of(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()
-    except OSError:
-        return []

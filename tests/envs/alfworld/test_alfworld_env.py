@@ -1,4 +1,4 @@
-"""ALFWorld through ``gym.make``: what users see of it, and the recordings once more with snapshots in between."""
+"""ALFWorld through ``gym.make``: its public behaviour, and the recordings with snapshots in between."""
 
 from __future__ import annotations
 

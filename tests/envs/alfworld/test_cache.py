@@ -1,4 +1,4 @@
-"""Grounded games on disk: found again, never trusted, never in the way."""
+"""Grounded games on disk are reused, never trusted, and never cause failures."""
 
 from __future__ import annotations
 

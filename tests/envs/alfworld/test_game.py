@@ -1,4 +1,4 @@
-"""Compiled games, on a small one made for the purpose; the real ones are in `test_parity`."""
+"""Compiled games, on a small one made for the tests; the real ones are in `test_parity`."""
 
 from __future__ import annotations
 

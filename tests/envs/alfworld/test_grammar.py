@@ -1,4 +1,4 @@
-"""The text grammar, on documents made for the purpose."""
+"""The text grammar, on documents made for the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine against recordings of the original (textworld 1.7.0 with alfworld 0.4.2), to the letter.
+"""The engine equals recordings of the original exactly (textworld 1.7.0 with alfworld 0.4.2).
 
 The recordings are five files in ``$SANDBOXGYM_PARITY_DATA/alfworld``: random play with inadmissible commands thrown in,
 walkthroughs, alfworld's hand-written expert, dense play that goes on after winning, and the grammar of 2021.

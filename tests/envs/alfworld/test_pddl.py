@@ -1,4 +1,4 @@
-"""Reading PDDL, the joins, and grounding, on small domains made for the purpose."""
+"""PDDL parsing, relations and grounding, on small domains made for the tests."""
 
 from __future__ import annotations
 

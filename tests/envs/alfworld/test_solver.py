@@ -1,4 +1,4 @@
-"""Shortest plans: they win, and nothing shorter does."""
+"""Shortest plans win, and no shorter plan does."""
 
 from __future__ import annotations
 

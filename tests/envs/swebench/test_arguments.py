@@ -1,4 +1,4 @@
-"""What an environment is made, reset and forked with: what cannot be is refused at once, and named."""
+"""Arguments for making, resetting and forking an environment: invalid ones are refused at once, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of SWE-bench on a large repository: what it builds, and that every number is had."""
+"""The benchmark of SWE-bench on a large repository: what it builds, and that it measures every number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that are changed so that they cannot pass, and what a run of them tells."""
+"""Tests that are changed so that they cannot pass, and the conclusions from running them."""
 
 from __future__ import annotations
 

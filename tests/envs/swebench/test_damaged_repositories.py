@@ -1,4 +1,4 @@
-"""The work is read whatever became of git's files and of /tmp, and no pipe is waited for."""
+"""The work is read despite damage to git's files and /tmp, and without waiting for pipes."""
 
 from __future__ import annotations
 

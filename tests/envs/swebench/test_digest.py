@@ -1,4 +1,4 @@
-"""`Box.digest`: read only where something was written, and the same as if it were read each time."""
+"""`Box.digest` only reads after something was written, and equals a digest that reads each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The editor, on files of this machine in place of a sandbox's."""
+"""The editor, on files of this machine instead of a sandbox's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The editor on the files of sandboxes: odd calls are answered in words, and it sees no more than those inside."""
+"""The editor on the files of sandboxes: odd calls get an error message, and it sees no more than commands inside."""
 
 from __future__ import annotations
 

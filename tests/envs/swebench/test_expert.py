@@ -1,4 +1,4 @@
-"""`Expert`: what carelessness does. That a careful one wins is tested with the environment, on every embedded task."""
+"""`Expert`: the effect of noise. The environment's tests check that it wins every embedded task without noise."""
 
 from __future__ import annotations
 

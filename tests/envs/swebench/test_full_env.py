@@ -1,4 +1,4 @@
-"""`SWEBenchEnv` with full snapshots: forks in which a server goes on serving."""
+"""`SWEBenchEnv` with full snapshots: forks in which a server continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts: of recorded logs as the official code gives them, and of made-up ones that are nobody's fault."""
+"""Verdicts on recorded logs, equal to the official code's, and on made-up logs of infrastructure failures."""
 
 from __future__ import annotations
 

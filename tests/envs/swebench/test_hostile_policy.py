@@ -1,4 +1,4 @@
-"""A policy that means harm: no step raises, no verdict is lost, nothing is left behind."""
+"""A hostile policy: no step raises, no verdict is lost, nothing is left behind."""
 
 from __future__ import annotations
 

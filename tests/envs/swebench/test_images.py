@@ -1,4 +1,4 @@
-"""Rows of Verified as they are published: each one loads in each format, and plays in the image that it names."""
+"""Published rows of Verified: each loads in each format, and runs in the image that it names."""
 
 from __future__ import annotations
 

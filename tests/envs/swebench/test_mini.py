@@ -1,4 +1,4 @@
-"""The embedded tasks: what they are made of, and that their solutions, and nothing else, resolve them."""
+"""The embedded tasks: their content, and that only their solutions resolve them."""
 
 from __future__ import annotations
 

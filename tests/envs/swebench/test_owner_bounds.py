@@ -1,4 +1,4 @@
-"""What an agent says, writes and prints takes a bounded part of the memory and the time of those who train it."""
+"""An agent's actions, files and output take bounded memory and time of the training process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared tasks on disk: made once on a machine, whole or not at all, found to be damaged, bounded, shared."""
+"""Prepared tasks on disk: made once per machine, complete or absent, checked for damage, bounded, shared."""
 
 from __future__ import annotations
 

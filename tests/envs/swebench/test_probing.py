@@ -1,4 +1,4 @@
-"""What the conformance suite does in a SWE-bench environment."""
+"""Hooks of the conformance suite in a SWE-bench environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was checked of rows: written as a whole, read by environments, and no longer valid for another row or image."""
+"""Records of checked rows: written atomically, read by environments, and invalid for another row or image."""
 
 from __future__ import annotations
 

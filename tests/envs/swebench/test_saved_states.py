@@ -1,4 +1,4 @@
-"""States that are hard to save: bytes that are no text come back exactly, and what cannot be saved is said shortly."""
+"""States that are hard to save: non-text bytes are restored exactly; states that cannot be saved give an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded tasks in which a running process matters: whole forks solve them, forks of the files do not."""
+"""The embedded tasks with a running process: full forks solve them, forks of the files do not."""
 
 from __future__ import annotations
 

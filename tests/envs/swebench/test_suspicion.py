@@ -1,4 +1,4 @@
-"""What looks forged in a patch or a log is named, and what solutions do is not."""
+"""Signs of forgery in a patch or a log are named; parts of solutions are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SWEBenchEnv`: episodes, verdicts, snapshots, and what an agent must not find."""
+"""`SWEBenchEnv`: episodes, verdicts, snapshots, and answers that must stay hidden from an agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in every format that they are published in, and what is said of rows that cannot be used."""
+"""Rows in every published format, and errors for rows that cannot be used."""
 
 from __future__ import annotations
 

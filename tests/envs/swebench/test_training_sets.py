@@ -1,4 +1,4 @@
-"""Rows of SWE-smith, SWE-Gym, SWE-rebench and R2E-Gym: read, played in images made here, and what their images tell."""
+"""Rows of SWE-smith, SWE-Gym, SWE-rebench and R2E-Gym: parsed, and run in images made here without leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The analyzer chain: the same terms as Lucene's. What Lucene gives for the texts below was asked of Anserini 1.7.1."""
+"""The analyzer chain gives the same terms as Lucene's, recorded with Anserini 1.7.1."""
 
 from __future__ import annotations
 

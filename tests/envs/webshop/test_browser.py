@@ -1,4 +1,4 @@
-"""The shop in a real Chromium: the same as the text environment, and snapshots that hold what they say."""
+"""The shop in a real Chromium equals the text environment, and its snapshots hold what they declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule-based shopper: it buys, mostly what was asked for, and recovers from what it did not do itself."""
+"""The rule-based shopper: it usually buys the right product, and recovers from actions that are not its own."""
 
 from __future__ import annotations
 

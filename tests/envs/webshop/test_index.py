@@ -1,4 +1,4 @@
-"""The index: Lucene's scores against a plain reference, pruning against scoring everything, and building on disk."""
+"""The index: scores against a simple reference of Lucene's, pruning against full scoring, and building on disk."""
 
 from __future__ import annotations
 

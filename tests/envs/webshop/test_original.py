@@ -1,4 +1,4 @@
-"""``compat="upstream"`` against the original's Python itself, side by side, on catalogues that are odd on purpose.
+"""``compat="upstream"`` compared with the original's Python code, on deliberately odd catalogues.
 
 ``$SANDBOXGYM_WEBSHOP_ORIGINAL`` names a checkout of princeton-nlp/WebShop; it needs ``flask``, ``beautifulsoup4`` and
 ``thefuzz==0.19.0``. Search and nouns are ours on both sides: those have tests of their own.

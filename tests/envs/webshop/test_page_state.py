@@ -1,4 +1,4 @@
-"""States of the shop's episodes from strangers: what no browser and no shop could go on from is refused at once."""
+"""Untrusted states of the shop's episodes: states that no browser or shop could continue from are refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages as an agent reads them, to the letter."""
+"""Exact texts of pages as an agent reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``compat="upstream"`` against recordings of the original with Lucene, to the letter.
+"""``compat="upstream"`` equals recordings of the original with Lucene exactly.
 
 The recordings are in ``$SANDBOXGYM_PARITY_DATA/webshop``: random play, purchases of the goal's and of the first
 product, and scripts of what is odd (bad actions, pages past the end, acting after a purchase, the search for

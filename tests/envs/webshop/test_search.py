@@ -1,4 +1,4 @@
-"""The shop's search: against recordings of the original's Lucene, and shared by all who ask for it."""
+"""The shop's search: compared with recordings of the original's Lucene, and shared within the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of the shop: what an action leads to, in both compatibility modes."""
+"""The rules of the shop: the effects of actions, in both compatibility modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shop's web site, without a browser: what its pages hold and where their links lead."""
+"""The shop's website, without a browser: the content of its pages and the targets of their links."""
 
 from __future__ import annotations
 

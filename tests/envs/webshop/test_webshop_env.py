@@ -1,4 +1,4 @@
-"""WebShop through ``gym.make``: what users see of it."""
+"""WebShop through ``gym.make``: its public behaviour."""
 
 from __future__ import annotations
 

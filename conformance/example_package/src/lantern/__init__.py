@@ -1,7 +1,7 @@
-"""A lantern on a windy way: an environment with snapshots that depends on nothing but Gymnasium and NumPy.
+"""A lantern on a windy path: an environment with snapshots that only depends on Gymnasium and NumPy.
 
 The agent shields the lantern or hurries on; wind, drawn from ``np_random``, eats oil. A snapshot is a JSON text with a
-checksum: immutable, portable, safe to load from anybody.
+checksum: immutable, portable, and safe to load from untrusted sources.
 """
 
 from __future__ import annotations

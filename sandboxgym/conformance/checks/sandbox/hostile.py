@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Inconclusive, Skipped, check
+from sandboxgym.conformance.checks.sandbox import hostile_limits as hostile_limits  # registers its checks
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.sandbox_probes import attacks
 from sandboxgym.conformance.sandbox_probes import places as place_probes
