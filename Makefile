@@ -31,7 +31,7 @@ setup-reference: setup
 train: setup
 	$(BIN)/python bpo_ref/train.py --config bpo_ref/configs/alfworld-tiny.yaml $(ARGS)
 
-# Fast tests: under 5 minutes, no data, no network.
+# Fast tests: no data, no network. tests/slowest.txt lists what takes too long for it; make test-all runs those too.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 

@@ -532,6 +532,7 @@ class Trial:
             os.dup2(self.output.fileno(), descriptor)
         os.chdir(self.copy)
         os.environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ["SANDBOXGYM_SLOWEST"] = ""  # all tests without the mark, also those that take some seconds
         sys.path.insert(0, str(self.copy))
         sys.dont_write_bytecode = True
         files = [str(self.copy / "tests" / "bpo_ref" / name) for name in self.names]

@@ -25,8 +25,8 @@ toy_envs.register()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `slowest.txt` lists: `make test` leaves it out."""
-    slow = slowest.read()
+    """Mark the tests in `slowest.txt`, which `make test` leaves out; an empty SANDBOXGYM_SLOWEST leaves them fast."""
+    slow = slowest.read() if os.environ.get("SANDBOXGYM_SLOWEST", "left out") else frozenset()
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)

@@ -40,6 +40,8 @@ def listed(seconds: Mapping[str, float], limit: float) -> list[str]:
     for name in sorted(seconds, key=lambda name: -seconds[name]):
         if total <= limit:
             break
+        if not name.startswith(("tests/", "conformance/")):  # an example in a docstring
+            continue
         total -= seconds[name]
         chosen.append(name)
     return sorted(chosen)

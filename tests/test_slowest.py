@@ -31,7 +31,8 @@ def test_times_are_read_by_the_ids_that_pytest_gives(tmp_path: Path) -> None:
     ("limit", "listed"), [(10, []), (6, ["a"]), (2, ["a"]), (1.9, ["a", "b"]), (0, ["a", "b", "c"])]
 )
 def test_the_slowest_are_listed_until_the_rest_is_short_enough(limit: float, listed: list[str]) -> None:
-    assert slowest.listed({"c": 0.5, "a": 4.5, "b": 1.5}, limit) == listed
+    times = {"tests/c": 0.5, "tests/a": 4.5, "tests/b": 1.5}
+    assert slowest.listed(times, limit) == [f"tests/{name}" for name in listed]
 
 
 def test_what_is_listed_exists() -> None:
