@@ -113,7 +113,7 @@ def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
     assert reached("wrappers") == set()
     assert reached("tree") == {"wrappers"}
     assert reached("workers") == {"wrappers", "tree", "system"}
-    assert reached("adapters") == {"wrappers", "tree"}
+    assert reached("adapters") == {"wrappers", "tree", "sandbox"}
     assert reached("sandbox") == {"system"}
     assert reached("envs") == {"sandbox", "system"}
     assert reached("conformance") == {"wrappers", "system"}

@@ -1,4 +1,7 @@
-"""``sandboxgym serve webshop``: serve the shop as a website for people."""
+"""``sandboxgym serve webshop``: serve the shop as a website for people.
+
+``sandboxgym serve mcp`` serves a sandbox to agents; see ``sandboxgym serve mcp --help``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from sandboxgym.cli import OK, CommandError
 
 def main(argv: Sequence[str]) -> int:
     """Serve until interrupted."""
+    if argv[:1] == ["mcp"]:
+        from sandboxgym.cli import serve_mcp
+
+        return serve_mcp.main(argv[1:])
     parser = argparse.ArgumentParser(prog="sandboxgym serve", description=__doc__)
     parser.add_argument("what", choices=("webshop",), help="what to serve")
     parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
