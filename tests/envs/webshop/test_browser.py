@@ -339,7 +339,7 @@ def test_kept_and_not_kept_is_as_declared(make: Make) -> None:
     assert clean.unwrapped.tab.run(read)[:2] == ["", None]
     child.close()
     assert type(env.unwrapped).snapshot_spec.kind == env.unwrapped.metadata["snapshot"]["kind"] == "logical"
-    for words in ("heap of scripts", "sessionStorage", "history", "requests under way"):
+    for words in ("heap of scripts", "sessionStorage", "browser history", "pending requests"):
         assert words in (WebShopBrowserEnv.__doc__ or "")
 
 
