@@ -17,7 +17,7 @@ import pytest
 from test_rollout_failures import Fragile, Mortal
 from test_tree import ForkEveryPath, Forks, Irregular, Picky, Tired, Wanderer
 
-import sandboxgym.tree.lockstep as lockstep
+import sandboxgym.wrappers.jobs as jobs
 from sandboxgym import SnapshotEnv, register_wrapper, snapshot
 from sandboxgym.tree import (
     Action,
@@ -202,7 +202,7 @@ def envs() -> Iterator[Envs]:
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Every snapshot taken; all have been released by the end of the test."""
     taken: list[Any] = []
-    monkeypatch.setattr(lockstep, "snapshot", lambda env: taken.append(snapshot(env)) or taken[-1])
+    monkeypatch.setattr(jobs, "snapshot", lambda env: taken.append(snapshot(env)) or taken[-1])
     yield taken
     assert taken and all(snap.released for snap in taken)
 
@@ -274,7 +274,7 @@ def test_policies_without_room_end_paths_as_in_lockstep(
 @pytest.fixture
 def fates(monkeypatch: pytest.MonkeyPatch, held: list[Any]) -> None:
     """Environments whose calls may fail, to take a snapshot and to restore one included."""
-    capture, restore = lockstep.snapshot, lockstep.restore
+    capture, restore = jobs.snapshot, jobs.restore
 
     def taking(env: Any) -> Any:
         env.meet("snapshot")
@@ -284,8 +284,8 @@ def fates(monkeypatch: pytest.MonkeyPatch, held: list[Any]) -> None:
         env.meet("restore")
         return restore(env, snap, seed=seed)
 
-    monkeypatch.setattr(lockstep, "snapshot", taking)
-    monkeypatch.setattr(lockstep, "restore", bringing_back)
+    monkeypatch.setattr(jobs, "snapshot", taking)
+    monkeypatch.setattr(jobs, "restore", bringing_back)
     monkeypatch.setattr(Mortal, "fate", staticmethod(lambda call, before: False), raising=False)
     monkeypatch.setattr(Mortal, "calls", Counter(), raising=False)
     monkeypatch.setattr(Mortal, "closed", [], raising=False)
@@ -459,14 +459,14 @@ def test_nothing_is_left_over_after_an_error(
             return 1.0
 
     if failing == "snapshot":
-        take = lockstep.snapshot
+        take = jobs.snapshot
 
         def taking(env: Any) -> Any:
             if len(held) >= 4:
                 raise RuntimeError("broken")
             return take(env)
 
-        monkeypatch.setattr(lockstep, "snapshot", taking)
+        monkeypatch.setattr(jobs, "snapshot", taking)
     made: list[Any] = []
     envs = Envs(counted(made, Fragile), threads=3)
     with pytest.raises((RuntimeError, ConnectionError), match="broken"):

@@ -12,7 +12,7 @@ import gymnasium as gym
 import pytest
 from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
-import sandboxgym.tree.lockstep as lockstep
+import sandboxgym.wrappers.jobs as jobs
 from sandboxgym import SnapshotEnv, register_wrapper, snapshot
 from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Schedule, rollout
 from sandboxgym.workers.pool import PooledEnvs
@@ -64,14 +64,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         snaps.append(snapshot(env))
         return snaps[-1]
 
-    restore = lockstep.restore
+    restore = jobs.restore
 
     def bring_back(env: gym.Env[Any, Any], snap: Any, *, seed: int | None) -> Any:
         mortal(env).meet("restore")
         return restore(env, snap, seed=seed)
 
-    monkeypatch.setattr(lockstep, "snapshot", capture)
-    monkeypatch.setattr(lockstep, "restore", bring_back)
+    monkeypatch.setattr(jobs, "snapshot", capture)
+    monkeypatch.setattr(jobs, "restore", bring_back)
     monkeypatch.setattr(Mortal, "fate", staticmethod(lambda call, before: False), raising=False)
     monkeypatch.setattr(Mortal, "calls", Counter(), raising=False)
     monkeypatch.setattr(Mortal, "closed", [], raising=False)

@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-import sandboxgym.tree.lockstep as lockstep
+import sandboxgym.wrappers.jobs as jobs
 from sandboxgym import Snapshot, register_wrapper, snapshot
 from sandboxgym.tree import (
     Action,
@@ -85,7 +85,7 @@ def sampled(trees: Iterable[RolloutTree]) -> dict[tuple[int, tuple[int, ...]], l
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
     """Every snapshot taken in the test, as it was handed out."""
     taken: list[Snapshot] = []
-    monkeypatch.setattr(lockstep, "snapshot", lambda env: taken.append(snapshot(env)) or taken[-1])
+    monkeypatch.setattr(jobs, "snapshot", lambda env: taken.append(snapshot(env)) or taken[-1])
     return taken
 
 

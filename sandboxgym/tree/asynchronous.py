@@ -27,11 +27,12 @@ from typing import Any, Protocol, TypeVar
 
 import gymnasium as gym
 
-from sandboxgym.tree.envs import EnvSource, described, logger
-from sandboxgym.tree.lockstep import Acting, Begun, Checkpoint, Driver, LivePath, same
+from sandboxgym.tree.envs import EnvSource, described, guarded, logger
+from sandboxgym.tree.lockstep import Acting, Checkpoint, Driver, LivePath, same
 from sandboxgym.tree.nodes import Action, Edge, Node, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look
 from sandboxgym.tree.schedules import Schedule
+from sandboxgym.wrappers.jobs import Begun
 
 T = TypeVar("T")
 
@@ -374,7 +375,7 @@ class Asynchronous(Driver):
 
     async def in_thread(self, job: Callable[[], T]) -> T | Exception:
         """Run a job on an environment in a thread."""
-        (found,) = await self.finished(self.calls.submit(self.envs.call, [partial(self.guarded, job)]))
+        (found,) = await self.finished(self.calls.submit(self.envs.call, [partial(guarded, job)]))
         return found
 
     async def in_source(self, job: Callable[[], T]) -> T:

@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import gymnasium as gym
+
+from sandboxgym.wrappers.jobs import EnvJob, EnvResult, execute
 
 T = TypeVar("T")
 logger = logging.getLogger("sandboxgym")
@@ -29,6 +32,13 @@ class EnvSource(Protocol):
 
     def call(self, jobs: Sequence[Callable[[], T]], /) -> list[T]:
         """Run jobs, each on an environment of its own, and return their results in order."""
+
+    def execute_all(self, jobs: Sequence[EnvJob], /) -> list[EnvResult | Exception]:
+        """Execute jobs, each on an environment of its own: their results in order, an exception in a result's place.
+
+        As `call` would with a function per job; a source whose environments are elsewhere sends those that share a
+        worker in one message.
+        """
 
 
 class Envs:
@@ -81,6 +91,10 @@ class Envs:
         wait(futures)
         return [future.result() for future in futures]
 
+    def execute_all(self, jobs: Sequence[EnvJob]) -> list[EnvResult | Exception]:
+        """Execute jobs, each on an environment of its own: their results in order, an exception in a result's place."""
+        return self.call([partial(guarded, partial(execute, job)) for job in jobs])
+
     def close(self) -> None:
         """Close all environments made here."""
         if self._executor is not None:
@@ -95,6 +109,14 @@ class Envs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def guarded(job: Callable[[], T]) -> T | Exception:
+    """Result of a job, or the exception that it raised."""
+    try:
+        return job()
+    except Exception as error:
+        return error
 
 
 def described(error: BaseException) -> str:

@@ -25,12 +25,10 @@ from sandboxgym.tree.envs import EnvSource, described, logger
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy
 from sandboxgym.tree.schedules import Schedule
-from sandboxgym.wrappers import restore, snapshot
+from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
 
 T = TypeVar("T")
 
-Begun = tuple[Any, dict[str, Any]]
-"""Observation and info, of a reset or a restore."""
 Outcome = tuple[Any, float, float] | Exception
 """Result of a job, seconds of capturing and of stepping; or the exception that the environment raised."""
 
@@ -55,7 +53,7 @@ class Checkpoint:
         """Capture the state of an environment, unless that has been done; the seconds it took."""
         began = time.perf_counter()
         if self.snap is None:
-            self.snap = snapshot(env)
+            self.snap = execute(EnvJob(env, capture=True)).snap
         return time.perf_counter() - began
 
     def free(self) -> None:
@@ -92,14 +90,25 @@ class Acting:
     point: Checkpoint | None
     look: Look | None
 
-    def step(self, _: Begun | None = None) -> tuple[Any, float, float]:
-        """Result of ``env.step``, and the seconds spent on capturing and stepping."""
-        captured = self.point.capture(self.run.env) if self.point is not None else 0.0
-        began = time.perf_counter()
-        node = self.run.node
-        if self.look is not None and node.ahead is None:
-            node.ahead = self.look(self.run.env, self.run.context.info)
-        return self.run.env.step(self.action.text), captured, time.perf_counter() - began
+    def job(self) -> EnvJob:
+        """The calls on the environment."""
+        run, node = self.run, self.run.node
+        capture = self.point is not None and self.point.snap is None
+        look = self.look if node.ahead is None else None
+        return EnvJob(run.env, capture=capture, look=look, info=run.context.info, step=(self.action.text,))
+
+    def note(self, done: EnvResult) -> tuple[Stepped, float, float]:
+        """Record what the calls gave; the result of ``env.step``, the seconds spent on capturing and stepping."""
+        if self.point is not None and self.point.snap is None:
+            self.point.snap = done.snap
+        if self.look is not None and self.run.node.ahead is None:
+            self.run.node.ahead = done.ahead
+        assert done.stepped is not None
+        return done.stepped, done.capturing, done.stepping
+
+    def step(self, _: Begun | None = None) -> tuple[Stepped, float, float]:
+        """Execute the step in this thread, by itself; see `note`."""
+        return self.note(execute(self.job()))
 
 
 @dataclass(slots=True)
@@ -113,16 +122,21 @@ class Reset:
     snap: Any = None
     ahead: Any = None
 
-    def begin(self, env: gym.Env[Any, Any]) -> tuple[Begun, float, float]:
-        """Result of ``env.reset``, and the seconds spent on capturing and resetting."""
-        began = time.perf_counter()
-        begun = env.reset(seed=self.seed, options=None if self.task is None else {"task": self.task})
-        stepped = time.perf_counter()
-        self.snap = snapshot(env)
-        captured = time.perf_counter()
+    def job(self, env: gym.Env[Any, Any]) -> EnvJob:
+        """The calls on an environment."""
         # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
-        self.ahead = self.look(env, begun[1]) if self.look is not None else None
-        return begun, captured - stepped, stepped - began + time.perf_counter() - captured
+        options = None if self.task is None else {"task": self.task}
+        return EnvJob(env, reset=(self.seed, options), capture=True, look=self.look)
+
+    def note(self, done: EnvResult) -> tuple[Begun, float, float]:
+        """Record what the calls gave; the result of ``env.reset``, the seconds spent on capturing and resetting."""
+        assert done.begun is not None
+        self.snap, self.ahead = done.snap, done.ahead
+        return done.begun, done.capturing, done.stepping
+
+    def begin(self, env: gym.Env[Any, Any]) -> tuple[Begun, float, float]:
+        """Execute the reset in this thread, by itself; see `note`."""
+        return self.note(execute(self.job(env)))
 
     def forget(self) -> None:
         """Release the captured root, if there is one."""
@@ -182,14 +196,6 @@ class Driver:
         """Discard an environment that failed."""
         if self.taken.pop(id(env), None) is not None:
             self.envs.discard(env)
-
-    @staticmethod
-    def guarded(job: Callable[[], T]) -> T | Exception:
-        """Result of a job on an environment, or the exception that it raised."""
-        try:
-            return job()
-        except Exception as error:
-            return error
 
     def account(self, waited: float, outcomes: Iterable[Outcome]) -> None:
         """Divide the seconds spent waiting for jobs between capturing and stepping."""
@@ -335,11 +341,16 @@ class Driver:
 
     # Environments that fail.
 
+    def restoring(self, run: LivePath) -> EnvJob:
+        """The restore of a path's environment to the state that the path starts from."""
+        return EnvJob(run.env, restore=(run.anchors[0].snap, _seed(self.seed, run.tree.index, run.path.key)))
+
     def replay_to(self, run: LivePath, anchor: Checkpoint, go: Callable[[Begun], T]) -> T:
         """Replay a path's actions on an environment, from a captured state to its present node, then continue."""
         started = anchor is run.anchors[0]
         seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
-        begun = restore(run.env, anchor.snap, seed=seed)
+        begun = execute(EnvJob(run.env, restore=(anchor.snap, seed))).begun
+        assert begun is not None
         for edge in run.path.edges:
             if edge.parent.depth >= anchor.node.depth:
                 observation, *_ = run.env.step(edge.action.text)
@@ -458,10 +469,6 @@ class Lockstep(Driver):
         """Paths that have started and not ended."""
         return [run for cohort in self.cohorts for run in cohort.live]
 
-    def attempt(self, jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """Run jobs on environments; an exception takes the place of the result."""
-        return self.envs.call([partial(self.guarded, job) for job in jobs])
-
     def reset_roots(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
         """Reset to each task and capture the root, at which its independent rollouts wait."""
         trees: dict[int, RolloutTree] = {}
@@ -471,7 +478,8 @@ class Lockstep(Driver):
             envs = {index: self.take() for _, index in todo}
             resets = [self.resetting(task, index) for task, index in todo]
             began = time.perf_counter()
-            outcomes = self.attempt([partial(reset.begin, envs[reset.index]) for reset in resets])
+            done = self.envs.execute_all([reset.job(envs[reset.index]) for reset in resets])
+            outcomes = noted(done, [reset.note for reset in resets])
             self.account(time.perf_counter() - began, outcomes)
             again, errors = [], []
             for reset, outcome in zip(resets, outcomes, strict=True):
@@ -498,10 +506,10 @@ class Lockstep(Driver):
         for tree, point in wave:
             cohort.live.append(self.begun(tree, point, self.take()))
         began = time.perf_counter()
-        outcomes = self.attempt([partial(self.replay_to, run, run.anchors[0], same) for run in cohort.live])
+        done = self.envs.execute_all([self.restoring(run) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
-        for run, found in zip(cohort.live, outcomes, strict=True):
-            begun = self.recover(run, found, same) if isinstance(found, Exception) else found
+        for run, found in zip(cohort.live, done, strict=True):
+            begun = self.recover(run, found, same) if isinstance(found, Exception) else found.begun
             (point,) = run.anchors
             point.pending -= 1
             if not point.pending:
@@ -524,8 +532,13 @@ class Lockstep(Driver):
         ]
         while cohort.started:
             self.release(cohort.started.pop())
-        carry_out = partial(self.attempt, [acting.step for acting in cohort.acting])
+        carry_out = partial(self.carry_out, cohort.acting)
         cohort.outcomes = self.background.submit(carry_out).result if self.background else carry_out
+
+    def carry_out(self, acting: Sequence[Acting]) -> list[Outcome]:
+        """Have the environments execute the steps of the paths."""
+        done = self.envs.execute_all([act.job() for act in acting])
+        return noted(done, [act.note for act in acting])
 
     def advance(self, cohort: _Cohort, wait: Callable[[], list[Outcome]]) -> None:
         """Wait for the steps of the paths, and record their results."""
@@ -584,6 +597,12 @@ class Lockstep(Driver):
                 error = failed_again
             finally:
                 self.clock.snapshots += time.perf_counter() - began
+
+
+def noted(done: Sequence[EnvResult | Exception], notes: Sequence[Callable[[EnvResult], Outcome]]) -> list[Outcome]:
+    """Results of jobs after each was recorded by its function; an exception stays in a result's place."""
+    pairs = zip(done, notes, strict=True)
+    return [found if isinstance(found, Exception) else note(found) for found, note in pairs]
 
 
 def same(begun: Begun) -> Begun:

@@ -22,6 +22,7 @@ from sandboxgym import randomness
 from sandboxgym.core import Snapshot, SnapshotSpec
 from sandboxgym.errors import SnapshotError
 from sandboxgym.wrappers import fork, restore, snapshot
+from sandboxgym.wrappers.jobs import EnvJob, execute
 
 AnyEnv = gym.Env[Any, Any]
 MakeEnv = Callable[[], AnyEnv]
@@ -100,6 +101,20 @@ class Shipped(NamedTuple):
     key: SnapKey | None
     data: bytes | None = None
     handle: Any = None
+
+
+class Executed(NamedTuple):
+    """Results of `Host.execute`: those of an `EnvResult`, its snapshot in transit, and the spaces' random streams.
+
+    The streams are those at the snapshot or the restore; None where there was neither.
+    """
+
+    begun: Any
+    shipped: Shipped | None
+    stepped: Any
+    capturing: float
+    stepping: float
+    streams: Any
 
 
 class NotKept(Exception):
@@ -186,6 +201,38 @@ class Host:
         """The random streams of the environment's spaces."""
         env = self._envs[slot]
         return randomness.capture_spaces(env.action_space, env.observation_space)
+
+    def execute(
+        self,
+        slot: int,
+        reset: tuple[int | None, dict[str, Any] | None] | None,
+        shipped: Shipped | None,
+        seed: int | None,
+        drawn: Any,
+        capture: bool,
+        step: tuple[Any] | None,
+    ) -> Executed:
+        """Execute an `sandboxgym.tree.EnvJob`: reset or restore, snapshot, step, each if it is asked for.
+
+        Args:
+            slot: of the environment.
+            reset: seed and options of a reset.
+            shipped: snapshot of a restore.
+            seed: of the restore.
+            drawn: as of `snapshot`.
+            capture: take a snapshot.
+            step: the action of a step.
+
+        Raises:
+            NotKept: of the snapshot to restore, before anything else was done.
+        """
+        env = self._envs[slot]
+        self._put_streams(env, drawn)
+        snap = None if shipped is None else (self._receive(shipped), seed)
+        done = execute(EnvJob(env, reset=reset, restore=snap, capture=capture, step=step))
+        streams = self.streams(slot) if capture or snap is not None else None
+        taken = self._ship(done.snap) if capture else None
+        return Executed(done.begun, taken, done.stepped, done.capturing, done.stepping, streams)
 
     def render(self, slot: int) -> Any:
         """See ``gymnasium.Env.render``."""

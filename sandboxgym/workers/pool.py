@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
@@ -33,6 +33,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.tree import Envs
+from sandboxgym.workers.batches import execute_all
 from sandboxgym.workers.env_host import (
     Call,
     CallTimedOut,
@@ -45,6 +46,7 @@ from sandboxgym.workers.env_host import (
 )
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
+from sandboxgym.wrappers.jobs import EnvJob, EnvResult
 
 T = TypeVar("T")
 Run = Callable[[gym.Env[Any, Any], Any, dict[str, Any]], T]
@@ -469,8 +471,9 @@ class EnvPool:
 class PooledEnvs(Envs):
     """Live environments for `sandboxgym.tree.rollout` that step side by side in worker processes.
 
-    They are `RemoteEnv`s, spread evenly over the workers. Each step is a message there and back, so it pays where a
-    step takes a millisecond or more of computing; where steps only wait, ``Envs(make, threads=…)`` does as well.
+    They are `RemoteEnv`s, spread evenly over the workers. In a rollout the live paths' steps are one message to each
+    worker, whatever the number of its environments; where steps only wait,
+    ``Envs(make, threads=…)`` does as well.
 
     Args:
         env: an id, an ``EnvSpec`` or a function that makes an environment.
@@ -532,6 +535,15 @@ class PooledEnvs(Envs):
         """Close an environment that failed, whatever state it is in."""
         self._taken[self._at.pop(id(env))] -= 1
         super().discard(env)
+
+    def execute_all(self, jobs: Sequence[EnvJob]) -> list[EnvResult | Exception]:
+        """Execute jobs, each on an environment of its own: one message per worker, and no threads.
+
+        Those with a look-ahead, a function of this process, are executed call by call.
+        """
+        if any(job.look is not None for job in jobs):
+            return super().execute_all(jobs)
+        return execute_all(jobs)
 
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""

@@ -23,8 +23,9 @@ from sandboxgym import randomness
 from sandboxgym.core import SnapshotSpec, Transition
 from sandboxgym.errors import SnapshotNotSupported
 from sandboxgym.randomness import sibling_seed
-from sandboxgym.workers.env_host import Description, MakeEnv, WorkerDied, env_maker
+from sandboxgym.workers.env_host import Call, Description, Executed, MakeEnv, WorkerDied, env_maker
 from sandboxgym.workers.worker import Mode, Worker, make_worker
+from sandboxgym.wrappers.jobs import EnvJob, EnvResult
 
 
 class WorkerSlots:
@@ -134,6 +135,43 @@ class RemoteEnv(gym.Env[Any, Any]):
             with contextlib.suppress(Exception):
                 self._slots.worker.call(self._slot, "close", timeout=self._reset_timeout)
         self._slots.leave(self._slot)
+
+    @property
+    def worker(self) -> Worker:
+        """The worker that the environment is in."""
+        return self._slots.worker
+
+    def prepare(self, job: EnvJob) -> None:
+        """Make the environment anew, if it was lost with its worker and a job begins by a reset or a restore."""
+        if job.reset is not None or job.restore is not None:
+            self._revive()
+
+    def packed(self, job: EnvJob) -> Call:
+        """A job as the call of its worker; hold the worker's lock until its outcome is taken.
+
+        Raises:
+            WorkerDied: the environment was lost with its worker.
+            SnapshotReleased: of the snapshot to restore.
+        """
+        self._check_open()
+        self._check_living()
+        shipped, seed = (None, None) if job.restore is None else (self.worker.ship(job.restore[0]), job.restore[1])
+        drawn = self._drawn() if job.capture else None
+        return Call(self._slot, "execute", (job.reset, shipped, seed, drawn, job.capture, job.step))
+
+    def unpacked(self, done: Executed) -> EnvResult:
+        """Result of a job, from what its call returned."""
+        if done.streams is not None:
+            self._put_streams(done.streams)
+        snap = None if done.shipped is None else self.worker.receive(done.shipped)
+        return EnvResult(done.begun, snap, None, done.stepped, done.capturing, done.stepping)
+
+    def timeout_of(self, job: EnvJob) -> float | None:
+        """Seconds that a job may take."""
+        if self._timeout is None or self._reset_timeout is None:
+            return None
+        begins = job.reset is not None or job.restore is not None or job.capture
+        return self._reset_timeout * begins + self._timeout * (job.step is not None)
 
     @property
     def last(self) -> Transition:
@@ -261,11 +299,14 @@ class RemoteEnv(gym.Env[Any, Any]):
         if self._closed:
             raise gym.error.ClosedEnvironmentError(f"{self} was closed")
 
+    def _check_living(self) -> None:
+        if not self._living():
+            raise WorkerDied(f"{self} was lost with its worker: reset() or restore() starts a new one")
+
     def _call(self, method: str, *args: Any, timeout: float | None) -> Any:
         self._check_open()
         with self._slots.worker.lock:
-            if not self._living():
-                raise WorkerDied(f"{self} was lost with its worker: reset() or restore() starts a new one")
+            self._check_living()
             return self._slots.worker.call(self._slot, method, *args, timeout=timeout)
 
     def _streams(self) -> list[Any]:

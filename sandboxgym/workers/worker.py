@@ -434,7 +434,7 @@ class ProcessWorker(Worker):
 
 def _dumps_args(call: Call) -> bytes:
     """Plain pickle for pure data; cloudpickle where there may be code of ``__main__``."""
-    if call.method in ("make", "reset", "attribute", "run"):
+    if call.method in ("make", "reset", "attribute", "run") or (call.method == "execute" and call.args[0] is not None):
         packed: bytes = cloudpickle.dumps(call.args)
         return packed
     return dumps(call.args)
