@@ -30,6 +30,9 @@ def dumps(value: Any) -> bytes:
         packed: bytes = cloudpickle.dumps(value)
         return packed
 
+_LINGER = 0.005
+"""Seconds that answers of short calls wait for those after them, to be sent in one message."""
+
 
 class _Stop(BaseException):
     """Raised by SIGTERM in a worker, through whatever code of the environment is running."""
@@ -59,11 +62,19 @@ def _stop(*_: object) -> None:
 
 def _serve(pipe: Connection[Any, Any], host: Host) -> None:
     while message := pipe.recv_bytes():
+        answers: list[bytes] = []
+        since = time.monotonic()
         for slot, method, args in pickle.loads(message):
-            pipe.send_bytes(_answer(host, slot, method, args))
+            # A call that hangs must not keep the answers before it: the owner would hold an earlier call for late.
+            if answers and (method != "execute" or time.monotonic() - since > _LINGER):
+                pipe.send_bytes(pickle.dumps(answers))
+                answers, since = [], time.monotonic()
+            answers.append(answer_of(host, slot, method, args))
+        pipe.send_bytes(pickle.dumps(answers))
 
 
-def _answer(host: Host, slot: int, method: str, args: bytes) -> bytes:
+def answer_of(host: Host, slot: int, method: str, args: bytes) -> bytes:
+    """Execute a call; its value or its exception, as ``worker.outcome_of`` reads it."""
     try:
         return pickle.dumps((False, dumps(host.perform(Call(slot, method, pickle.loads(args))))))
     except _Stop:

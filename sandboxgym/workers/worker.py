@@ -336,6 +336,7 @@ class ProcessWorker(Worker):
         super().__init__(keep=keep)
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
+        self._answers: deque[bytes] = deque()
         self._end: Callable[[], Any] = lambda: None
         self._owner = os.getpid()
 
@@ -355,6 +356,7 @@ class ProcessWorker(Worker):
             self._process.kill()
         self._end()
         self._process = self._pipe = None
+        self._answers.clear()
 
     def interrupt(self) -> None:
         """Kill the process; the thread waiting for it cleans up."""
@@ -392,29 +394,20 @@ class ProcessWorker(Worker):
 
     def _post(self, calls: Sequence[Call]) -> None:
         assert self._pipe is not None
-        packed = [(call.slot, call.method, _dumps_args(call)) for call in calls]
         with contextlib.suppress(OSError):  # dead; take() says so
-            self._pipe.send_bytes(pickle.dumps(packed))
+            self._pipe.send_bytes(pickle.dumps(packed(calls)))
 
     def _take(self, timeout: float | None) -> Outcome:
         if self._pipe is None or self._process is None:
             raise WorkerDied("the worker process was ended by an earlier call")
-        try:
-            if timeout is not None and not self._pipe.poll(timeout):
-                raise TimeoutError
-            data = self._pipe.recv_bytes()
-        except (EOFError, ConnectionError) as error:
-            raise self._died() from error
-        try:
-            failed, content = pickle.loads(data)
-            value = pickle.loads(content)
-        except Exception as error:
-            return Outcome(None, error)
-        if not failed:
-            return Outcome(value)
-        exception, text = value
-        exception.__cause__ = RemoteTraceback(text)
-        return Outcome(None, exception)
+        if not self._answers:
+            try:
+                if timeout is not None and not self._pipe.poll(timeout):
+                    raise TimeoutError
+                self._answers.extend(pickle.loads(self._pipe.recv_bytes()))
+            except (EOFError, ConnectionError) as error:
+                raise self._died() from error
+        return outcome_of(self._answers.popleft())
 
     def _died(self) -> WorkerDied:
         process = self._process
@@ -430,6 +423,25 @@ class ProcessWorker(Worker):
         else:
             how = f"exited with status {code}"
         return WorkerDied(f"worker process {process.pid} {how}")
+
+
+def outcome_of(answer: bytes) -> Outcome:
+    """The outcome that another process answered with; see ``process.answer_of``."""
+    try:
+        failed, content = pickle.loads(answer)
+        value = pickle.loads(content)
+    except Exception as error:
+        return Outcome(None, error)
+    if not failed:
+        return Outcome(value)
+    exception, text = value
+    exception.__cause__ = RemoteTraceback(text)
+    return Outcome(None, exception)
+
+
+def packed(calls: Sequence[Call]) -> list[tuple[int, str, bytes]]:
+    """Calls as another process receives them."""
+    return [(call.slot, call.method, _dumps_args(call)) for call in calls]
 
 
 def _dumps_args(call: Call) -> bytes:
