@@ -14,7 +14,8 @@ import yaml
 from test_train import TINY
 
 from bpo_ref.args import Args
-from bpo_ref.experiments.variance import Laboratory, Samples, Study, compare, run
+from bpo_ref.experiments.laboratory import Laboratory, run
+from bpo_ref.experiments.variance import Samples, Study, compare
 from bpo_ref.train import Trainer
 
 TRUE = np.zeros((12, 40))
