@@ -8,27 +8,25 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 from tqdm import tqdm
 
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
-from bpo_ref.config import read_config
+from bpo_ref.config import find_config, read_config
 from bpo_ref.eval import make_env
-from bpo_ref.experiments.variance import Line, Samples, Study, compare, plot, table
+from bpo_ref.experiments.variance import Line, Samples, Study, compare, plot, read_method, table
 from bpo_ref.learning import packing
 from bpo_ref.learning.batch import collate, micro_batches, rows_of
 from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.presets import PRESETS
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
@@ -53,7 +51,7 @@ class Laboratory:
     def __init__(self, study: Study) -> None:
         self.study = study
         settle_cpu(study.threads)
-        config = Args(**read_config(Args, Path(study.config)))
+        config = Args(**read_config(Args, find_config(study.config)))
         base = self.base = replace(config, env_kwargs=(*config.env_kwargs, *study.env_kwargs))
         self.model, tokenizer = load_policy(study.checkpoint, dtype=base.dtype)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -82,15 +80,11 @@ class Laboratory:
 
     def settings(self, method: str) -> Args:
         """Training settings of ``algo`` or ``algo:field=value,…``."""
-        algo, _, options = method.partition(":")
-        if algo not in PRESETS:
-            raise ValueError(f"{method}: expected one of {', '.join(PRESETS)}, found {algo}")
+        algo, values = read_method(method)
         hints = get_type_hints(Args)
-        values = {name: yaml.safe_load(text) for name, _, text in (o.partition("=") for o in options.split(",") if o)}
-        unknown = values.keys() - {field.name for field in fields(Args)}
-        if unknown:
-            raise ValueError(f"{method}: there is no setting {', '.join(sorted(unknown))}")
-        values = {name: float(v) if float in (hints[name], *_options(hints[name])) else v for name, v in values.items()}
+        for name, value in values.items():  # so that kl=0 and kl=0.0 are one method
+            if value is not None and float in (hints[name], *get_args(hints[name])):
+                values[name] = float(value)
         fixed: dict[str, Any] = {"prompts": self.study.tasks, "aggregation": "constant", "kl": 0.0, "value_decay": 1.0}
         args = resolved(replace(self.base, **{"algo": algo, **fixed, **values}), keyed=self.keyed)
         if args.baseline == "critic" or args.credit == "gae" or args.schedule == "value-oracle" or algo == "sft":
@@ -234,10 +228,6 @@ class Laboratory:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return getattr(hint, "__args__", ())
 
 
 def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:

@@ -26,9 +26,9 @@ method can be added to a study. Delete the folder to measure anew.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +37,11 @@ from typing import Any
 import numpy as np
 import tyro
 
+from bpo_ref.args import Args
+from bpo_ref.config import checked
 from bpo_ref.experiments.plots import ALIASES, algorithm_of, colours_of
 from bpo_ref.presets import DEFAULTS, PRESETS
+from sandboxgym.arguments import parse_arguments
 
 METHODS = (
     "rloo:roots=8", "rloo-turn:roots=8", "rloo-key:roots=8", "rloo-value:roots=8", "rloo-pooled:roots=8",
@@ -46,6 +49,8 @@ METHODS = (
     "bpo-split:step_weight_power=0.75", "bpo-split:baseline=pooled,roulette=0.5",
 )  # fmt: skip
 BUDGETS = ("returns", "env_steps", "tokens")
+
+
 @dataclass(frozen=True)
 class Study:
     """Settings of a measurement."""
@@ -84,6 +89,22 @@ class Study:
         """The settings that gradients depend on, except the method."""
         later = ("methods", "bootstrap", "minibatch", "out", "reference", "checkpoint", "config", "threads")
         return {name: value for name, value in asdict(self).items() if name not in later}
+
+
+def read_method(method: str) -> tuple[str, dict[str, Any]]:
+    """Algorithm and settings of ``algo`` or ``algo:field=value,field=value``; see `parse_arguments` for values.
+
+    Raises:
+        ValueError: there is no such algorithm or setting, or a value has another type.
+    """
+    algo, _, options = method.partition(":")
+    if algo not in PRESETS:
+        raise ValueError(f"{method}: expected one of {', '.join(PRESETS)}, found {algo}")
+    try:
+        parts = re.split(r",(?![^\[]*\])", options)  # at commas outside of lists
+        return algo, checked(Args, parse_arguments([part for part in parts if part]))
+    except ValueError as error:
+        raise ValueError(f"{method}: {error}") from None
 
 
 @dataclass
@@ -283,11 +304,10 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 def is_biased(method: str) -> bool:
     """Whether a method's expectation is not a multiple of the policy gradient, by what docs/theory.md proves."""
-    algo, _, settings = method.partition(":")
-    chosen = DEFAULTS | PRESETS.get(algo, {})
-    power = dict(part.split("=", 1) for part in settings.split(",") if part).get("step_weight_power")
+    algo, given = read_method(method)
+    chosen = DEFAULTS | PRESETS[algo] | given
     forks = chosen["schedule"] not in ("none", "mc")
-    return chosen["credit"] not in ("tree", "mc") or (forks and float(power or chosen["step_weight_power"]) != 1.0)
+    return chosen["credit"] not in ("tree", "mc") or (forks and chosen["step_weight_power"] != 1.0)
 
 
 def main() -> None:
