@@ -14,6 +14,11 @@ quality of the estimators, the paper's tables. Left out: inference servers.
 
 from __future__ import annotations
 
+from bpo_ref.args import Args, command_line
+
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds: help and wrong settings need none of it
+    ARGS = command_line()
+
 import math
 import signal
 import time
@@ -27,7 +32,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.args import Args, parse_args
 from bpo_ref.baselines import (
     ForkSample,
     Gather,
@@ -683,15 +687,15 @@ def learning_rate_factor(position: float, args: Args) -> float:
     return {"constant": 1.0, "linear": 1.0 - rest, "cosine": 0.5 * (1 + math.cos(math.pi * rest))}[args.lr_decay]
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
-    """Parse, check, train.
+def train(args: Args) -> dict[str, Score]:
+    """Train as a program does; returns the scores by stage.
 
     Raises:
-        SystemExit: a signal stopped the run; the status is 128 plus the signal's number, as in shells: 130 after
-            Ctrl-C, 143 after SIGTERM.
+        SystemExit: the run failed, with the reason; or a signal stopped it: the status is 128 plus the signal's number,
+            as in shells: 130 after Ctrl-C, 143 after SIGTERM.
     """
     try:
-        trainer = Trainer(parse_args(argv))
+        trainer = Trainer(args)
         scores = trainer.run()
     except (ConfigError, CheckpointError, TrainingFailed) as error:
         raise SystemExit(f"error: {error}") from error
@@ -702,5 +706,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
     return scores
 
 
+def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
+    """Parse, check, train."""
+    return train(command_line(argv))
+
+
 if __name__ == "__main__":
-    main()
+    train(ARGS)
