@@ -196,7 +196,9 @@ class Args:
 
 def defaults(checkpoint: str) -> Args:
     """Settings with which the trainer evaluated its checkpoint; the class's defaults for other folders and names."""
-    from bpo_ref.learning.checkpoint import args_of
+    if not Path(checkpoint).is_dir():
+        return Args(checkpoint=checkpoint)
+    from bpo_ref.learning.checkpoint import args_of  # imports PyTorch, in whose format they were saved
 
     saved = args_of(Path(checkpoint))
     mine = {field.name for field in fields(Args)} - {"env_kwargs", "temperature", "episodes"}
