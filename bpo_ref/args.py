@@ -11,6 +11,7 @@ from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.sampling.backends import BackendName
 from sandboxgym.adapters.prompts import PromptName
+from sandboxgym.arguments import parse_arguments
 
 Algo = Literal[
     "sft", "ppo", "grpo", "gigpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
@@ -330,6 +331,30 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     return parse(Args, argv)
 
 
+def command_line(argv: Sequence[str] | None = None) -> Args:
+    """`parse_args` for programs: refuse whatever is wrong for every environment before the slow start of a run.
+
+    Raises:
+        SystemExit: the settings are wrong, with the reason; or ``--help`` was asked for.
+    """
+    try:
+        args = parse_args(argv)
+        refusals = {str(error) for error in (_refused(args, keyed=keyed) for keyed in (True, False))}
+        if len(refusals) == 1 and "None" not in refusals:  # otherwise it depends on the environment's progress_key
+            resolved(args)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+    return args
+
+
+def _refused(args: Args, *, keyed: bool) -> ConfigError | None:
+    try:
+        resolved(args, keyed=keyed)
+    except ConfigError as error:
+        return error
+    return None
+
+
 def resolved(args: Args, *, keyed: bool = True) -> Args:
     """Fill in the preset of ``algo`` and check the settings.
 
@@ -477,10 +502,10 @@ POSITIVE = ("lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature",
 
 
 def check_ranges(args: Args) -> None:
-    """Refuse numbers out of range; settings of None are left to the preset.
+    """Refuse numbers out of range and arguments that cannot be read; settings of None are left to the preset.
 
     Raises:
-        ConfigError: a number is out of range; the message names the setting.
+        ConfigError: the message names the setting.
     """
     for name in LEAST | MOST | dict.fromkeys(POSITIVE):
         value = getattr(args, name)
@@ -491,6 +516,11 @@ def check_ranges(args: Args) -> None:
             bounds = "more than 0" if name in POSITIVE else f"{least:g} to {most:g}" if most < math.inf else None
             unbounded = f"at least {least:g}" if least else "0 or more"
             raise ConfigError(f"{name}: expected {bounds or unbounded}, found {value}")
+    for name in ("env_kwargs", "eval_kwargs", "expert_kwargs"):
+        try:
+            parse_arguments(getattr(args, name))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
     if not all(0 <= beta < 1 for beta in args.betas):
         raise ConfigError(f"betas: expected two numbers from 0 to below 1, found {args.betas}")
     if args.dual_clip and not 1 < args.dual_clip < math.inf:

@@ -547,3 +547,9 @@ class Memory:
         if args.schedule == "explained":
             self.depth.observe(depth for *_, depth, _ in every)
         self.shrinkage.observe(fork for *_, found in every for fork in found)
+
+
+def by_network(network: ValueNetwork, trees: Sequence[RolloutTree]) -> dict[int, float]:
+    """V̂ of every state in which an action was taken, by id(node)."""
+    nodes = {id(edge.parent): (edge.parent, tree.kind) for tree in trees for edge in tree.edges()}
+    return dict(zip(nodes, network.values([features(node, kind) for node, kind in nodes.values()]), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -93,18 +93,44 @@ def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected lines of the form name: value, found {values!r:.80}")
-    known = get_type_hints(settings)
     for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{path}: there is no setting {name!r}; see --help for those that are")
-        if name.endswith("_kwargs") and isinstance(value, dict):
+        if str(name).endswith("_kwargs") and isinstance(value, dict):
             values[name] = tuple(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items())
-        elif isinstance(value, list):
-            values[name] = tuple(value)
-        if not _fits(values[name], known[name]):
-            expected = "a number (5e-4 is text in YAML, 5.0e-4 a number)" if known[name] is float else known[name]
-            raise ConfigError(f"{path}: {name}: expected {expected}, found {value!r}")
-    return values
+    try:
+        return checked(settings, values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def checked(settings: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of fields of a dataclass, with tuples for lists.
+
+    Raises:
+        ConfigError: there is no such field, or it has another type.
+    """
+    known = get_type_hints(settings)
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in found.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see --help for those that are"
+            raise ConfigError(f"there is no setting {name!r}; {hint}")
+        if not _fits(value, known[name]):
+            raise ConfigError(f"{name}: expected {_described(known[name])}, found {values[name]!r}")
+    return found
+
+
+def _described(hint: Any) -> str:
+    """Type of a field in words."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(options)}"
+    if get_origin(hint) is tuple:
+        return "a list" if options[-1] is ... else f"a list of {len(options)}"
+    if options:
+        return " or ".join(map(_described, options))
+    number = "a number (5e-4 is text in YAML, 5.0e-4 a number)"
+    return {bool: "true or false", int: "a whole number", float: number, str: "a text"}.get(hint, "null")
 
 
 def _fits(value: Any, hint: Any) -> bool:

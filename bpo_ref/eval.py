@@ -196,7 +196,9 @@ class Args:
 
 def defaults(checkpoint: str) -> Args:
     """Settings with which the trainer evaluated its checkpoint; the class's defaults for other folders and names."""
-    from bpo_ref.learning.checkpoint import args_of
+    if not Path(checkpoint).is_dir():
+        return Args(checkpoint=checkpoint)
+    from bpo_ref.learning.checkpoint import args_of  # imports PyTorch, in whose format they were saved
 
     saved = args_of(Path(checkpoint))
     mine = {field.name for field in fields(Args)} - {"env_kwargs", "temperature", "episodes"}
@@ -212,18 +214,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     import argparse
 
-    import torch
     import tyro
-
-    from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
-    from bpo_ref.sampling.chat import ChatFormat
-    from bpo_ref.sampling.policy import ChatPolicy
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint")
     known, _ = parser.parse_known_args(argv)
     default: dict[str, Any] = {} if known.checkpoint is None else {"default": defaults(known.checkpoint)}
     args = tyro.cli(Args, args=argv, config=(tyro.conf.FlagConversionOff,), **default)
+    # after the settings are read, because PyTorch takes seconds to import
+    import torch
+
+    from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
+    from bpo_ref.sampling.chat import ChatFormat
+    from bpo_ref.sampling.policy import ChatPolicy
+
     settle_cpu(args.threads)
     model, tokenizer = load_policy(args.checkpoint, dtype=args.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")

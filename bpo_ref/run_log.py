@@ -18,7 +18,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score, results_table
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, episode_text
-from bpo_ref.schedules import FAIR
+from bpo_ref.schedules import FAIR, RULES
 from sandboxgym.tree import Clock, Failure, Node, RolloutTree
 from sandboxgym.tree.files import files_of_run, save_trees, update_file
 from sandboxgym.tree.page import write_page
@@ -330,26 +330,31 @@ def write_report(
     print(f"\n{text}\n\nIn {out}: {', '.join(name for name in names if (out / name).exists())}")
 
 
-def write_samples(
-    out: Path, trees: Sequence[RolloutTree], *, title: str, about: Mapping[str, Any] | None = None
-) -> None:
+def write_samples(out: Path, trees: Sequence[RolloutTree], args: Args, *, update: int) -> None:
     """Write ``samples.txt``, ``trees.json``, ``trees.html`` and the update's own file under ``trees/``, which
     `sandboxgym tree RUN` browses.
 
     Args:
         out: folder of the run.
-        trees: trees of the last update; the first few are kept.
-        title: title of the page.
-        about: head of the files (`TreeFile.about`); an ``update`` names the file under ``trees/``.
+        trees: trees of the update; the first few are kept.
+        args: settings of the run; some are in the head of the files (`TreeFile.about`).
+        update: number of the update.
     """
+    title = f"{args.algo}, update {update}"
+    about: dict[str, Any] = {
+        "algo": args.algo,
+        "schedule": args.schedule,
+        "rule": RULES[str(args.schedule)],
+        "env": args.env_id,
+    }
+    about |= {"seed": args.seed, "update": update}
     text = "\n\n".join(episode_text(tree.paths[0]) for tree in trees[:4])
     (out / "samples.txt").write_text(f"Episodes sampled: {title}\n\n{text}\n")
     save_trees(trees[:8], out / "trees.json", about=about)
-    if about and "update" in about:
-        own = update_file(out, about["update"])
-        own.parent.mkdir(exist_ok=True)
-        save_trees(trees[:8], own, about=about)
-        for file in files_of_run(out):
-            if file.name > own.name:  # the run was resumed from an earlier update
-                file.unlink()
+    own = update_file(out, update)
+    own.parent.mkdir(exist_ok=True)
+    save_trees(trees[:8], own, about=about)
+    for file in files_of_run(out):
+        if file.name > own.name:  # the run was resumed from an earlier update
+            file.unlink()
     write_page(trees[:8], out / "trees.html", title=title, about=about)

@@ -8,11 +8,16 @@ credited with (credit and baseline), how much a step counts (its weight). The re
 Other modules: the settings and their checks (`args.py`), the algorithms as settings (`presets.py`), where trees fork
 (`schedules.py`), baselines from other rollouts (`baselines.py`), SFT (`supervised.py`), the state of a run
 (`session.py`), scores (`eval.py`) and reports (`run_log.py`). Packages: `sampling/` from chats to sampled turns,
-`learning/` the network and its batches, `distributed/` weights spread over many GPUs, `experiments/` measurements: the
-quality of the estimators, the paper's tables. Left out: inference servers.
+`learning/` the network and its batches, `distributed/` weights on many GPUs, `experiments/` measurements. Left out:
+inference servers.
 """
 
 from __future__ import annotations
+
+from bpo_ref.args import Args, command_line
+
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds: help and wrong settings need none of it
+    ARGS = command_line()
 
 import math
 import signal
@@ -27,15 +32,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import sandboxgym  # noqa: F401 - registers the environments
-from bpo_ref.args import Args, parse_args
 from bpo_ref.baselines import (
     ForkSample,
     Gather,
     Memory,
     StateBaseline,
+    by_network,
     fair_mean,
     fair_value,
-    features,
     independent,
     mean_value,
     state_key,
@@ -48,13 +52,12 @@ from bpo_ref.learning.batch import Batch, Critique, Row, collate, micro_batches,
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import rescore, sampler_mismatch
-from bpo_ref.learning.value_network import ValueNetwork
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_of, write_samples
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
-from bpo_ref.sampling.selection import draw_tasks, leave_out, returns_differ, shuffled_parts
-from bpo_ref.schedules import RULES, make_schedule
+from bpo_ref.sampling.selection import differing, draw_tasks, leave_out, shuffled_parts
+from bpo_ref.schedules import make_schedule
 from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from bpo_ref.supervised import supervised
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
@@ -333,12 +336,6 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
     return forks
 
 
-def by_network(network: ValueNetwork, trees: Sequence[RolloutTree]) -> dict[int, float]:
-    """V̂ of every state in which an action was taken, by id(node)."""
-    nodes = {id(edge.parent): (edge.parent, tree.kind) for tree in trees for edge in tree.edges()}
-    return dict(zip(nodes, network.values([features(node, kind) for node, kind in nodes.values()]), strict=True))
-
-
 def normalize(trees: Sequence[RolloutTree], gather: Gather) -> None:
     """Scale advantages to mean 0 and variance 1 over the sampled tokens of all processes."""
     edges = [edge for tree in trees for edge in tree.edges() if edge.weight]
@@ -515,25 +512,15 @@ class Trainer:
             metrics["update/lr"] = session.lr
             session.log.scalars(metrics, "rl", session.step)
             now = self._position()
-            bar.advance(
-                now,
-                success=f"{metrics['rollout/success']:.2f}",
-                entropy=f"{metrics['rollout/entropy']:.2f}",
-                tokens=f"{session.counters['tokens'] / 1e3:.0f}k",
-            )
+            shown = {name: f"{metrics[f'rollout/{name}']:.2f}" for name in ("success", "entropy")}
+            bar.advance(now, **shown, tokens=f"{session.counters['tokens'] / 1e3:.0f}k")
             last = now >= args.updates
             if last or now // args.eval_every > before // args.eval_every:
                 session.evaluate(f"{args.algo}@{session.step}")
                 if session.accelerator.is_main_process:
-                    write_samples(session.out, trees, title=f"{args.algo}, update {session.step}", about=self._about())
+                    write_samples(session.out, trees, args, update=session.step)
             session.maybe_save(args.save_every, last=last)
         bar.close()
-
-    def _about(self) -> dict[str, Any]:
-        """Origin of the trees, for the head of their file (`sandboxgym.tree.files.TreeFile.about`)."""
-        args = self.args
-        told = {"algo": args.algo, "schedule": args.schedule, "rule": RULES[str(args.schedule)], "env": args.env_id}
-        return {**told, "seed": args.seed, "update": self.session.step}
 
     def _position(self) -> float:
         """Progress of the run in updates: of its ``updates``, or the same fraction of its budget."""
@@ -584,26 +571,15 @@ class Trainer:
         return trees
 
     def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
-        """Dynamic sampling: keep the trees whose returns differ, the first ``prompts`` of all processes, renumbered.
-
-        If no task's returns differ, keep the first trees. Those that are not kept still count as spent.
-        """
+        """Dynamic sampling: keep the trees whose returns differ; the others still count as spent."""
         session = self.session
-        every = sorted(session.gather([(tree.index, returns_differ(tree)) for tree in trees]))
-        differing = [index for index, differs in every if differs]
-        places = {index: place for place, index in enumerate((differing or [i for i, _ in every])[: self.args.prompts])}
-        for tree in trees:
-            if tree.index not in places:
-                self.passed_over["returns"] += len(tree.paths)
-                self.passed_over["env_steps"] += tree.env_steps
-                self.passed_over["tokens"] += tree.tokens
         won = session.sum(sum(success_of(tree, self.args) for tree in trees))
-        self.rollout_costs["rollout/drawn_success"] = won / len(every)
-        self.rollout_costs["rollout/drawn_tasks"] = float(len(every))
-        self.rollout_costs["rollout/differing_tasks"] = float(len(differing))
-        kept = [tree for tree in trees if tree.index in places]
-        for tree in kept:
-            tree.index = places[tree.index]
+        kept, left, counts = differing(trees, self.args.prompts, session.gather)
+        self.rollout_costs |= counts | {"rollout/drawn_success": won / counts["rollout/drawn_tasks"]}
+        for tree in left:
+            self.passed_over["returns"] += len(tree.paths)
+            self.passed_over["env_steps"] += tree.env_steps
+            self.passed_over["tokens"] += tree.tokens
         return kept
 
     def _optimize(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
@@ -683,15 +659,15 @@ def learning_rate_factor(position: float, args: Args) -> float:
     return {"constant": 1.0, "linear": 1.0 - rest, "cosine": 0.5 * (1 + math.cos(math.pi * rest))}[args.lr_decay]
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
-    """Parse, check, train.
+def train(args: Args) -> dict[str, Score]:
+    """Train as a program does; returns the scores by stage.
 
     Raises:
-        SystemExit: a signal stopped the run; the status is 128 plus the signal's number, as in shells: 130 after
-            Ctrl-C, 143 after SIGTERM.
+        SystemExit: the run failed, with the reason; or a signal stopped it: the status is 128 plus the signal's number,
+            as in shells: 130 after Ctrl-C, 143 after SIGTERM.
     """
     try:
-        trainer = Trainer(parse_args(argv))
+        trainer = Trainer(args)
         scores = trainer.run()
     except (ConfigError, CheckpointError, TrainingFailed) as error:
         raise SystemExit(f"error: {error}") from error
@@ -702,5 +678,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
     return scores
 
 
+def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
+    """Parse, check, train."""
+    return train(command_line(argv))
+
+
 if __name__ == "__main__":
-    main()
+    train(ARGS)

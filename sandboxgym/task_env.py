@@ -268,5 +268,5 @@ def task_count(env: gym.Env[Any, Any]) -> int | None:
 
 def has_expert(env: gym.Env[Any, Any]) -> bool:
     """Whether an environment, in any stack of wrappers, has a player for demonstrations."""
-    given = getattr(type(env.unwrapped), "expert", None)
-    return given is not None and given is not TaskEnv.expert
+    given = getattr(env.unwrapped, "expert", None)
+    return given is not None and getattr(given, "__func__", None) is not TaskEnv.expert

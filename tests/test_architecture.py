@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MOST_LINES = 700
+"""Lines of the algorithm's file, in which one update is read from top to bottom."""
 MOST_FILES = 15
 """Python files of one folder that a newcomer can still take in."""
 
@@ -133,6 +135,13 @@ def test_rooms_of_the_trainer_import_in_one_direction() -> None:
     assert reached("sampling") == {"learning", "config"}
     users = {name.split(".")[1] for name, found in imports.items() if "bpo_ref.train" in found}
     assert users == {"experiments"}
+
+
+def test_the_algorithm_stays_one_file_that_is_read_in_one_go() -> None:
+    lines = (ROOT / "bpo_ref" / "train.py").read_text(encoding="utf-8").splitlines()
+    parts = [line.split()[-1] for line in lines if line.startswith("# ---")]
+    assert parts == ["credit", "loss", "loop"]
+    assert len(lines) <= MOST_LINES
 
 
 @pytest.mark.parametrize("package", ["bpo_ref", "sandboxgym"])

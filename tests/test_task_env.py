@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,6 +19,8 @@ import sandboxgym
 from sandboxgym import EnvCard, SnapshotWrapper, Task, TaskEnv, TaskInfo, TaskNotFound, TaskRows, registration
 from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.task_env import PRIVILEGED, Expert, has_expert, task_count
+from sandboxgym.workers.env_host import EXPERTS, WorkerDied
+from sandboxgym.workers.remote import RemoteEnv
 
 ROOT = Path(__file__).parents[1]
 OURS = ("ALFWorld-v0", "WebShop-v0", "SWEBench-v0")
@@ -275,6 +279,101 @@ def test_a_task_is_chosen_by_position_or_id_or_drawn() -> None:
     assert not has_expert(env)
     with pytest.raises(NotImplementedError, match="Riddles has no expert"):
         env.expert()
+
+
+@pytest.fixture
+def in_a_worker() -> Iterator[RemoteEnv]:
+    env = RemoteEnv("sandboxgym/ALFWorld-v0", games="embedded:train")
+    yield env
+    env.close()
+
+
+def test_tasks_and_card_are_the_same_in_a_worker_process(in_a_worker: RemoteEnv) -> None:
+    here = sandboxgym.make("ALFWorld-v0", games="embedded:train")
+    base, far = base_of(here), in_a_worker
+    assert far.card == base.card and far.num_tasks == task_count(far) == base.num_tasks
+    for split in (None, "embedded:unseen"):
+        rows, others = far.tasks(split), base.tasks(split)
+        assert len(rows) == len(others) and rows[3:5][1] == others[4]
+        assert rows[3].instruction == others[3].instruction
+    assert far.reset(seed=0, options={"task": far.tasks()[3].id})[1]["task_id"] == base.tasks()[3].id
+    with pytest.raises((ValueError, OSError)):
+        far.tasks("no-such-split")
+    here.close()
+
+
+def test_an_expert_in_a_worker_process_plays_as_it_does_here(in_a_worker: RemoteEnv) -> None:
+    here = sandboxgym.make("ALFWorld-v0", games="embedded:train")
+
+    def played(env: gym.Env[Any, Any]) -> list[tuple[str, bool]]:
+        base: Any = env.unwrapped
+        assert has_expert(env)
+        player = base.expert(rng=random.Random(1), noise=0.3)
+        assert isinstance(player, Expert)
+        observation, _ = env.reset(seed=0, options={"task": 2})
+        player.reset(observation)
+        moves, over = [], False
+        while not over:
+            action = player.act(observation)
+            moves.append((action, player.noisy))
+            observation, _, terminated, truncated, _ = env.step(action)
+            over = terminated or truncated
+        return moves
+
+    moves = played(in_a_worker)
+    assert moves == played(here) and any(noisy for _, noisy in moves)
+    with pytest.raises(TypeError):
+        in_a_worker.expert(no_such_option=1)
+    here.close()
+
+
+def test_demonstrations_and_evaluation_see_the_tasks_of_workers(in_a_worker: RemoteEnv) -> None:
+    from bpo_ref.sampling.policy import collect_demonstrations
+    from bpo_ref.sampling.selection import draw_tasks
+    from sandboxgym.tree import Envs
+
+    def collected(make: Any) -> list[dict[str, list[Any]]]:
+        with Envs(make) as envs:
+            return collect_demonstrations(envs, 3, noise=0.2, seed=0)
+
+    def local() -> gym.Env[Any, Any]:
+        return gym.make("sandboxgym/ALFWorld-v0", games="embedded:train")
+
+    assert collected(lambda: RemoteEnv(local)) == collected(local)
+    here = local()
+    assert draw_tasks(in_a_worker, 4, (0, 1)) == draw_tasks(here, 4, (0, 1)) != [None] * 4
+    here.close()
+
+
+def test_a_worker_passes_on_only_what_its_environment_has() -> None:
+    far = RemoteEnv(Riddles)
+    assert far.card == Riddles.card and [row.id for row in far.tasks()] == ["riddle/0", "riddle/1"]
+    assert not has_expert(far)
+    with pytest.raises(AttributeError, match="has no expert"):
+        far.expert()
+    far.close()
+    plain = RemoteEnv("CartPole-v1")
+    assert task_count(plain) is None and not has_expert(plain) and plain.card == EnvCard()
+    with pytest.raises(AttributeError, match="has no tasks"):
+        plain.tasks()
+    plain.close()
+
+
+def test_tasks_are_there_again_after_a_worker_died(in_a_worker: RemoteEnv) -> None:
+    count, player = in_a_worker.num_tasks, in_a_worker.expert()
+    pid = in_a_worker._slots.worker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        in_a_worker.step("look")
+    observation, _ = in_a_worker.reset(seed=0)
+    assert task_count(in_a_worker) == count and in_a_worker.tasks()[0].id
+    with pytest.raises(WorkerDied, match="make another one"):
+        player.act("")
+    players = [in_a_worker.expert() for _ in range(EXPERTS + 1)]
+    players[1].reset(observation)
+    with pytest.raises(LookupError, match="this expert is gone"):
+        players[0].reset(observation)
 
 
 def test_rows_behave_as_a_sequence() -> None:

@@ -18,7 +18,8 @@ import tyro
 
 from bpo_ref.args import Args
 from bpo_ref.baselines import Memory
-from bpo_ref.experiments.variance import Laboratory, Study
+from bpo_ref.experiments.laboratory import Laboratory
+from bpo_ref.experiments.variance import Study
 from bpo_ref.train import assign_credit
 
 METHODS = ("rloo-pooled:roots=8,lookahead=true", "rloo-pooled:roots=8,lookahead=true,network=both")

@@ -20,7 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 Metric = Literal["success", "reward"]
 """Metric of an evaluation: success rate, or mean total reward per episode."""
@@ -175,7 +175,7 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     colours = colours_of(list(groups))
     seeds = sorted({seed for found in groups.values() for seed, _ in found})
     shapes = {seed: _MARKERS[place % len(_MARKERS)] for place, seed in enumerate(seeds)}
-    figure, axis = plt.subplots(figsize=(8, 0.34 * len(groups) + 1.3))
+    figure, axis = plt.subplots(figsize=(9.5, 0.34 * len(groups) + 1.3))
     for line, (name, found) in enumerate(groups.items()):
         for seed, gained in found:
             axis.plot(gained, line, shapes[seed], markersize=5, alpha=0.6, color=colours[name], label="_run")
@@ -189,6 +189,7 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     axis.set_yticks(range(len(groups)), list(groups))
     axis.invert_yaxis()
     axis.set_xlabel(f"final minus initial {_rate(metric)} on {evaluated_on(runs[0])}")
+    axis.xaxis.set_major_locator(MaxNLocator(5))  # labels such as -0.075 are wide, and long names leave little room
     axis.grid(alpha=0.3, axis="x")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     figure.tight_layout()

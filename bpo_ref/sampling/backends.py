@@ -8,12 +8,12 @@ it samples from other log-probabilities, they belong in `Generation.sampler_logp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from bpo_ref.sampling.continuous import ContinuousGenerator
-from bpo_ref.sampling.generate import Generation, Generator
+if TYPE_CHECKING:
+    from bpo_ref.sampling.generate import Generation
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 BackendName = Literal["hf", "transformers-continuous"]
@@ -91,6 +91,11 @@ def make_backend(
         "temperature": temperature,
         "context_limit": context_limit,
     }
+    # imported here, because the settings of a run need the names of the backends, but not PyTorch
     if name == "transformers-continuous":
+        from bpo_ref.sampling.continuous import ContinuousGenerator
+
         return ContinuousGenerator(model, score=entropies, sampler_logps=sampler_logps, **sampling)
+    from bpo_ref.sampling.generate import Generator
+
     return Generator(model, **sampling)

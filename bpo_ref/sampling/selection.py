@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -22,6 +22,25 @@ def returns_differ(tree: RolloutTree) -> bool:
     """True if any two episodes of a task had different total rewards."""
     totals = [path.total_reward for path in tree.paths]
     return max(totals) > min(totals)
+
+
+def differing(
+    trees: Sequence[RolloutTree], most: int, gather: Callable[[list[Any]], list[Any]]
+) -> tuple[list[RolloutTree], list[RolloutTree], dict[str, float]]:
+    """Dynamic sampling: the trees whose returns differ, the first ``most`` of all processes, renumbered.
+
+    If no task's returns differ, they are the first trees.
+
+    Returns:
+        These trees, the others, and the numbers of tasks to log.
+    """
+    every = sorted(gather([(tree.index, returns_differ(tree)) for tree in trees]))
+    differ = [index for index, differs in every if differs]
+    places = {index: place for place, index in enumerate((differ or [i for i, _ in every])[:most])}
+    kept, left = ([tree for tree in trees if (tree.index in places) is inside] for inside in (True, False))
+    for tree in kept:
+        tree.index = places[tree.index]
+    return kept, left, {"rollout/drawn_tasks": float(len(every)), "rollout/differing_tasks": float(len(differ))}
 
 
 def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:

@@ -39,6 +39,7 @@ from sandboxgym.cli.environments import make as make_env
 from sandboxgym.cli.support import evaluation_report as report
 from sandboxgym.cli.support.episodes import FORMAT, Key, Record, Store, Task, play
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import task_count
 from sandboxgym.tree.files import save_trees
 from sandboxgym.tree.page import page
 
@@ -223,7 +224,7 @@ def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) ->
     try:
         if not isinstance(env, gym.Env):
             raise CommandError(f"{options.env_id}: expected a gymnasium.Env, found {type(env).__name__}")
-        available = getattr(env.unwrapped, "num_tasks", None)
+        available = task_count(env)
         limit = options.max_steps or (env.spec.max_episode_steps if env.spec is not None else None) or STEPS
         space = env.action_space
     finally:

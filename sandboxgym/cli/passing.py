@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 from sandboxgym.bench import NAMES
@@ -49,22 +49,33 @@ def conformance_main(argv: Sequence[str]) -> int:
 
 def train_main(argv: Sequence[str]) -> int:
     """Run ``python -m bpo_ref.train`` with these arguments, in one process; `accelerate launch` starts several."""
-    return _trainer("train", argv)
+    _require_trainer()
+    settings = importlib.import_module("bpo_ref.args")
+
+    def train() -> None:
+        args = settings.command_line()  # before `bpo_ref.train` imports PyTorch, which takes seconds
+        importlib.import_module("bpo_ref.train").train(args)
+
+    return _status("train", argv, train)
 
 
 def eval_main(argv: Sequence[str]) -> int:
     """Run ``python -m bpo_ref.eval`` with these arguments."""
-    return _trainer("eval", argv)
+    _require_trainer()
+    return _status("eval", argv, importlib.import_module("bpo_ref.eval").main)
 
 
-def _trainer(name: str, argv: Sequence[str]) -> int:
+def _require_trainer() -> None:
     missing = [each for each in ("torch", "transformers", "accelerate", "tyro", "yaml") if find_spec(each) is None]
     if missing:
         raise CommandError(f"needs {', '.join(missing)}: pip install 'sandboxgym[train]'")
-    module = importlib.import_module(f"bpo_ref.{name}")
+
+
+def _status(name: str, argv: Sequence[str], program: Callable[[], object]) -> int:
+    """Run a program under a command's name; returns its exit status."""
     with _argv(f"sandboxgym {name}", *argv):
         try:
-            module.main()
+            program()
         except SystemExit as leave:
             if isinstance(leave.code, str):
                 print(leave.code, file=sys.stderr)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +22,16 @@ from gymnasium.envs.registration import EnvSpec
 from sandboxgym import randomness
 from sandboxgym.core import Snapshot, SnapshotSpec
 from sandboxgym.errors import SnapshotError
+from sandboxgym.task_env import EnvCard, Expert, Task, has_expert
 from sandboxgym.wrappers import fork, restore, snapshot
 from sandboxgym.wrappers.jobs import EnvJob, execute
 
 AnyEnv = gym.Env[Any, Any]
 MakeEnv = Callable[[], AnyEnv]
+
+
+EXPERTS = 64
+"""Number of experts kept per environment: demonstrations make one per episode and use it until the episode ends."""
 
 
 class EnvFailure(Exception):
@@ -68,6 +74,10 @@ class Description:
     render_mode: str | None
     snapshot_spec: SnapshotSpec | None
     """Spec of the snapshots; None where the environment does not support them."""
+    card: EnvCard
+    """Card of the environment, empty where it has none."""
+    offers: frozenset[str]
+    """Those of ``num_tasks``, ``tasks`` and ``expert`` that the environment has; see `TaskEnv`."""
 
 
 class Call(NamedTuple):
@@ -149,6 +159,8 @@ class Host:
     def __init__(self, *, keep: int, ships: bool) -> None:
         self._envs: dict[int, AnyEnv] = {}
         self._makes: dict[int, MakeEnv] = {}
+        self._rows: dict[int, dict[str | None, Sequence[Task]]] = {}
+        self._experts: dict[int, OrderedDict[int, Expert]] = {}
         self._kept: OrderedDict[SnapKey, Snapshot] = OrderedDict()
         self._keep = keep
         self._ships = ships
@@ -167,7 +179,17 @@ class Host:
             spec = snapshot_spec_of(env)
         except AttributeError:
             spec = None
-        return Description(env.observation_space, env.action_space, env.metadata, env.spec, env.render_mode, spec)
+        card = getattr(env.unwrapped, "card", None)
+        return Description(
+            observation_space=env.observation_space,
+            action_space=env.action_space,
+            metadata=env.metadata,
+            spec=env.spec,
+            render_mode=env.render_mode,
+            snapshot_spec=spec,
+            card=card if isinstance(card, EnvCard) else EnvCard(),
+            offers=frozenset(offers_of(env)),
+        )
 
     def reset(self, slot: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """See ``gymnasium.Env.reset``."""
@@ -243,6 +265,36 @@ class Host:
         value = self._envs[slot].get_wrapper_attr(name)
         return value(*args, **kwargs) if callable(value) else value
 
+    def task_count(self, slot: int, split: str | None) -> int:
+        """Number of rows of ``env.tasks(split)``."""
+        return len(self._tasks(slot, split))
+
+    def task_row(self, slot: int, split: str | None, position: int) -> tuple[str, str]:
+        """Id and type of a row of ``env.tasks(split)``."""
+        row = self._tasks(slot, split)[position]
+        return row.id, row.type
+
+    def task_instruction(self, slot: int, split: str | None, position: int) -> str:
+        """Instruction of a row of ``env.tasks(split)``."""
+        return self._tasks(slot, split)[position].instruction
+
+    def expert(self, slot: int, options: dict[str, Any]) -> int:
+        """Make a player for demonstrations; returns its number."""
+        base: Any = self._envs[slot].unwrapped
+        players = self._experts.setdefault(slot, OrderedDict())
+        number = 1 + max(players, default=0)
+        remember(players, number, base.expert(**options), EXPERTS)
+        return number
+
+    def expert_call(self, slot: int, number: int, method: str, observation: Any) -> tuple[Any, bool]:
+        """Result of an expert's ``reset`` or ``act``, and whether its last action was a deliberate mistake."""
+        players = self._experts.get(slot)
+        player = players.get(number) if players is not None else None
+        if player is None:
+            raise LookupError(f"this expert is gone: expected one of the last {EXPERTS} of its environment")
+        result = getattr(player, method)(observation)
+        return result, player.noisy
+
     def run(
         self,
         slot: int,
@@ -271,6 +323,8 @@ class Host:
     def close(self, slot: int) -> None:
         """Close the slot's environment, if there is one."""
         env = self._envs.pop(slot, None)
+        self._rows.pop(slot, None)
+        self._experts.pop(slot, None)
         if env is not None:
             env.close()
 
@@ -280,6 +334,14 @@ class Host:
             with contextlib.suppress(Exception):
                 self.close(slot)
         self._kept.clear()
+
+    def _tasks(self, slot: int, split: str | None) -> Sequence[Task]:
+        """Rows of a split, kept: reading a split may take long, and its rows are asked for one by one."""
+        rows = self._rows.setdefault(slot, {})
+        if split not in rows:
+            base: Any = self._envs[slot].unwrapped
+            rows[split] = base.tasks(split)
+        return rows[split]
 
     def _ship(self, snap: Any) -> Shipped:
         key = snapshot_key(snap)
@@ -310,13 +372,22 @@ class Host:
             randomness.restore_spaces(streams, env.action_space, env.observation_space)
 
 
+def offers_of(env: AnyEnv) -> Iterator[str]:
+    """Names of the parts of `TaskEnv` that an environment has, without computing any of them."""
+    for name in ("num_tasks", "tasks"):
+        if inspect.getattr_static(env.unwrapped, name, None) is not None:
+            yield name
+    if has_expert(env):
+        yield "expert"
+
+
 def snapshot_spec_of(env: AnyEnv) -> SnapshotSpec:
     """Spec of the snapshots of a stack's base environment; raises AttributeError where it has none."""
     spec: SnapshotSpec = env.get_wrapper_attr("snapshot_spec")
     return spec
 
 
-def remember(kept: OrderedDict[SnapKey, Any], key: SnapKey, value: Any, most: int) -> None:
+def remember(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Put into a least-recently-used mapping; owner and worker do the same, so their contents agree."""
     kept[key] = value
     kept.move_to_end(key)

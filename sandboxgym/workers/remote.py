@@ -6,7 +6,8 @@
    ``gym.make``, and the other way round. Wrappers around the `RemoteEnv` are captured by `sandboxgym.snapshot` in
    addition.
 3. The random streams of ``action_space`` and ``observation_space`` are part of its state, drawn from in either process.
-4. If the worker dies or is ended by a timeout, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
+4. Tasks, expert and card of a `TaskEnv` are passed on: an environment without one of them has it not here either.
+5. If the worker dies or is ended by a timeout, the call raises `WorkerDied` or `CallTimedOut`; the next ``reset`` or
    ``restore`` starts a new worker.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import gymnasium as gym
@@ -23,6 +25,7 @@ from sandboxgym import randomness
 from sandboxgym.core import SnapshotSpec, Transition
 from sandboxgym.errors import SnapshotNotSupported
 from sandboxgym.randomness import sibling_seed
+from sandboxgym.task_env import EnvCard, Task, TaskRows
 from sandboxgym.workers.env_host import Call, Description, Executed, MakeEnv, WorkerDied, env_maker
 from sandboxgym.workers.worker import Mode, Worker, make_worker
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult
@@ -53,6 +56,27 @@ class WorkerSlots:
             self.worker.close()
 
 
+class RemoteExpert:
+    """Proxy of an expert that plays in a worker process; see `sandboxgym.task_env.Expert`.
+
+    Args:
+        call: calls a method of the expert with an observation; returns its result and whether it was a mistake.
+    """
+
+    def __init__(self, call: Callable[[str, Any], tuple[Any, bool]]) -> None:
+        self._call = call
+        self.noisy = False
+
+    def reset(self, observation: Any) -> None:
+        """Begin an episode: the environment has been reset."""
+        _, self.noisy = self._call("reset", observation)
+
+    def act(self, observation: Any) -> Any:
+        """The next action."""
+        action, self.noisy = self._call("act", observation)
+        return action
+
+
 class RemoteEnv(gym.Env[Any, Any]):
     """Proxy of an environment that lives in a worker process.
 
@@ -78,6 +102,9 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     captures_stack: ClassVar[bool] = True
     """Snapshots include the wrappers in the worker; see ``wrappers/stack.py``."""
+
+    _num_tasks: int | None = None
+    """Number of tasks, once it was asked for."""
 
     def __init__(
         self,
@@ -189,6 +216,56 @@ class RemoteEnv(gym.Env[Any, Any]):
             raise SnapshotNotSupported(f"{self} has no snapshots: derive the environment from sandboxgym.SnapshotEnv")
         return self._described.snapshot_spec
 
+    @property
+    def card(self) -> EnvCard:
+        """Card of the environment; empty where it has none."""
+        return self._described.card
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks; see `TaskEnv.num_tasks`."""
+        self._offered("num_tasks")
+        if self._num_tasks is None:
+            self._num_tasks = self._call("attribute", "num_tasks", (), {}, timeout=self._reset_timeout)
+        return self._num_tasks
+
+    @property
+    def tasks(self) -> Callable[..., TaskRows]:
+        """See `TaskEnv.tasks`; rows are read from the worker one by one."""
+        self._offered("tasks")
+        return self._tasks
+
+    @property
+    def expert(self) -> Callable[..., RemoteExpert]:
+        """See `TaskEnv.expert`; the expert plays in the worker, with a copy of ``rng``."""
+        self._offered("expert")
+        return self._expert
+
+    def _tasks(self, split: str | None = None) -> TaskRows:
+        def row(position: int) -> Task:
+            name, kind = self._call("task_row", split, position, timeout=self._reset_timeout)
+            return Task(
+                name, lambda: self._call("task_instruction", split, position, timeout=self._reset_timeout), kind
+            )
+
+        return TaskRows(self._call("task_count", split, timeout=self._reset_timeout), row)
+
+    def _expert(self, **options: Any) -> RemoteExpert:
+        number = self._call("expert", options, timeout=self._reset_timeout)
+        generation = self._generation
+
+        def call(method: str, observation: Any) -> tuple[Any, bool]:
+            if self._generation != generation:
+                raise WorkerDied(f"this expert of {self} was lost with its worker: make another one")
+            return self._call("expert_call", number, method, observation, timeout=self._timeout)  # type: ignore[no-any-return]
+
+        return RemoteExpert(call)
+
+    def _offered(self, name: str) -> None:
+        """Raise the AttributeError of an environment that lacks it."""
+        if name not in self._described.offers:
+            raise AttributeError(f"{self} has no {name}: its environment is not a sandboxgym.TaskEnv with one")
+
     def snapshot(self) -> Any:
         """Capture the whole stack in the worker; see `sandboxgym.snapshot`."""
         with self._slots.worker.lock:
@@ -274,6 +351,7 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     def _take_on(self, described: Description) -> None:
         self._described = described
+        self._num_tasks = None
         self.observation_space = copy.deepcopy(described.observation_space)
         self.action_space = copy.deepcopy(described.action_space)
         self.metadata = described.metadata

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from bpo_ref.args import Args
+from bpo_ref.args import Args, command_line
 from bpo_ref.config import CONFIGS, ConfigError, find_config, packaged, parse
 
 
@@ -52,3 +54,56 @@ def test_an_unknown_configuration_is_told_what_there_is() -> None:
         parse(Args, ["--config", "runs/none.yaml"])
     with pytest.raises(ConfigError, match=r"--config: expected a YAML file, or one of alfworld"):
         parse(Args, ["--config"])
+
+
+SLOW = ("torch", "transformers", "accelerate")
+"""Packages that take seconds to import."""
+PROGRAM = """
+import atexit, runpy, sys
+atexit.register(lambda: print("imported:", [name for name in {slow} if name in sys.modules], file=sys.stderr))
+sys.argv = {words}
+{start}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "shown"),
+    [
+        ("bpo_ref.train", ["--help"], "--sft-steps"),
+        ("bpo_ref.train", ["--algo", "ppoo"], "ppoo"),
+        ("bpo_ref.train", ["--config", "alfworld-tinny"], "did you mean 'alfworld-tiny'"),
+        ("bpo_ref.train", ["--lr", "0"], "lr: expected more than 0"),
+        ("bpo_ref.train", ["--algo", "grpo", "--roots", "1"], "two or more independent rollouts"),
+        ("bpo_ref.train", ["--env-kwargs", "games"], "env_kwargs: expected NAME=VALUE"),
+        ("bpo_ref.eval", ["--help"], "--checkpoint"),
+        ("bpo_ref.study", ["--help"], "--seeds"),
+        ("bpo_ref.compare", ["--help"], "usage"),
+        ("bpo_ref.variance", ["--help"], "--methods"),
+        ("sandboxgym", ["train", "--help"], "--sft-steps"),
+        ("sandboxgym", ["train", "--algo", "grpo", "--roots", "1"], "two or more independent rollouts"),
+        ("sandboxgym", ["eval", "--checkpoint", "none", "--help"], "--checkpoint"),
+    ],
+)
+def test_help_and_wrong_settings_need_no_pytorch(module: str, words: list[str], shown: str) -> None:
+    start = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    program = PROGRAM.format(slow=SLOW, words=["program", *words], start=start)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "imported: []"
+    assert (done.returncode == 0) == ("--help" in words)
+
+
+def test_the_script_reads_its_settings_before_it_imports_pytorch() -> None:
+    start = f"runpy.run_path({str(CONFIGS.with_name('train.py'))!r}, run_name='__main__')"
+    program = PROGRAM.format(slow=SLOW, words=["train.py", "--help"], start=start)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--sft-steps" in done.stdout and done.stderr.splitlines()[-1] == "imported: []"
+
+
+def test_what_depends_on_the_environment_is_left_to_the_run() -> None:
+    assert command_line(["--algo", "rloo", "--baseline", "pooled"]).baseline == "pooled"  # needs a progress_key
+    words = ["--algo", "bpo", "--baseline", "turn", "--refusals"]  # also wrong with bpo-forest
+    with pytest.raises(SystemExit, match="refusals: goes with a baseline of"):
+        command_line(words)
+    # without a progress_key, bpo is bpo-forest, which has no roulette
+    assert command_line(["--algo", "bpo", "--roulette", "0.5"]).roulette == 0.5

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,22 @@ def test_gains_are_drawn_where_they_are(tmp_path: Path, drawn: list[Any]) -> Non
     assert axis.get_xlabel() == "final minus initial success rate on the evaluation set"
     assert "mean ± standard error" in words(drawn[0])
     assert (tmp_path / "gains.png").stat().st_size > 1000
+
+
+def test_labels_of_gains_do_not_overlap_beside_long_names(tmp_path: Path, drawn: list[Any]) -> None:
+    ends = {("bpo-paper-entropy-online", 0): 0.318, ("bpo-tree-root", 1): 0.467, ("bpo-tree-root", 2): 0.44}
+    runs = [write_run(tmp_path / f"{label}-seed{n}", "bpo", [0.4, end]) for (label, n), end in ends.items()]
+    gains(runs, tmp_path / "gains.png")
+    (axis,) = drawn[0].axes
+    drawn[0].canvas.draw()
+    low, high = axis.get_xlim()
+    boxes = [
+        label.get_window_extent()
+        for label, place in zip(axis.get_xticklabels(), axis.get_xticks())
+        if low <= place <= high
+    ]
+    assert len(boxes) >= 3
+    assert all(left.x1 + 3 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_every_algorithm_has_a_colour_of_its_own() -> None:

@@ -14,7 +14,8 @@ import yaml
 from test_train import TINY
 
 from bpo_ref.args import Args
-from bpo_ref.experiments.variance import Laboratory, Samples, Study, compare, run
+from bpo_ref.experiments.laboratory import Laboratory, run
+from bpo_ref.experiments.variance import Samples, Study, compare, read_method
 from bpo_ref.train import Trainer
 
 TRUE = np.zeros((12, 40))
@@ -131,15 +132,38 @@ def test_methods_that_sample_alike_share_their_trees_and_nothing_else(
     together.envs.close()
 
 
-def test_an_unknown_setting_of_a_method_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rloo:colour=red: there is no setting colour"):
-        Laboratory.settings(object.__new__(Laboratory), "rloo:colour=red")
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("rloo", {}),
+        ("rloo:roots=8,network=none", {"roots": 8, "network": "none"}),
+        ("bpo-split:roulette=5e-1,lookahead=true", {"roulette": 0.5, "lookahead": True}),
+        ("ppo:betas=[0.5,0.9],width=null", {"betas": (0.5, 0.9), "width": None}),
+    ],
+)
+def test_a_method_is_read_like_arguments_on_command_lines(method: str, settings: dict[str, Any]) -> None:
+    assert read_method(method) == (method.partition(":")[0], settings)
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         ("rlo", "rlo: expected one of .*, found rlo"),
+        ("rloo:colour=red", "rloo:colour=red: there is no setting 'colour'"),
+        ("rloo:root=8", "there is no setting 'root'; did you mean 'roots'"),
+        ("rloo:roots", "rloo:roots: expected NAME=VALUE"),
+        ("rloo:lookahead=yes", "lookahead: expected true or false, found 'yes'"),
+        ("rloo:roots=8.5", "roots: expected a whole number or null, found 8.5"),
+    ],
+)
+def test_a_method_that_cannot_be_read_is_named(method: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_method(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
         ("ppo", "ppo: a learned value head"),
         ("rloo:baseline=critic", "a learned value head"),
         ("bpo-tree:schedule=value-oracle", "the value oracle"),

@@ -130,7 +130,7 @@ def test_alfworld_is_evaluated_with_intervals_a_table_trees_and_json(here, run):
             "--list-actions", "--max-steps", "4", "--price-in", "2", "--price-out", "10",
         )  # fmt: skip
     assert status == 0 and "3 of " in err and "success   0.0% (0 of 6 episodes)" in out, err
-    assert "answered by stub" in out and "| 2 " in out and "Wilson, as of 3.0 independent ones" in out
+    assert "answered by stub" in out and "| 2 " in out and "Wilson, effective sample size 3.0" in out
     folder = here / "runs/eval/ALFWorld-v0-m"
     found = results(folder)
     summary = found["summary"]
@@ -142,6 +142,22 @@ def test_alfworld_is_evaluated_with_intervals_a_table_trees_and_json(here, run):
     assert all(path.edges[-1].truncated for tree in trees for path in tree.paths)
     assert "You are in a room" in trees[0].root.observation and "<html" in (folder / "trees.html").read_text()
     assert "| task |" in (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_samples_with_the_same_answers_are_told(here, run, greedy):
+    """As of a server that ignores temperature and seed."""
+
+    def ask(request: dict[str, Any]) -> Any:
+        return answer({**request, "seed": 0} if greedy else request, wrong=2)
+
+    with chat_stub(ask) as stub:
+        status, out, err = run(
+            "eval", "quiz_env:Quiz-v0", "--base-url", stub.url, "--model", "m", "--tasks", "4", "--samples", "3"
+        )
+    assert status == 0, err
+    assert ("all samples of a task have the same answers" in out) is greedy
+    assert results(here / "runs/eval/quiz-env-Quiz-v0-m")["summary"]["samples_alike"] is greedy
 
 
 def test_webshop_is_evaluated_on_a_split(here, run):

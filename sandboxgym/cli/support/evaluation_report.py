@@ -108,6 +108,7 @@ def summarise(
         "errors": {
             where: sum(record["error"]["where"] == where for record in failed) for where in ("endpoint", "environment")
         },
+        "samples_alike": _alike(list(groups.values())),
         "retries": sum(record["retries"] for record in [*asked, *spent]),
         "models": sorted({turn["model"] for record in asked for turn in record["turns"]} - {""}),
         "tokens": _tokens(ended, [*failed, *spent], price_in, price_out),
@@ -135,6 +136,12 @@ def _success(groups: Sequence[Sequence[Record]], failed: int) -> dict[str, Any] 
         "rate_if_errors_failed": won / (n + failed),
         "rate_if_errors_succeeded": (won + failed) / (n + failed),
     }
+
+
+def _alike(groups: Sequence[Sequence[Record]]) -> bool:
+    """Whether the samples of every task have the same answers; False unless two tasks have several samples."""
+    answers = [[[turn["answer"] for turn in record["turns"]] for record in group] for group in groups if len(group) > 1]
+    return len(answers) > 1 and all(said == group[0] for group in answers for said in group)
 
 
 def _reward(groups: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
@@ -200,7 +207,7 @@ def headlines(summary: Mapping[str, Any]) -> list[str]:
     if success is not None:
         low, high = success["interval"]
         n, effective = success["episodes"], success["effective_episodes"]
-        of = f", as of {effective:.1f} independent ones" if effective != n else ""
+        of = f", effective sample size {effective:.1f}" if effective != n else ""
         lines.append(
             f"success   {success['rate']:.1%} ({success['successes']} of {n} episodes); "
             f"95 % interval {low:.1%} to {high:.1%} (Wilson{of})"
@@ -211,7 +218,7 @@ def headlines(summary: Mapping[str, Any]) -> list[str]:
         lines.append("success   not known: the environment does not say it (info['success'])")
     if reward is not None:
         interval = reward["interval"]
-        spread = "no interval, for there is one task, or all are alike"
+        spread = "no interval: it needs tasks with different rewards"
         if interval is not None:
             spread = f"95 % interval {interval[0]:.3f} to {interval[1]:.3f} (bootstrap over tasks)"
         lines.append(f"reward    {reward['mean']:.3f} per episode; {spread}")
@@ -225,6 +232,10 @@ def headlines(summary: Mapping[str, Any]) -> list[str]:
         "suspicious": "with a suspicious reward, counted as rewarded",
     }
     lines += [f"note      {summary[name]} episodes {text}" for name, text in told.items() if summary[name]]
+    if summary["samples_alike"]:
+        lines.append(
+            "note      all samples of a task have the same answers: does the endpoint sample, or answer greedily?"
+        )
     if summary["retries"]:
         lines.append(f"note      {summary['retries']} requests were repeated after failures of the endpoint")
     lines.append(f"tokens    {_spent(tokens)}")
