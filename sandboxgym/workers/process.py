@@ -30,6 +30,7 @@ def dumps(value: Any) -> bytes:
         packed: bytes = cloudpickle.dumps(value)
         return packed
 
+
 _LINGER = 0.005
 """Seconds that answers of short calls wait for those after them, to be sent in one message."""
 
