@@ -24,6 +24,8 @@ from sandboxgym.system import directories
 
 toy_envs.register()
 
+gc.disable()  # until `pytest_collection_finish`: what is collected stays
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in `slowest.txt`, which `make test` leaves out; an empty SANDBOXGYM_SLOWEST leaves them fast."""
@@ -40,6 +42,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
