@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
+# Tests start hundreds of interpreters, and pytest rewrites 350 modules: compiled once, not each time. Collection takes
+# 10 seconds instead of 20.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-reference train test test-all test-failed lint docs bench clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ from sandboxgym.system import directories
 
 toy_envs.register()
 
+gc.disable()  # until `pytest_collection_finish`: what is collected stays
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in `slowest.txt`, which `make test` leaves out; an empty SANDBOXGYM_SLOWEST leaves them fast."""
@@ -30,6 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives as long as the session: modules and collected tests, a million objects.
+
+    A whole collection among them takes most of a second, and the conformance suite makes dozens in each of its runs.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,28 +93,29 @@ def rows_of_path(path: Path) -> list[Row]:
 def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
     """Pad rows to tensors."""
     longest = max(len(row.ids) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    step = torch.full((len(rows), longest - 1), -1)
-    advantage, weight, old, values, sampler = (torch.zeros(len(rows), longest - 1) for _ in range(5))
-    targets = torch.full((len(rows), longest - 1), math.nan)
+    shape = len(rows), longest - 1  # filled as arrays: an assignment costs a fraction of one to a tensor
+    ids = np.zeros((len(rows), longest), dtype=np.int64)
+    step = np.full(shape, -1, dtype=np.int64)
+    advantage, weight, old, values, sampler = (np.zeros(shape, dtype=np.float32) for _ in range(5))
+    targets = np.full(shape, math.nan, dtype=np.float32)
     number = 0
     for i, row in enumerate(rows):
-        ids[i, : len(row.ids)] = torch.tensor(row.ids)
+        ids[i, : len(row.ids)] = row.ids
         for edge in row.edges:
             span = slice(edge.action.position - 1, edge.action.position - 1 + edge.action.tokens)
             step[i, span], advantage[i, span], weight[i, span] = number, edge.advantage, edge.weight
             data: Generation = edge.action.data
             if data.logps:
-                old[i, span] = torch.tensor(data.logps)
-                sampler[i, span] = torch.tensor(data.sampler_logps or data.logps)
+                old[i, span] = data.logps
+                sampler[i, span] = data.sampler_logps or data.logps
             if isinstance(edge.data, Critique):
-                values[i, span], targets[i, span] = torch.tensor(edge.data.values), torch.tensor(edge.data.targets)
+                values[i, span], targets[i, span] = edge.data.values, edge.data.targets
                 if edge.data.advantages:
-                    advantage[i, span] = torch.tensor(edge.data.advantages)
+                    advantage[i, span] = edge.data.advantages
             number += 1
-    lengths = torch.tensor([len(row.ids) for row in rows])
-    tensors = (ids, lengths, step, advantage, weight, old, values, targets, sampler)
-    return Batch(*(tensor.to(device) for tensor in tensors))
+    lengths = np.array([len(row.ids) for row in rows])
+    arrays = (ids, lengths, step, advantage, weight, old, values, targets, sampler)
+    return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
