@@ -98,7 +98,8 @@ def header(args: Args, *, device: str, processes: int, resumed: str) -> str:
     """
     played, judged = (" ".join(words) for words in (args.env_kwargs, args.eval_kwargs))
     spent = f"until {args.budget:,} {args.match} are spent"
-    learning = f"{args.algo}, {args.prompts} tasks per update, {spent if args.budget else f'{args.updates:,} updates'}"
+    length = spent if args.budget else f"{args.updates:,} update{'s' * (args.updates != 1)}"
+    learning = f"{args.algo}, {args.prompts} tasks per update, {length}"
     supervised = f"{args.sft_steps:,} supervised steps" if args.sft_steps and not args.init_from else ""
     stages = [supervised, "" if args.algo == "sft" else learning]
     lines = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from components import missing
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     for name in ("fastapi", "uvicorn"):
-        pytest.importorskip(name)
+        if importlib.util.find_spec(name) is None:
+            missing("transformers", f"transformers serve needs {name}, which is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
