@@ -504,7 +504,7 @@ class PooledEnvs(Envs):
             "reset_timeout": reset_timeout,
             "create_timeout": create_timeout,
         }
-        self._slots = [WorkerSlots(ProcessWorker(), keep_on=True) for _ in range(count)]
+        self._slots = [WorkerSlots(self.new_worker(), keep_on=True) for _ in range(count)]
         for shared in self._slots:
             shared.worker.start()
         self._taken = [0] * count
@@ -512,9 +512,16 @@ class PooledEnvs(Envs):
         self._free: list[list[RemoteEnv]] = [[] for _ in range(count)]
         super().__init__(env_maker(env, **kwargs), threads=threads or max(2, min(64, 8 * count)))
 
+    def new_worker(self) -> Worker:
+        """A worker, which the constructor starts."""
+        return ProcessWorker()
+
     def take(self) -> gym.Env[Any, Any]:
         """A live environment in any state, on the worker with the fewest in use, to be reset or restored."""
-        place = min(range(len(self._slots)), key=self._taken.__getitem__)
+        return self.take_at(min(range(len(self._slots)), key=self._taken.__getitem__))
+
+    def take_at(self, place: int) -> gym.Env[Any, Any]:
+        """A live environment on the worker with a number."""
         if self._free[place]:
             env = self._free[place].pop()
         else:

@@ -168,6 +168,11 @@ class RemoteEnv(gym.Env[Any, Any]):
         """The worker that the environment is in."""
         return self._slots.worker
 
+    @property
+    def lost(self) -> bool:
+        """True if its worker ended; a reset or a restore starts another."""
+        return not self._living()
+
     def prepare(self, job: EnvJob) -> None:
         """Make the environment anew, if it was lost with its worker and a job begins by a reset or a restore."""
         if job.reset is not None or job.restore is not None:
