@@ -295,6 +295,14 @@ class TrainingSession:
         if self._lock is not None:
             self._lock.close()
 
+    def leave(self) -> None:
+        """Leave the other processes, once all have ended their run.
+
+        PyTorch ends its communication threads at exit in no certain order; now and then a process that still has some
+        is aborted there ("terminate called without an active exception"), after a run that succeeded.
+        """
+        self.accelerator.state.destroy_process_group()
+
     # The network and its initial weights.
 
     @property

@@ -673,6 +673,7 @@ def train(args: Args) -> dict[str, Score]:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:  # before the first step, or the second time
         raise SystemExit(128 + signal.SIGINT) from None
+    trainer.session.leave()
     if trainer.session.stopped_by:
         raise SystemExit(128 + trainer.session.stopped_by)
     return scores

@@ -45,4 +45,6 @@ class Recorder(TrainingSession):
 
 
 if __name__ == "__main__":
-    Trainer(parse_args(), Recorder).run()
+    trainer = Trainer(parse_args(), Recorder)
+    trainer.run()
+    trainer.session.leave()

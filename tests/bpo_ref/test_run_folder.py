@@ -181,7 +181,7 @@ def test_a_header_says_what_trains_where(tmp_path: Path, capsys: pytest.CaptureF
     for line in (
         "environment  wordgame:toys/WordGame-v0",
         "evaluated    on 6 episodes",
-        "training     3 supervised steps, then bpo, 4 tasks per update, 1 updates; seed 0",
+        "training     3 supervised steps, then bpo, 4 tasks per update, 1 update; seed 0",
         "device       cpu, float32, 1 process",
         f"output       {tmp_path}",
         f"model        tiny:0.2M, {parameters / 1e6:.3g} M parameters, all trained",

@@ -716,10 +716,17 @@ def test_an_unreadable_model_is_a_config_error(tmp_path: Path, content: str | No
 
 
 @pytest.mark.parametrize("name", ["env_kwargs", "eval_kwargs"])
-@pytest.mark.parametrize("words", ["games=/nowhere", "games", "colour=red"])
-def test_an_environment_that_cannot_be_made_is_a_config_error(tmp_path: Path, name: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("games=/nowhere", "cannot make sandboxgym/ALFWorld-v0"),
+        ("games", "expected NAME=VALUE"),
+        ("colour=red", "cannot make sandboxgym/ALFWorld-v0"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_a_config_error(tmp_path: Path, name: str, words: str, told: str) -> None:
     settings = {"out": str(tmp_path), "env_kwargs": (), "eval_kwargs": (), name: (words,)}
-    with pytest.raises(ConfigError, match=f"{name}: cannot make sandboxgym/ALFWorld-v0"):
+    with pytest.raises(ConfigError, match=f"{name}: {told}"):
         Trainer(resolved(Args(**settings)))
 
 
