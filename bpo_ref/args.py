@@ -63,6 +63,14 @@ class Args:
     """Arguments of the training environment, as name=value."""
     eval_kwargs: tuple[str, ...] = ()
     """Arguments of the evaluation environment, as name=value."""
+    envs: Literal["local", "process", "ray"] = "local"
+    """Where environments live: in this process, in worker processes, or on the nodes of a Ray cluster."""
+    env_workers: int = 0
+    """Workers of each training process, for ``process`` and ``ray``. 0: one per core."""
+    env_timeout: float = 0.0
+    """Seconds after which a step in a worker, or ten times as many after which a reset, counts as lost. 0: no limit."""
+    ray_address: str | None = None
+    """Address of the Ray cluster, such as ``ray://host:10001``. None: ``$RAY_ADDRESS``, else one of this machine."""
     env_threads: int = 1
     """Environments that step at the same time. More than 1 helps with sandboxes and browsers."""
     env_overlap: bool = False
@@ -488,6 +496,7 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("adam_eps", "spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
+    **dict.fromkeys(("env_workers", "env_timeout"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
     **dict.fromkeys(("lookahead_least", "updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
@@ -527,6 +536,11 @@ def check_ranges(args: Args) -> None:
         raise ConfigError(f"dual_clip: expected 0, or more than the ratio on-policy, 1; found {args.dual_clip}")
     if args.sft_reward is not None and math.isnan(args.sft_reward):
         raise ConfigError(f"sft_reward: expected a number, found {args.sft_reward}")
+    for name in ("env_workers", "env_timeout"):
+        if args.envs == "local" and getattr(args, name):
+            raise ConfigError(f"{name}: environments of this process have no workers; set envs to process or ray")
+    if args.ray_address is not None and args.envs != "ray":
+        raise ConfigError(f"ray_address: expected it with envs=ray alone, found envs={args.envs}")
 
 
 def check_combinations(args: Args) -> None:

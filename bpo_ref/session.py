@@ -29,7 +29,7 @@ from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory, plain_key
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
-from bpo_ref.eval import Score, evaluate, make_env
+from bpo_ref.eval import Score, evaluate
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -55,11 +55,13 @@ from bpo_ref.running.console import Progress, header, model_line, say, say_from_
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.env_source import env_source
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs, Failure
+from sandboxgym.workers.env_host import FleetError
 
 Item = TypeVar("Item")
 
@@ -70,7 +72,8 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
+    "resume", "overwrite", "out", "threads", "envs", "env_workers",
+    "env_timeout", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers",
 }  # fmt: skip
@@ -116,13 +119,15 @@ class TrainingSession:
         settle_cpu(args.threads)
         self.out = Path(args.out)
         self._all_refuse(lambda: folder.refusal(args))
-        self.envs, self.eval_envs = (
-            Envs(lambda kwargs=kwargs: make_env(args.env_id, kwargs, args.max_turns), threads=args.env_threads)  # type: ignore[misc]
-            for kwargs in (args.env_kwargs, args.eval_kwargs)
-        )
+        try:
+            self.envs, self.eval_envs = (env_source(args, kwargs) for kwargs in (args.env_kwargs, args.eval_kwargs))
+        except (FleetError, gym.error.DependencyNotInstalled) as error:
+            raise ConfigError(f"envs: {error}") from error
         for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
             try:
                 envs.give(envs.take())
+            except FleetError as error:
+                raise ConfigError(f"envs: {error}") from error
             except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
                 raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
         self.args = args = resolved(args, keyed=gives_key(self.envs))

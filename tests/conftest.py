@@ -81,7 +81,8 @@ def alfworld_games(parity_data: Path, tmp_path_factory: pytest.TempPathFactory) 
     target = tmp_path_factory.mktemp("alfworld")
     for archive in sorted((parity_data / "alfworld").glob("games_*.tar.xz")):
         with tarfile.open(archive) as tar:
-            tar.extractall(target, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
+            tar.extractall(target)
     yield target
     import shutil
 

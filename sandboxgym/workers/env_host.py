@@ -56,6 +56,10 @@ class CallTimedOut(EnvFailure, TimeoutError):
     """An environment took longer than allowed; its worker was ended."""
 
 
+class FleetError(RuntimeError):
+    """The cluster of a fleet cannot be reached, or has no room for workers; the message says what was expected."""
+
+
 class RemoteTraceback(Exception):
     """Remote traceback of an exception raised in a worker, set as its ``__cause__``."""
 

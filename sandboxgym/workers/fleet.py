@@ -17,7 +17,6 @@ authentication unless the cluster was started with one, so its ports belong in a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import sys
@@ -31,7 +30,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.tree import Envs
-from sandboxgym.workers.env_host import Call, Host, MakeEnv, Outcome, WorkerDied
+from sandboxgym.workers.env_host import Call, FleetError, Host, MakeEnv, Outcome, WorkerDied
 from sandboxgym.workers.pool import PooledEnvs
 from sandboxgym.workers.process import GRACE, answer_of
 from sandboxgym.workers.remote import RemoteEnv
@@ -46,10 +45,6 @@ logger = logging.getLogger("sandboxgym")
 
 CPUS = 0.1
 """Share of a core that Ray sets aside for a worker by default: environments wait for their policy most of the time."""
-
-
-class FleetError(RuntimeError):
-    """The cluster cannot be reached, or has no place for workers; the message says which, and what to do."""
 
 
 class _Actor:
@@ -89,7 +84,7 @@ def connect(address: str | None = None) -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = address or os.environ.get("RAY_ADDRESS") or "this machine"
         reason = str(error).strip().partition("\n")[0]
@@ -272,7 +267,8 @@ class RayEnvs(PooledEnvs):
     ) -> None:
         connect(address)
         self._worker_options: dict[str, Any] = {"cpus": cpus, "resources": resources}
-        count = workers if workers is not None else max(1, int(ray.cluster_resources().get("CPU", 1)))
+        cores = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+        count = workers if workers is not None else max(1, int(cores))
         super().__init__(
             env,
             count,
@@ -283,7 +279,6 @@ class RayEnvs(PooledEnvs):
             **kwargs,
         )
         self._patience = create_timeout
-        self._turns = itertools.count()
 
     def new_worker(self) -> Worker:
         """A worker on the cluster."""

@@ -26,7 +26,8 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 DRAWN: dict[str, tuple[Any, ...]] = {
-    "seed": (0, 1, 7), "env_threads": (1, 2), "env_overlap": (False, True), "env_retries": (0, 2),
+    "seed": (0, 1, 7), "env_workers": (0, 0, 0, 1), "env_timeout": (0.0, 0.0, 60.0),
+    "env_threads": (1, 2), "env_overlap": (False, True), "env_retries": (0, 2),
     "max_live": (1, 3, 1024), "max_turns": (1, 3, 5), "tiny_vocabulary": (0, 300), "dtype": ("float32", "bfloat16"),
     "lora_r": (0, 0, 0, 2), "gradient_checkpointing": (False, True), "prompt": ("plain", "react", "choice"),
     "list_actions": (False, True), "history": (0, 0, 0, 1, 2), "system": (None, "task turn"), "context": (30, 90, 160),

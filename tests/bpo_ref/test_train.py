@@ -166,6 +166,26 @@ def test_the_same_seed_gives_the_same_run(finished: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_environments_in_worker_processes_give_the_same_run(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path, envs="process", env_workers=2, env_timeout=60.0)
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"env_workers": 2}, "env_workers"),
+        ({"env_timeout": 9.0}, "env_timeout"),
+        ({"ray_address": "auto"}, "ray_address"),
+    ],
+)
+def test_settings_of_workers_are_refused_where_there_are_none(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: .*envs"):
+        resolved(Args(**settings))
+
+
+@pytest.mark.slow
 def test_sampling_while_environments_step_plays_the_same_episodes(finished: Path, tmp_path: Path) -> None:
     """Twice the same, bit by bit; and but for rounding the run in which one waits for the other."""
     for name in ("one", "two"):

@@ -177,7 +177,8 @@ def test_what_deepspeed_cannot_do_here_is_refused(
 def test_other_runs_do_not_import_deepspeed(model: Path, tmp_path: Path) -> None:
     """Up to the first checkpoint, for transformers looks for DeepSpeed's models when it saves one."""
     code = (
-        "import sys; from bpo_ref.args import parse_args; from bpo_ref.train import Trainer; trainer = Trainer(parse_args());"
+        "import sys; from bpo_ref.args import parse_args; from bpo_ref.train import Trainer;"
+        "trainer = Trainer(parse_args());"
         "trainer._optimize(trainer._rollouts((0, 1))); assert 'deepspeed' not in sys.modules"
     )
     config = config_file(tmp_path, model)
