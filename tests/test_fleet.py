@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -14,17 +15,16 @@ from components import missing
 
 import sandboxgym  # noqa: F401  # registers the environments
 from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, RolloutTree, rollout
+from sandboxgym.workers import fleet
+from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
+from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
+from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 
 try:
     import ray
     from ray.cluster_utils import Cluster
 except ModuleNotFoundError:
-    missing("ray", "Ray is not installed")
-
-from sandboxgym.workers import fleet
-from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
-from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
-from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
+    ray = None  # type: ignore[assignment]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 TASKS, STEPS = list(range(4)), 12
@@ -56,6 +56,12 @@ class Nodes:
     def end(self) -> None:
         ray.shutdown()
         self.cluster.shutdown()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed() -> None:
+    if ray is None:
+        missing("ray", "Ray is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +168,33 @@ def test_a_frozen_worker_counts_as_lost_after_the_deadline(nodes: Nodes, local: 
             os.kill(pid, signal.SIGKILL)
         assert time.monotonic() - began < 50
         assert any("took longer than" in failure.error for failure in lost)
+
+
+def test_a_run_whose_worker_is_killed_ends_with_the_weights_of_one_that_was_not(nodes: Nodes, tmp_path: Path) -> None:
+    from bpo_ref.args import Args
+    from bpo_ref.train import Trainer
+
+    nodes.with_two()
+    settings: dict[str, Any] = {"algo": "bpo", "prompts": 4, "updates": 2, "sft_steps": 2, "sft_episodes": 8}
+    settings |= {"eval_episodes": 4, "eval_untrained": False, "context": 512, "trackers": (), "env_retries": 3}
+    settings |= {"env_kwargs": ("games=embedded:train",), "eval_kwargs": ("games=embedded:unseen",)}
+    Trainer(Args(**settings, out=str(tmp_path / "local"))).run()
+    trainer = Trainer(Args(**settings, envs="ray", env_workers=2, out=str(tmp_path / "ray")))
+    envs = trainer.session.envs
+    assert isinstance(envs, RayEnvs)
+    player, killed = trainer.session.player, []
+
+    def doomed(temperature: float) -> Any:
+        if trainer.session.stage == "rl" and not killed:
+            await_all(envs)
+            killed.append(ray.kill(workers_of(envs)[0]._actor))
+        return player(temperature)
+
+    trainer.session.player = doomed  # type: ignore[method-assign]
+    trainer.run()
+    assert killed
+    one, other = ((tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("local", "ray"))
+    assert one == other
 
 
 def test_a_remote_environment_on_the_cluster_is_as_any_other(nodes: Nodes) -> None:

@@ -305,7 +305,8 @@ def test_a_packed_tree_of_several_layers_is_the_same(backend: DockerBackend) -> 
     archive = second.pack()
     reader = Reader(archive, base=second.base)
     names = {info.name for info in reader.members}
-    assert "work/new" in names and not any(name.startswith(("usr", "opt", "run/")) for name in names)
+    others = {info.name for info in reader.members if info.kind != tarfile.DIRTYPE and "__pycache__" not in info.name}
+    assert "work/new" in names and not any(name.startswith(("usr", "opt", "run/")) for name in others)
     restored = backend.unpack(archive)
     backend.start(restored)
     assert describe(backend) == before
