@@ -1,6 +1,6 @@
 """Benchmark of throughput: environments one by one, in threads and in processes, as ratios within one run.
 
-sandboxgym bench pool [--envs 8] [--repeats 15]
+sandboxgym bench pool [--envs 8] [--repeats 15] [--ray]
 
 Every number is the fastest of repeats that take turns with those of the other variants: other work of the machine can
 only slow them down.
@@ -22,11 +22,13 @@ from sandboxgym.bench.snapshots import play
 from sandboxgym.core import Snapshot, SnapshotEnv
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.spaces import Unicode
+from sandboxgym.tree import Envs
 from sandboxgym.workers.env_host import Call, env_maker
-from sandboxgym.workers.pool import EnvPool
+from sandboxgym.workers.pool import EnvPool, PooledEnvs
 from sandboxgym.workers.vector import SnapshotVectorEnv
 from sandboxgym.workers.worker import ProcessWorker, close_workers
 from sandboxgym.wrappers import restore, snapshot
+from sandboxgym.wrappers.jobs import EnvJob, execute
 
 ALFWORLD = env_maker("sandboxgym/ALFWorld-v0", max_episode_steps=100_000)
 Way = tuple[str, Callable[[], int]]
@@ -210,6 +212,44 @@ def locality(nbytes: int, repeats: int, *, snapshots: int = 16, k: int = 8, work
     table(f"{snapshots} snapshots of {nbytes:,} bytes, {k} siblings each, {workers} processes", "siblings", rows)
 
 
+def live_paths(n: int, workers: int, repeats: int, *, cluster: bool) -> None:
+    """Step the environments of a rollout's live paths: a message per environment, or one per worker."""
+    sources: dict[str, Envs] = {"process": PooledEnvs(ALFWORLD, workers)}
+    if cluster:
+        from sandboxgym.workers.fleet import RayEnvs
+
+        sources["Ray actor"] = RayEnvs(ALFWORLD, workers)
+    here = Envs(ALFWORLD)
+
+    def playing(source: Envs) -> list[EnvJob]:
+        envs = [source.take() for _ in range(n)]
+        source.execute_all([EnvJob(env, reset=(0, {"task": 0})) for env in envs])
+        return [EnvJob(env, step=("look",)) for env in envs]
+
+    def in_turn(jobs: list[EnvJob]) -> int:
+        return len([execute(job) for job in jobs])
+
+    def in_threads(source: Envs, jobs: list[EnvJob]) -> int:
+        return len(Envs.execute_all(source, jobs))
+
+    def together(source: Envs, jobs: list[EnvJob]) -> int:
+        return len(source.execute_all(jobs))
+
+    ways: list[Way] = []
+    for name, source in sources.items():
+        jobs = playing(source)
+        ways += [
+            (f"{workers} x {name}, a message per environment, in turn", functools.partial(in_turn, jobs)),
+            (f"{workers} x {name}, a message per environment, in threads", functools.partial(in_threads, source, jobs)),
+            (f"{workers} x {name}, a message per worker", functools.partial(together, source, jobs)),
+        ]
+    ways.append(("in this process", functools.partial(together, here, playing(here))))
+    rows = rates(ways, repeats)
+    for source in (*sources.values(), here):
+        source.close()
+    table(f"{n} live paths of a rollout", "steps", rows)
+
+
 def _step(env: gym.Env[Any, Any], observation: Any, info: Any) -> None:
     env.step("")
 
@@ -222,6 +262,8 @@ def main() -> None:
     parser.add_argument(
         "--pause", type=float, default=0.05, help="seconds that a step of the waiting environment takes"
     )
+    parser.add_argument("--live-paths", type=int, default=32, help="number of live paths of a rollout")
+    parser.add_argument("--ray", action="store_true", help="also step them on a Ray cluster, which is started here")
     arguments = parser.parse_args()
     n, repeats = arguments.envs, arguments.repeats
     print(
@@ -244,6 +286,8 @@ def main() -> None:
     episodes(ALFWORLD, commands, pools, 16, 2 * repeats)
     pools = {"pool, 2 processes": EnvPool(ALFWORLD, 2), "pool, 2 processes, batch=2": EnvPool(ALFWORLD, 2, batch=2)}
     episodes(ALFWORLD, commands * 8, pools, 4, 2 * repeats)
+
+    live_paths(arguments.live_paths, 2, 2 * repeats, cluster=arguments.ray)
 
     waiting = functools.partial(Waiting, arguments.pause)
     print(f"\n## An environment whose steps wait for {1000 * arguments.pause:g} ms")

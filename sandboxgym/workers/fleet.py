@@ -10,8 +10,8 @@
 4. A node that freezes is noticed by the deadline of a call (``timeout``), not by Ray's health check, which takes up to
    a minute.
 
-An owner and its workers trust each other, as do all programs of a Ray cluster: calls are pickled. Ray has no
-authentication unless the cluster was started with one, so its ports belong in a private network.
+An owner and its workers trust each other, as do all programs of a Ray cluster: calls are pickled. Who may submit work
+to the cluster is Ray's to check (token authentication).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
