@@ -121,6 +121,15 @@ def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
     assert reached("conformance") == {"wrappers", "system"}
 
 
+def test_no_other_room_of_the_sandbox_imports_checkpoints() -> None:
+    """Nor when a function runs: what CRIU needs of a container is the overlay backend's, what it is asked is not."""
+    modules = modules_of(ROOT / "sandboxgym" / "sandbox")
+    rooms = {name: path for name, path in modules.items() if name.count(".") > 1}
+    others = {name: path for name, path in rooms.items() if not name.startswith("sandbox.checkpoint.")}
+    assert 0 < len(others) < len(rooms)
+    assert not {name for name, path in others.items() if "sandbox.checkpoint" in path.read_text(encoding="utf-8")}
+
+
 def test_rooms_of_the_trainer_import_in_one_direction() -> None:
     """As docs/development/architecture.md says."""
     modules = modules_of(ROOT / "bpo_ref")

@@ -2,7 +2,7 @@
 
 1. A backend runs processes over a root file system and keeps their writes apart from it. It knows nothing of shells and
    tasks; ``sandbox.py`` builds those on top, the same for every backend.
-2. A `Tree` is the files of a sandbox at one instant: immutable, kept by its holders, given back by ``release`` or
+2. A `FileTree` is the files of a sandbox at one instant: immutable, kept by its holders, given back by ``release`` or
    garbage collection. A sandbox starts on a tree and writes to a layer of its own.
 3. State that a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
 4. Nothing survives its owner: closing is idempotent, and the leftovers of a killed owner are cleared by
@@ -205,7 +205,7 @@ class Process(Protocol):
 
 
 @runtime_checkable
-class Tree(Protocol):
+class FileTree(Protocol):
     """The files of a sandbox at one instant, immutable."""
 
     id: str
@@ -219,7 +219,7 @@ class Tree(Protocol):
     def pack(self) -> bytes:
         """Everything written since the base, as a tar archive for `Backend.unpack` (deletions included)."""
 
-    def retain(self) -> Tree:
+    def retain(self) -> FileTree:
         """Another hold on the same tree, released independently."""
 
     def release(self) -> None:
@@ -243,10 +243,10 @@ class Backend(Protocol):
     def shell_directory(self) -> Path:
         """A directory below `control` for one more shell: with the files that the shell may write to, or writable."""
 
-    def base(self) -> Tree:
+    def base(self) -> FileTree:
         """The root file system as a tree with nothing written. Starts nothing."""
 
-    def start(self, tree: Tree | None = None) -> None:
+    def start(self, tree: FileTree | None = None) -> None:
         """Start on ``tree`` (default: `base`) with no process but the init; ends what ran before.
 
         Raises:
@@ -290,7 +290,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
-    def layers_above(self, tree: Tree) -> list[Path] | None:
+    def layers_above(self, tree: FileTree) -> list[Path] | None:
         """Directories of the files written since a tree was the present state, the last one first.
 
         They are as overlayfs writes them. None where they cannot be seen, or it is not known that this came of the
@@ -316,7 +316,7 @@ class Backend(Protocol):
             SandboxClosed: there is nothing that runs.
         """
 
-    def freeze(self, *, keep_processes: bool = False) -> Tree:
+    def freeze(self, *, keep_processes: bool = False) -> FileTree:
         """Make a tree of the present files.
 
         Without ``keep_processes`` every process is ended first and the backend is no longer live: constant time where
@@ -324,8 +324,8 @@ class Backend(Protocol):
         was written, and the sandbox is not disturbed.
         """
 
-    def unpack(self, archive: bytes) -> Tree:
-        """Make a tree from the archive of `Tree.pack`, on the same base.
+    def unpack(self, archive: bytes) -> FileTree:
+        """Make a tree from the archive of `FileTree.pack`, on the same base.
 
         Raises:
             SnapshotCorrupt: not such an archive, or with a member that leaves the root, is a device or setuid; nothing

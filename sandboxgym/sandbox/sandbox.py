@@ -32,6 +32,7 @@ from sandboxgym.sandbox.base import (
     LONGEST_COMMAND,
     READ_LIMIT,
     Backend,
+    FileTree,
     Limits,
     Result,
     RootFS,
@@ -39,7 +40,6 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxUnavailable,
     SnapshotLossy,
-    Tree,
 )
 from sandboxgym.sandbox.checkpoint import criu
 from sandboxgym.sandbox.checkpoint.criu import CriuError
@@ -77,9 +77,14 @@ class SandboxSnapshot:
     __slots__ = ("_tree", "checkpoint", "lossy", "shell")
 
     def __init__(
-        self, tree: Tree, shell: ShellState | None, lossy: tuple[str, ...] = (), *, checkpoint: Checkpoint | None = None
+        self,
+        tree: FileTree,
+        shell: ShellState | None,
+        lossy: tuple[str, ...] = (),
+        *,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        self._tree: Tree | None = tree
+        self._tree: FileTree | None = tree
         self.shell = shell
         self.lossy = lossy
         self.checkpoint = checkpoint
@@ -91,7 +96,7 @@ class SandboxSnapshot:
         )
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> FileTree:
         """The files of the snapshot.
 
         Raises:
@@ -150,7 +155,7 @@ class _Parts:
 
     backend: Backend
     shell: Shell | None = None
-    tree: Tree | None = None
+    tree: FileTree | None = None
     checkpoint: Checkpoint | None = None
 
     def give_back(self) -> None:
@@ -585,7 +590,7 @@ class Sandbox:
         finally:
             tree.release()
 
-    def _start_from(self, tree: Tree, state: ShellState | None, checkpoint: Checkpoint | None = None) -> None:
+    def _start_from(self, tree: FileTree, state: ShellState | None, checkpoint: Checkpoint | None = None) -> None:
         """Let the next use start on ``tree``, with copies of the processes of ``checkpoint``."""
         checkpoint = None if checkpoint is None else checkpoint.retain()
         parts = self._parts
@@ -706,6 +711,6 @@ def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> s
     return program
 
 
-def _through(relocate: Any, text: bytes, tree: Tree) -> bytes:
+def _through(relocate: Any, text: bytes, tree: FileTree) -> bytes:
     moved: str = relocate(text.decode("utf-8", "surrogateescape"), tree)
     return moved.encode("utf-8", "surrogateescape")

@@ -21,7 +21,7 @@ from sandbox.docker_image import docker_image  # noqa: F401 - a fixture
 
 from sandboxgym.bench.faults import Relay
 from sandboxgym.errors import SnapshotMismatch
-from sandboxgym.sandbox.base import CONTROL, Backend, Limits, SandboxClosed, SandboxFull, SandboxUnavailable, Tree
+from sandboxgym.sandbox.base import CONTROL, Backend, FileTree, Limits, SandboxClosed, SandboxFull, SandboxUnavailable
 from sandboxgym.sandbox.docker import backend as docker_backend
 from sandboxgym.sandbox.docker import images as docker_images
 from sandboxgym.sandbox.docker.backend import DockerBackend, DockerTree
@@ -87,8 +87,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_it_follows_the_protocol(backend: DockerBackend) -> None:
     typed: Backend = backend
-    tree: Tree = backend.base()
-    assert typed.live and isinstance(tree, Tree) and tree.nbytes == 0
+    tree: FileTree = backend.base()
+    assert typed.live and isinstance(tree, FileTree) and tree.nbytes == 0
 
 
 def test_processes_have_no_power_over_the_machine(backend: DockerBackend) -> None:

@@ -28,7 +28,7 @@ from sandbox.overlay_boxes import (  # noqa: F401 - fixtures
 
 import sandboxgym
 from sandboxgym.errors import SnapshotMismatch
-from sandboxgym.sandbox.base import CONTROL, Backend, Limits, SandboxClosed, Tree
+from sandboxgym.sandbox.base import CONTROL, Backend, FileTree, Limits, SandboxClosed
 from sandboxgym.sandbox.overlay import ipc, kernel, seccomp
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.overlay.runtime import runtime
@@ -41,8 +41,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are 
 
 def test_it_is_what_the_protocol_says(box: OverlayBackend) -> None:
     backend: Backend = box  # type: ignore[assignment]
-    tree: Tree = box.base()
-    assert isinstance(tree, Tree)
+    tree: FileTree = box.base()
+    assert isinstance(tree, FileTree)
     assert backend.live
     assert box.capabilities.isolated
     assert box.capabilities.snapshot_cost == "constant"

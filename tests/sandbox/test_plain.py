@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym.sandbox.base import Backend, Limits, RootFS, SandboxClosed, SandboxUnavailable, Tree
+from sandboxgym.sandbox.base import Backend, FileTree, Limits, RootFS, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.copy import backend as plain
 from sandboxgym.sandbox.copy.backend import CopyBackend
 from sandboxgym.sandbox.files.portable import Header, Reader, Writer
@@ -71,8 +71,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_it_follows_the_protocol(backend: CopyBackend) -> None:
     typed: Backend = backend
-    tree: Tree = backend.base()
-    assert typed.live and isinstance(tree, Tree)
+    tree: FileTree = backend.base()
+    assert typed.live and isinstance(tree, FileTree)
 
 
 def test_it_is_refused_unless_the_caller_accepts_that_nothing_is_isolated() -> None:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Self, cast
 from sandboxgym.sandbox.base import Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint import criu
 from sandboxgym.sandbox.checkpoint.criu import RESTORE, SECONDS, Criu, CriuError, Value
-from sandboxgym.sandbox.checkpoint.criu_process import DONE
 from sandboxgym.sandbox.checkpoint.image import OPTIONS, Image, copy_control
 from sandboxgym.sandbox.layers.squash import squash
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.cgroups import rlimits
+from sandboxgym.sandbox.overlay.criu_process import DONE
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, readable
 from sandboxgym.sandbox.overlay.runtime import Container
 

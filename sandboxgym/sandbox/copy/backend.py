@@ -37,13 +37,13 @@ from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.sandbox.base import (
     READ_LIMIT,
     Capabilities,
+    FileTree,
     Limits,
     ProcessInfo,
     RootFS,
     SandboxClosed,
     SandboxError,
     SandboxUnavailable,
-    Tree,
     check_inside,
     new_shell_directory,
 )
@@ -388,7 +388,7 @@ class CopyBackend:
         self._check_live()
         return look(self.root, self._mark)
 
-    def layers_above(self, tree: Tree) -> list[Path] | None:
+    def layers_above(self, tree: FileTree) -> list[Path] | None:
         """None: there are no layers; see `base.Backend.layers_above`."""
         return None
 

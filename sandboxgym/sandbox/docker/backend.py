@@ -24,13 +24,13 @@ from sandboxgym.sandbox.base import (
     READ_LIMIT,
     Capabilities,
     FileTooLarge,
+    FileTree,
     Limits,
     ProcessInfo,
     SandboxClosed,
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
-    Tree,
     check_inside,
     new_shell_directory,
 )
@@ -248,7 +248,7 @@ class DockerBackend:
         layer = self._live().layer
         return None if layer is None else look(layer, self._live().id)
 
-    def layers_above(self, tree: Tree) -> list[Path] | None:
+    def layers_above(self, tree: FileTree) -> list[Path] | None:
         """The container's layer, and its image's layers that a tree's image lacks; see `base.Backend.layers_above`."""
         container = self._live()
         if container.layer is None or not isinstance(tree, DockerTree):

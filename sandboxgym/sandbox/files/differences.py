@@ -1,6 +1,6 @@
 """Differences between two packed trees: which files were written, and which are gone.
 
-1. A packed tree (`Tree.pack`) holds what was written since the root file system. So two of them tell how a sandbox
+1. A packed tree (`FileTree.pack`) holds what was written since the root file system. So two of them tell how a sandbox
    changed between two instants, or how two forks of it differ, without starting anything.
 2. Files are compared by content, kind, mode, owner, link target and extended attributes. Times alone are no difference.
 3. The root file system itself is not looked at: a file that one tree wrote and the other did not is ``gone`` there,

@@ -31,6 +31,7 @@ from sandboxgym.sandbox.base import (
     CONTROL,
     READ_LIMIT,
     Capabilities,
+    FileTree,
     Limits,
     ProcessInfo,
     RootFS,
@@ -38,7 +39,6 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
-    Tree,
     check_inside,
     clean_environment,
 )
@@ -249,7 +249,7 @@ class OverlayBackend:
         container, below = self._live_container(), self.below
         return None if below is None else look(container.layer.files, below.id)
 
-    def layers_above(self, tree: Tree) -> list[Path] | None:
+    def layers_above(self, tree: FileTree) -> list[Path] | None:
         """The live container's layer and those between; see `base.Backend.layers_above`.
 
         Raises:

@@ -27,8 +27,7 @@ import struct
 import sys
 import termios
 
-from sandboxgym.sandbox.checkpoint import criu_process
-from sandboxgym.sandbox.overlay import ids, ipc, kernel, mounts
+from sandboxgym.sandbox.overlay import criu_process, ids, ipc, kernel, mounts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ of that, for each container's init is a fork of it. The owner sends requests ove
 - ``("hurry",)``;
 - ``("private", directories)`` with a pipe: why files there cannot have private ids (``ids.py``), nothing if they can;
 - ``("features", path, …)`` with a socket: the mount namespace for every CRIU, with what it needs of the host, is sent
-  through it; see ``checkpoint/criu_process.py``, as for:
+  through it; see ``criu_process.py``, as for:
 - ``("capture", spec)`` with a socket and that namespace: a CRIU in a container's namespaces, which answers at the
   socket;
 - ``("pages", spec)`` with two pipes and that namespace: a CRIU that lazily restores a container's memory; removals
@@ -36,17 +36,16 @@ import select
 import sys
 import time
 
-from sandboxgym.sandbox.checkpoint import criu_process
 from sandboxgym.sandbox.layers import accountant
 from sandboxgym.sandbox.layers.accountant import FLOOR, Watch
 from sandboxgym.sandbox.layers.disk import remove_directories
-from sandboxgym.sandbox.overlay import ids, init, ipc, kernel
+from sandboxgym.sandbox.overlay import criu_process, ids, init, ipc, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-ROOMS = ((), ("sandbox",), ("sandbox", "overlay"), ("sandbox", "layers"), ("sandbox", "checkpoint"))
+ROOMS = ((), ("sandbox",), ("sandbox", "overlay"), ("sandbox", "layers"))
 """Packages that this program and its forks import from, with their own ``__init__`` modules left out."""
 LATER = 0.02
 """Seconds until a warm container is made that no request waits for."""
@@ -258,7 +257,7 @@ class Zygote:
             answer.close()
 
     def beside(self, work: Any, spec: dict[str, Any], descriptors: list[int]) -> int:
-        """Fork a process of ``checkpoint/criu_process.py``; its id, or 0, with all closed, on failure."""
+        """Fork a process of ``criu_process.py``; its id, or 0, with all closed, on failure."""
         try:
             pid = os.fork()
             if pid == 0:

@@ -9,7 +9,7 @@ container.
    before.
 2. In their mount namespace little of the host is mounted: a process inside can read its table of mounts while restored
    processes run already and CRIU has not exited.
-3. A CRIU that restores is started by the container's own init (``overlay/init.py``), which is in the container's
+3. A CRIU that restores is started by the container's own init (``init.py``), which is in the container's
    control groups already: moving a process there takes the kernel 10 to 30 ms.
 """
 
