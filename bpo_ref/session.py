@@ -120,7 +120,7 @@ class TrainingSession:
         self.out = Path(args.out)
         self._all_refuse(lambda: folder.refusal(args))
         try:
-            self.envs, self.eval_envs = (env_source(args, kwargs) for kwargs in (args.env_kwargs, args.eval_kwargs))
+            self.envs, self.eval_envs = (envs_of(args, kwargs) for kwargs in (args.env_kwargs, args.eval_kwargs))
         except (FleetError, gym.error.DependencyNotInstalled) as error:
             raise ConfigError(f"envs: {error}") from error
         for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
@@ -687,6 +687,20 @@ def appears(path: Path, *, seconds: float) -> bool:
             return False
         time.sleep(0.2)
     return True
+
+
+def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
+    """The source of environments that the settings name; see `env_source`."""
+    return env_source(
+        args.env_id,
+        kwargs,
+        max_turns=args.max_turns,
+        place=args.envs,
+        workers=args.env_workers,
+        timeout=args.env_timeout,
+        address=args.ray_address,
+        threads=args.env_threads,
+    )
 
 
 def gives_key(envs: Envs) -> bool:

@@ -21,7 +21,6 @@ from tqdm import tqdm
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import find_config, read_config
-from bpo_ref.eval import make_env
 from bpo_ref.experiments.variance import Line, Samples, Study, compare, plot, read_method, table
 from bpo_ref.learning import packing
 from bpo_ref.learning.batch import collate, micro_batches, rows_of
@@ -32,11 +31,11 @@ from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
-from bpo_ref.session import MAY_CHANGE, gives_key
+from bpo_ref.session import MAY_CHANGE, envs_of, gives_key
 from bpo_ref.train import aggregate, assign_credit, policy_loss
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.task_env import task_count
-from sandboxgym.tree import Envs, Failure, RolloutTree, rollout
+from sandboxgym.tree import Failure, RolloutTree, rollout
 
 AFTER_SAMPLING = (
     "algo", "credit", "baseline", "refusals", "fork_baseline", "step_weight_power", "advantage_norm", "lookahead",
@@ -67,7 +66,7 @@ class Laboratory:
             stop_ids=eos_ids(self.model),
         )
         self._weights = [_digest(path) for path in sorted(Path(study.checkpoint).glob("*.safetensors"))]
-        self.envs = Envs(lambda: make_env(base.env_id, base.env_kwargs, base.max_turns), threads=base.env_threads)
+        self.envs = envs_of(base, base.env_kwargs)
         self.keyed = gives_key(self.envs)
         self.tasks = self._draw(0)
         self.looks = any(self.settings(method).lookahead for method in study.methods)

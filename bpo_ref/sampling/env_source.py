@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import gymnasium as gym
 
-from bpo_ref.args import Args
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs
 
 
-def env_source(args: Args, kwargs: Sequence[str]) -> Envs:
+def env_source(
+    env_id: str,
+    kwargs: Sequence[str],
+    *,
+    max_turns: int,
+    place: Literal["local", "process", "ray"] = "local",
+    workers: int = 0,
+    timeout: float = 0.0,
+    address: str | None = None,
+    threads: int = 1,
+) -> Envs:
     """A source of a run's environments.
 
     Args:
-        args: ``env_id``, ``max_turns``, and the settings that begin with ``env``, are used.
+        env_id: id of the environment.
         kwargs: arguments of the environment, as name=value.
+        max_turns: step limit of an episode.
+        place: where the environments live.
+        workers: number of workers in other processes; 0: one per core.
+        timeout: seconds that a step may take there; 0: no limit.
+        address: of the Ray cluster; see `sandboxgym.workers.fleet.connect`.
+        threads: environments of this process that step at the same time.
 
     Raises:
         FleetError: the Ray cluster cannot be reached, or has no room for workers.
         DependencyNotInstalled: Ray is not installed.
     """
-    settings = {"max_episode_steps": args.max_turns, **parse_arguments(kwargs)}
-    if args.envs == "local":
-        return Envs(lambda: gym.make(args.env_id, **settings), threads=args.env_threads)
-    deadline = args.env_timeout or None
-    threads = args.env_threads if args.env_threads > 1 else None
-    if args.envs == "process":
+    settings = {"max_episode_steps": max_turns, **parse_arguments(kwargs)}
+    if place == "local":
+        return Envs(lambda: gym.make(env_id, **settings), threads=threads)
+    shared = {"threads": threads if threads > 1 else None, "timeout": timeout or None, **settings}
+    if place == "process":
         from sandboxgym.workers.pool import PooledEnvs
 
-        return PooledEnvs(args.env_id, args.env_workers or None, threads=threads, timeout=deadline, **settings)
-    from sandboxgym.workers.fleet import RayEnvs
+        return PooledEnvs(env_id, workers or None, **shared)
+    from sandboxgym.workers.fleet import RayEnvs  # imports Ray
 
-    return RayEnvs(
-        args.env_id,
-        args.env_workers or None,
-        address=args.ray_address,
-        threads=threads,
-        timeout=deadline,
-        **settings,
-    )
+    return RayEnvs(env_id, workers or None, address=address, **shared)
