@@ -119,17 +119,7 @@ class TrainingSession:
         settle_cpu(args.threads)
         self.out = Path(args.out)
         self._all_refuse(lambda: folder.refusal(args))
-        try:
-            self.envs, self.eval_envs = (envs_of(args, kwargs) for kwargs in (args.env_kwargs, args.eval_kwargs))
-        except (FleetError, gym.error.DependencyNotInstalled) as error:
-            raise ConfigError(f"envs: {error}") from error
-        for name, envs in (("env_kwargs", self.envs), ("eval_kwargs", self.eval_envs)):
-            try:
-                envs.give(envs.take())
-            except FleetError as error:
-                raise ConfigError(f"envs: {error}") from error
-            except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
-                raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
+        self.envs, self.eval_envs = (opened(args, name) for name in ("env_kwargs", "eval_kwargs"))
         self.args = args = resolved(args, keyed=gives_key(self.envs))
         if args.credit == "gigpo" and not first_info(self.envs).get("state_hash"):
             raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
@@ -701,6 +691,29 @@ def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
         address=args.ray_address,
         threads=args.env_threads,
     )
+
+
+def opened(args: Args, name: str) -> Envs:
+    """The source of environments with the arguments of a setting, after one has been made.
+
+    Raises:
+        ConfigError: there is no place for environments, or they cannot be made.
+    """
+    try:
+        envs = envs_of(args, getattr(args, name))
+    except (FleetError, gym.error.DependencyNotInstalled) as error:
+        raise ConfigError(f"envs: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    try:
+        envs.give(envs.take())
+    except FleetError as error:
+        envs.close()
+        raise ConfigError(f"envs: {error}") from error
+    except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
+        envs.close()
+        raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
+    return envs
 
 
 def gives_key(envs: Envs) -> bool:

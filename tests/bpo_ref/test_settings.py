@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 DRAWN: dict[str, tuple[Any, ...]] = {
-    "seed": (0, 1, 7), "env_workers": (0, 0, 0, 1), "env_timeout": (0.0, 0.0, 60.0),
+    "seed": (0, 1, 7), "env_workers": (0,) * 9 + (1,), "env_timeout": (0.0,) * 9 + (60.0,),
     "env_threads": (1, 2), "env_overlap": (False, True), "env_retries": (0, 2),
     "max_live": (1, 3, 1024), "max_turns": (1, 3, 5), "tiny_vocabulary": (0, 300), "dtype": ("float32", "bfloat16"),
     "lora_r": (0, 0, 0, 2), "gradient_checkpointing": (False, True), "prompt": ("plain", "react", "choice"),
@@ -67,7 +67,12 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "network": ("none", "none", "lookahead", "baseline", "both"), "split_variance": ("returns", "returns", "fair"),
 }  # fmt: skip
 """Values that look valid, and some that are not, by field."""
-APART = {"algo": "drawn every time", "out": "a folder of the test"}
+APART = {
+    "algo": "drawn every time",
+    "out": "a folder of the test",
+    "envs": "other processes: test_train.py, test_fleet.py",
+    "ray_address": "the same",
+}
 """Fields that are not among them, and why."""
 
 
