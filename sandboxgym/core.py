@@ -340,6 +340,17 @@ def tried(env: gym.Env[Any, Any], actions: Sequence[Any], here: Any, restore: Ca
         getattr(here, "release", lambda: None)()
 
 
+def constructor_signature(kind: type[Any]) -> inspect.Signature:
+    """Signature of a class, as its ``__init__`` has it.
+
+    ``inspect.signature`` of Python 3.11.3 and older gives that of ``SnapshotEnv.__new__``, which takes anything.
+    """
+    if kind.__init__ is object.__init__:
+        return inspect.signature(kind)
+    whole = inspect.signature(kind.__init__)
+    return whole.replace(parameters=list(whole.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+
+
 class SnapshotEnv(gym.Env[ObsT, ActT]):
     """An environment that can be snapshotted, restored and forked at any step.
 
@@ -543,7 +554,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     def _config(self) -> dict[str, Any]:
         args, kwargs = self._arguments
-        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound = constructor_signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
         return {name: comparable(value) for name, value in bound.arguments.items() if name != "render_mode"}
 

@@ -29,6 +29,7 @@ from sandboxgym import (
     serialization,
     sibling_seed,
 )
+from sandboxgym.core import constructor_signature
 from sandboxgym.randomness import capture
 
 every_env = pytest.mark.parametrize("env_id", IDS)
@@ -822,3 +823,18 @@ class TestDeclaration:
         env = gym.make(env_id)
         assert env.metadata["snapshot"]["kind"] == env.snapshot_spec.kind == "memory"
         assert env.metadata["snapshot"]["cross_process"] is True
+
+
+def test_constructor_arguments_are_those_of_init_in_every_version_of_python() -> None:
+    class Sized(SnapshotEnv[int, int]):
+        def __init__(self, size: int, *, wide: bool = False) -> None:
+            self.observation_space = self.action_space = gym.spaces.Discrete(size)
+
+        def _capture(self) -> int:
+            return 0
+
+    assert list(constructor_signature(Sized).parameters) == ["size", "wide"]
+    assert Sized(3)._config() == {"size": 3, "wide": False}
+    assert Sized(size=3, wide=True)._config() == {"size": 3, "wide": True}
+    with pytest.raises(TypeError, match="size"):
+        constructor_signature(Sized).bind()

@@ -21,7 +21,7 @@ from sandboxgym import data
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.support.terminal import Screen
-from sandboxgym.core import SnapshotSpec
+from sandboxgym.core import SnapshotSpec, constructor_signature
 from sandboxgym.registration import card_of, is_wrapped
 
 SENTENCES: dict[str, dict[Any, str]] = {
@@ -266,7 +266,7 @@ def _arguments(kind: type[Any]) -> list[dict[str, Any]]:
             "default": None if parameter.default is parameter.empty else repr(parameter.default),
             "about": described.get(name, ""),
         }
-        for name, parameter in inspect.signature(kind).parameters.items()
+        for name, parameter in constructor_signature(kind).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
 

@@ -32,7 +32,7 @@ from sandboxgym.conformance.harness.scenario import (
 )
 from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, restore, snapshot
 from sandboxgym.conformance.supervision import scratch
-from sandboxgym.core import SnapshotEnv, SnapshotSpec
+from sandboxgym.core import SnapshotEnv, SnapshotSpec, constructor_signature
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
 _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
@@ -411,10 +411,10 @@ def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tup
     with opened(subject) as env:
         made: Any = type(list(layers(env))[-1]) if make is gym.make else make
     try:
-        parameters = inspect.signature(made).parameters.values()
+        signature = constructor_signature(made) if isinstance(made, type) else inspect.signature(made)
     except (TypeError, ValueError):
         return
-    for parameter in parameters:
+    for parameter in signature.parameters.values():
         value = given.get(parameter.name, parameter.default)
         if parameter.name in ("render_mode", "self") or type(value) not in (bool, int, float):
             continue
