@@ -119,7 +119,12 @@ class TrainingSession:
         settle_cpu(args.threads)
         self.out = Path(args.out)
         self._all_refuse(lambda: folder.refusal(args))
-        self.envs, self.eval_envs = (opened(args, name) for name in ("env_kwargs", "eval_kwargs"))
+        self.envs = opened(args, "env_kwargs")
+        try:
+            self.eval_envs = opened(args, "eval_kwargs")
+        except BaseException:
+            self.envs.close()
+            raise
         self.args = args = resolved(args, keyed=gives_key(self.envs))
         if args.credit == "gigpo" and not first_info(self.envs).get("state_hash"):
             raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
@@ -703,16 +708,17 @@ def opened(args: Args, name: str) -> Envs:
         envs = envs_of(args, getattr(args, name))
     except (FleetError, gym.error.DependencyNotInstalled) as error:
         raise ConfigError(f"envs: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:  # an unknown id, say
+        raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
     try:
         envs.give(envs.take())
-    except FleetError as error:
+    except BaseException as error:
         envs.close()
-        raise ConfigError(f"envs: {error}") from error
-    except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
-        envs.close()
-        raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
+        if isinstance(error, FleetError):
+            raise ConfigError(f"envs: {error}") from error
+        if isinstance(error, (OSError, ValueError, TypeError, LookupError, gym.error.Error)):
+            raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
+        raise
     return envs
 
 

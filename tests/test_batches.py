@@ -146,3 +146,39 @@ def test_a_closed_environment_is_refused_for_its_job_alone(pool: PooledEnvs) -> 
     answers = pool.execute_all([EnvJob(env, step=("on",)) for env in envs[:2]])
     assert isinstance(answers[0], gym.error.ClosedEnvironmentError)
     assert isinstance(answers[1], EnvResult)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_ctrl_c_in_one_environment_leaves_no_snapshot_of_the_others(threads: int) -> None:
+    class Interrupted(gym.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            if action == "interrupt":
+                raise KeyboardInterrupt
+            return super().step(action)
+
+    taken: list[Any] = []
+    with Envs(lambda: worker_envs.Trouble(), threads=threads) as envs:
+        live = [envs.take() for _ in range(3)]
+        results(envs.execute_all([EnvJob(env, reset=(0, None)) for env in live]))
+        capture = type(live[0]).snapshot
+
+        def noted(self: Any) -> Any:
+            taken.append(capture(self))
+            return taken[-1]
+
+        jobs = [EnvJob(env, capture=True, step=("on",)) for env in live]
+        jobs[2].env = Interrupted(live[2])
+        jobs[2].capture, jobs[2].step = False, ("interrupt",)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(live[0]), "snapshot", noted)
+            with pytest.raises(KeyboardInterrupt):
+                envs.execute_all(jobs)
+    assert len(taken) == 2 and all(snap.released for snap in taken)
+
+
+def test_an_exit_in_a_worker_is_raised_and_leaves_no_snapshot(pool: PooledEnvs) -> None:
+    envs = begun(pool)
+    with pytest.raises(SystemExit):
+        pool.execute_all([EnvJob(env, capture=True, step=("exit" if env is envs[-1] else "on",)) for env in envs])
+    again = results(pool.execute_all([EnvJob(env, reset=(7, None), step=("on",)) for env in envs]))
+    assert {answer.stepped[0] for answer in again} == {"on 2"}  # type: ignore[index]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-import gymnasium as gym
+from typing import Any, Literal
 
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs
+from sandboxgym.workers.env_host import env_maker
 
 
 def env_source(
@@ -38,14 +37,14 @@ def env_source(
         FleetError: the Ray cluster cannot be reached, or has no room for workers.
         DependencyNotInstalled: Ray is not installed.
     """
-    settings = {"max_episode_steps": max_turns, **parse_arguments(kwargs)}
+    make = env_maker(env_id, max_episode_steps=max_turns, **parse_arguments(kwargs))
     if place == "local":
-        return Envs(lambda: gym.make(env_id, **settings), threads=threads)
-    shared = {"threads": threads if threads > 1 else None, "timeout": timeout or None, **settings}
+        return Envs(make, threads=threads)
+    limits: dict[str, Any] = {"threads": threads if threads > 1 else None, "timeout": timeout or None}
     if place == "process":
         from sandboxgym.workers.pool import PooledEnvs
 
-        return PooledEnvs(env_id, workers or None, **shared)
+        return PooledEnvs(make, workers or None, **limits)
     from sandboxgym.workers.fleet import RayEnvs  # imports Ray
 
-    return RayEnvs(env_id, workers or None, address=address, **shared)
+    return RayEnvs(make, workers or None, address=address, **limits)

@@ -93,7 +93,19 @@ class Envs:
 
     def execute_all(self, jobs: Sequence[EnvJob]) -> list[EnvResult | Exception]:
         """Execute jobs, each on an environment of its own: their results in order, an exception in a result's place."""
-        return self.call([partial(guarded, partial(execute, job)) for job in jobs])
+        done: list[EnvResult] = []
+
+        def carry_out(job: EnvJob) -> EnvResult:
+            result = execute(job)
+            done.append(result)
+            return result
+
+        try:
+            return self.call([partial(guarded, partial(carry_out, job)) for job in jobs])
+        except BaseException:  # Ctrl-C: nobody gets the results of the others
+            for result in done:
+                result.drop()
+            raise
 
     def close(self) -> None:
         """Close all environments made here."""

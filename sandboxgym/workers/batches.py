@@ -38,6 +38,11 @@ def execute_all(jobs: Sequence[EnvJob]) -> list[Answer]:
                 batch.post()
             for batch in batches:
                 batch.collect()
+        except BaseException:
+            for answer in answers.values():
+                if isinstance(answer, EnvResult):
+                    answer.drop()
+            raise
         finally:
             for batch in batches:
                 batch.worker.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ class EnvResult:
     stepping: float = 0.0
     """Seconds spent on the reset, the look-ahead and the step."""
 
+    def drop(self) -> None:
+        """Release the snapshot, which nobody will have, whatever comes of that."""
+        if self.snap is not None:
+            with contextlib.suppress(Exception):
+                self.snap.release()
+
 
 def execute(job: EnvJob) -> EnvResult:
     """Execute a job's calls on its environment, in the calling thread."""
@@ -73,8 +80,7 @@ def execute(job: EnvJob) -> EnvResult:
         if job.step is not None:
             done.stepped = env.step(*job.step)  # type: ignore[assignment]
     except BaseException:
-        if done.snap is not None:
-            done.snap.release()
+        done.drop()
         raise
     done.capturing = captured - reset
     done.stepping = reset - began + time.perf_counter() - captured
