@@ -265,12 +265,16 @@ def test_actors_end_with_their_environments(nodes: Nodes) -> None:
 def test_a_cluster_that_is_not_there_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1"):  # nothing listens there, and Ray is not even asked
+        with pytest.raises(FleetError, match=rf"expected a Ray cluster at {address} .*refused"):
+            fleet.connect(address)
+
     def refused(**_: Any) -> None:
-        raise ConnectionError("could not connect to 127.0.0.1:1")
+        raise ConnectionError("Version mismatch")
 
     monkeypatch.setattr(ray, "init", refused)
-    with pytest.raises(FleetError, match=r"expected a Ray cluster at 127\.0\.0\.1:1 .*could not connect"):
-        fleet.connect("127.0.0.1:1")
+    with pytest.raises(FleetError, match=r"expected a Ray cluster at auto .*Version mismatch"):
+        fleet.connect("auto")
     monkeypatch.setattr(fleet, "ray", None)
     with pytest.raises(gym.error.DependencyNotInstalled, match=r"sandboxgym\[ray\]"):
         fleet.connect()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -45,6 +46,10 @@ logger = logging.getLogger("sandboxgym")
 
 CPUS = 0.1
 """Share of a core that Ray sets aside for a worker by default: environments wait for their policy most of the time."""
+
+
+_PATIENCE = 10.0
+"""Seconds that the head of a cluster has to accept a connection."""
 
 
 class _Actor:
@@ -83,14 +88,22 @@ def connect(address: str | None = None) -> None:
         raise DependencyNotInstalled("environments on a Ray cluster need Ray: pip install 'sandboxgym[ray]'")
     if ray.is_initialized():
         return
+    where = address or os.environ.get("RAY_ADDRESS") or "this machine"
     try:
+        _look_for(where)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        where = address or os.environ.get("RAY_ADDRESS") or "this machine"
         reason = str(error).strip().partition("\n")[0]
         raise FleetError(
             f"expected a Ray cluster at {where} (ray start --head, or ray://HOST:10001): {reason}"
         ) from error
+
+
+def _look_for(address: str) -> None:
+    """Raise OSError where nothing listens at ``host:port`` or ``ray://host:port``: Ray itself tries for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
 
 
 class RayWorker(Worker):
