@@ -88,14 +88,15 @@ def connect(address: str | None = None) -> None:
         raise DependencyNotInstalled("environments on a Ray cluster need Ray: pip install 'sandboxgym[ray]'")
     if ray.is_initialized():
         return
-    where = address or os.environ.get("RAY_ADDRESS") or "this machine"
+    # Without an address Ray would join any cluster that was started on this machine, whoever's it is.
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
-        _look_for(where)
+        _look_for(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FleetError(
-            f"expected a Ray cluster at {where} (ray start --head, or ray://HOST:10001): {reason}"
+            f"expected a Ray cluster at {address} (ray start --head, or ray://HOST:10001): {reason}"
         ) from error
 
 
