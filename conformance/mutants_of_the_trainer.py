@@ -332,7 +332,7 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "actions share a number": ("            number += 1\n", ""),
         "old log-probabilities lost": (
-            "old[i, span] = torch.tensor(data.logps)",
+            "old[i, span] = data.logps",
             "pass",
         ),
         "rows of weight 0 are trained on": (
