@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -352,6 +354,8 @@ def command_line(argv: Sequence[str] | None = None) -> Args:
             resolved(args)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
+    if os.environ.get("RANK", "0") == "0":
+        print("loading PyTorch, model and environments ...", file=sys.stderr, flush=True)  # seconds of silence else
     return args
 
 
