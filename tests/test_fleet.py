@@ -49,7 +49,12 @@ class Nodes:
             self.nodes.append(self.joined())
         return self.nodes
 
-    def kill(self, node: Any) -> None:
+    def kill(self, node: Any, workers: Sequence[RayWorker]) -> None:
+        """End a node and its workers at once, as a machine does that loses its power."""
+        there = [worker.pid for worker in workers if worker.node == node.node_id]
+        assert there
+        for pid in there:
+            os.kill(pid, signal.SIGKILL)  # else they serve on for a moment without their node
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
 
@@ -139,7 +144,7 @@ def test_a_killed_node_changes_no_tree(nodes: Nodes, local: Any, number: int) ->
     with fleet_of(4) as envs:
         await_all(envs)
         lost: list[Failure] = []
-        assert grown(envs, At(number, lambda: nodes.kill(doomed)), lost) == local
+        assert grown(envs, At(number, lambda: nodes.kill(doomed, workers_of(envs))), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
 
 
@@ -148,7 +153,7 @@ def test_a_killed_worker_is_replaced_and_changes_no_tree(nodes: Nodes, local: An
     with fleet_of(2) as envs:
         await_all(envs)
         lost: list[Failure] = []
-        assert grown(envs, At(4, lambda: ray.kill(workers_of(envs)[0]._actor)), lost) == local
+        assert grown(envs, At(4, lambda: os.kill(workers_of(envs)[0].pid or 0, signal.SIGKILL)), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
         assert grown(envs) == local
         await_all(envs)
