@@ -153,7 +153,9 @@ def test_a_killed_worker_is_replaced_and_changes_no_tree(nodes: Nodes, local: An
     with fleet_of(2) as envs:
         await_all(envs)
         lost: list[Failure] = []
-        assert grown(envs, At(4, lambda: os.kill(workers_of(envs)[0].pid or 0, signal.SIGKILL)), lost) == local
+        pid = workers_of(envs)[0].pid
+        assert pid
+        assert grown(envs, At(4, lambda: os.kill(pid, signal.SIGKILL)), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
         assert grown(envs) == local
         await_all(envs)
