@@ -11,9 +11,11 @@ from typing import Literal
 
 from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
+from bpo_ref.running.environments import refuse_before_loading
 from bpo_ref.sampling.backends import BackendName
 from sandboxgym.adapters.prompts import PromptName
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.registration import registered_id
 
 Algo = Literal[
     "sft", "ppo", "grpo", "gigpo", "rloo", "rloo-turn", "rloo-key", "rloo-value", "rloo-pooled", "vineppo",
@@ -338,7 +340,8 @@ class Args:
 
 def parse_args(argv: Sequence[str] | None = None) -> Args:
     """Read the settings: defaults, then the YAML file of ``--config``, then the command line; raises `ConfigError`."""
-    return parse(Args, argv)
+    args = parse(Args, argv)
+    return replace(args, env_id=registered_id(args.env_id))
 
 
 def command_line(argv: Sequence[str] | None = None) -> Args:
@@ -352,6 +355,7 @@ def command_line(argv: Sequence[str] | None = None) -> Args:
         refusals = {str(error) for error in (_refused(args, keyed=keyed) for keyed in (True, False))}
         if len(refusals) == 1 and "None" not in refusals:  # otherwise it depends on the environment's progress_key
             resolved(args)
+        refuse_before_loading(args)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
     if os.environ.get("RANK", "0") == "0":

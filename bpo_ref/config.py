@@ -14,6 +14,9 @@ import yaml
 
 Settings = TypeVar("Settings")
 
+TINY = ("0.2M", "1M", "3M")
+"""Sizes of the models that are built in code; see `bpo_ref.learning.tiny`."""
+
 
 class ConfigError(ValueError):
     """Settings that contradict each other or cannot be read; the message names the field."""

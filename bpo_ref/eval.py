@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium as gym
 
+from bpo_ref.config import ConfigError
+from bpo_ref.running.environments import refuse_environment, refuse_missing_folder
 from bpo_ref.sampling.backends import BackendName, make_backend
 from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.adapters.prompts import PromptName, make_prompt
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.registration import registered_id
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
 
@@ -211,7 +214,18 @@ def defaults(checkpoint: str) -> Args:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Command line.
+
+    Raises:
+        SystemExit: the checkpoint cannot be loaded or the environment not made, with the reason.
+    """
+    try:
+        _main(argv)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _main(argv: Sequence[str] | None) -> None:
     import argparse
 
     import tyro
@@ -221,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     known, _ = parser.parse_known_args(argv)
     default: dict[str, Any] = {} if known.checkpoint is None else {"default": defaults(known.checkpoint)}
     args = tyro.cli(Args, args=argv, config=(tyro.conf.FlagConversionOff,), **default)
+    args = replace(args, env_id=registered_id(args.env_id))
+    refuse_missing_folder("checkpoint", args.checkpoint)
+    refuse_environment(args.env_id, args.env_kwargs, args.max_turns)
     # after the settings are read, because PyTorch takes seconds to import
     import torch
 

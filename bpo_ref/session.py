@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import gymnasium as gym
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
@@ -52,16 +51,15 @@ from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
 from bpo_ref.running import folder
 from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
+from bpo_ref.running.environments import opened
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
-from bpo_ref.sampling.env_source import env_source
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs, Failure
-from sandboxgym.workers.env_host import FleetError
 
 Item = TypeVar("Item")
 
@@ -682,44 +680,6 @@ def appears(path: Path, *, seconds: float) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
-    """The source of environments that the settings name; see `env_source`."""
-    return env_source(
-        args.env_id,
-        kwargs,
-        max_turns=args.max_turns,
-        place=args.envs,
-        workers=args.env_workers,
-        timeout=args.env_timeout,
-        address=args.ray_address,
-        threads=args.env_threads,
-    )
-
-
-def opened(args: Args, name: str) -> Envs:
-    """The source of environments with the arguments of a setting, after one has been made.
-
-    Raises:
-        ConfigError: there is no place for environments, or they cannot be made.
-    """
-    try:
-        envs = envs_of(args, getattr(args, name))
-    except (FleetError, gym.error.DependencyNotInstalled) as error:
-        raise ConfigError(f"envs: {error}") from error
-    except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:  # an unknown id, say
-        raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
-    try:
-        envs.give(envs.take())
-    except BaseException as error:
-        envs.close()
-        if isinstance(error, FleetError):
-            raise ConfigError(f"envs: {error}") from error
-        if isinstance(error, (OSError, ValueError, TypeError, LookupError, gym.error.Error)):
-            raise ConfigError(f"{name}: cannot make {args.env_id}: {error}") from error
-        raise
-    return envs
 
 
 def gives_key(envs: Envs) -> bool:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
+from sandboxgym.core import constructor_signature
 from sandboxgym.data import SANDBOX_CACHE, DataSet
 from sandboxgym.task_env import EnvCard
 from sandboxgym.wrappers import SnapshotWrapper
@@ -39,6 +42,14 @@ def register_envs() -> None:
                 max_episode_steps=max_episode_steps,
                 additional_wrappers=(SnapshotWrapper.wrapper_spec(),),
             )
+
+
+def registered_id(env_id: str) -> str:
+    """The registered id that a name stands for: this package's go without ``sandboxgym/`` (``ALFWorld-v0``).
+
+    A name that is not registered, or that names its module (``package.module:Name-v0``), is returned as it is.
+    """
+    return f"sandboxgym/{env_id}" if env_id not in gym.registry and f"sandboxgym/{env_id}" in gym.registry else env_id
 
 
 def cards() -> dict[str, EnvCard]:
@@ -117,6 +128,36 @@ def hook(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+_GYMNASIUM = ("max_episode_steps", "disable_env_checker", "render_mode", "vectorization_mode")  # arguments of its make
+
+
+def check_arguments(env_id: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that an environment does not have, with those that it has.
+
+    Only an environment made from a class or function that lists its arguments is checked; what cannot be looked at is
+    left to ``gym.make``.
+
+    Raises:
+        TypeError: there is no such argument; the message has the nearest one and all others.
+    """
+    spec = gym.registry.get(registered_id(env_id.rpartition(":")[2]))
+    if spec is None or not set(kwargs) - {*_GYMNASIUM, *spec.kwargs}:
+        return
+    try:
+        creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+        signature = constructor_signature(creator) if isinstance(creator, type) else inspect.signature(creator)  # type: ignore[arg-type]
+    except Exception:  # of another package, which may fail in any way: making it tells
+        return
+    known = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in kwargs:
+        if name not in known and name not in _GYMNASIUM:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise TypeError(f"there is no argument {name!r}{hint} There are {', '.join(known) or 'none'}")
+
+
 def make(id: str, **kwargs: Any) -> SnapshotWrapper:
     """`gymnasium.make`, typed: the environment has ``snapshot``, ``restore`` and ``fork``.
 
@@ -127,10 +168,10 @@ def make(id: str, **kwargs: Any) -> SnapshotWrapper:
 
     Raises:
         gymnasium.error.NameNotFound: there is no such id; the message has the nearest one.
-        TypeError: an environment without the protocol was made, and closed again.
+        TypeError: an argument does not exist; or an environment without the protocol was made, and closed again.
     """
-    short = f"sandboxgym/{id}"
-    env = gym.make(short if id not in gym.registry and short in gym.registry else id, **kwargs)
+    check_arguments(id, kwargs)
+    env = gym.make(registered_id(id), **kwargs)
     if isinstance(env, SnapshotWrapper):
         return env
     if not all(callable(getattr(env.unwrapped, name, None)) for name in ("snapshot", "restore", "fork")):

@@ -31,6 +31,7 @@ from sandboxgym import (
     register_wrapper,
     serialization,
 )
+from sandboxgym.registration import check_arguments
 from sandboxgym.wrappers import StackSnapshot
 from sandboxgym.wrappers.codecs import CODECS
 
@@ -726,3 +727,14 @@ class TestMethodsThroughAForeignWrapper:
         env = TransformReward(started("toys/Dice-v0"), float)
         env.snapshot = "mine"
         assert env.snapshot == "mine" and copy.copy(env).snapshot == "mine"
+
+
+def test_an_argument_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(TypeError, match=r"no argument 'gmes'; did you mean 'games'\? There are games, task_types"):
+        sandboxgym.make("ALFWorld-v0", gmes="train")
+    with pytest.raises(TypeError, match=r"no argument 'colour'\. There are games"):
+        sandboxgym.make("sandboxgym/ALFWorld-v0", colour="red")
+    # what gym.make itself takes, and what another package's environment may do with others, is no business of ours
+    sandboxgym.make("ALFWorld-v0", max_episode_steps=3, disable_env_checker=True).close()
+    check_arguments("CartPole-v1", {"sutton_barto_reward": True})
+    check_arguments("no-such-env", {"x": 1})

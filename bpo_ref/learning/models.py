@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from bpo_ref.config import ConfigError
+from bpo_ref.config import TINY, ConfigError
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer, words_of
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by accelerate
@@ -92,8 +92,8 @@ def build_tiny(
     Raises:
         ConfigError: there is no such size.
     """
-    if size not in TINY_SIZES:
-        raise ConfigError(f"model: expected tiny: with one of {', '.join(TINY_SIZES)}, found tiny:{size}")
+    if size not in TINY:
+        raise ConfigError(f"model: expected tiny: with one of {', '.join(TINY)}, found tiny:{size}")
     tokenizer = tiny_bpe_tokenizer(texts, vocabulary) if vocabulary else tiny_tokenizer(words_of(texts))
     return tiny_model(tokenizer, **TINY_SIZES[size], max_position_embeddings=context, seed=seed), tokenizer
 

@@ -22,7 +22,7 @@ from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec, constructor_signature
-from sandboxgym.registration import card_of, is_wrapped
+from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id
 
 SENTENCES: dict[str, dict[Any, str]] = {
     "kind": {
@@ -94,6 +94,7 @@ def make(env_id: str, kwargs: dict[str, Any], *, ansi: bool = False) -> gym.Env[
     if ansi and "render_mode" not in kwargs and "ansi" in _metadata(spec).get("render_modes", ()):
         kwargs = {**kwargs, "render_mode": "ansi"}
     try:
+        check_arguments(spec.id, kwargs)
         return gym.make(spec, **kwargs)
     except (TypeError, ValueError, LookupError, OSError, gym.error.Error, ImportError) as error:
         raise CommandError(f"{spec.id} could not be made: {error}") from error
@@ -106,9 +107,8 @@ def find_spec(env_id: str) -> EnvSpec:
         see_this_folder()
         import_modules([module])
     known = gym.registry
-    short = f"sandboxgym/{env_id}"
     try:
-        return gym.spec(short if env_id not in known and short in known else env_id)
+        return gym.spec(registered_id(env_id))
     except (gym.error.Error, ImportError) as error:
         ours = [name for name in known if name.startswith("sandboxgym/")]
         lower = {name.lower(): name for name in [*known, *(name.partition("/")[2] for name in ours)]}

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     client = endpoint(options)
     settings = settings_of(options, subject)
     folder = Path(options.out) if options.out else default_folder(options.env_id, options.model)
-    with Store(folder, settings) as store:
+    with Store(folder, settings, may_change=("base_url",)) as store:
         return Evaluation(options, subject, maker, client, store).run()
 
 
@@ -367,7 +367,8 @@ class Evaluation:
         print(
             f"{self.options.env_id}: {count}{of} task{'s' * (count != 1)} x {samples} sample{'s' * (samples != 1)}, "
             f"{self.options.model} at {self.options.base_url}\ninto {self.store.folder}"
-            + (f": {before} of {self.asked} episodes are there" if before else ""),
+            + (f": {before} of {self.asked} episodes are there" if before else "")
+            + "".join(f"\n{name} was {values[-1]} before" for name, values in self.store.earlier.items()),
             file=sys.stderr,
         )
 
@@ -467,6 +468,7 @@ class Evaluation:
             "format": FORMAT,
             "version": sandboxgym.__version__,
             "settings": settings_of(self.options, self.subject),
+            "earlier": self.store.earlier,
             "summary": summary,
             "episodes": episodes,
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bpo_ref.args import Args, command_line
+from bpo_ref.args import Args, command_line, parse_args
 from bpo_ref.config import CONFIGS, ConfigError, find_config, packaged, parse
 
 
@@ -75,6 +75,22 @@ sys.argv = {words}
         ("bpo_ref.train", ["--lr", "0"], "lr: expected more than 0"),
         ("bpo_ref.train", ["--algo", "grpo", "--roots", "1"], "two or more independent rollouts"),
         ("bpo_ref.train", ["--env-kwargs", "games"], "env_kwargs: expected NAME=VALUE"),
+        ("bpo_ref.train", ["--env-id", "ALFWord-v0"], "env_id: cannot make ALFWord-v0"),
+        ("bpo_ref.train", ["--env-id", "ALFWord-v0", "--envs", "ray"], "env_id: cannot make ALFWord-v0"),
+        (
+            "bpo_ref.train",
+            ["--env-kwargs", "gmes=train"],
+            "env_kwargs: cannot make sandboxgym/ALFWorld-v0: there is no",
+        ),
+        ("bpo_ref.train", ["--eval-kwargs", "games=trian"], "found 'trian'; did you mean 'train'?"),
+        ("bpo_ref.train", ["--env-id", "WebShop-v0", "--env-kwargs", "split=tset"], "found 'tset'"),
+        ("bpo_ref.train", ["--model", "tiny:2M"], "model: expected tiny: with one of 0.2M, 1M, 3M, found tiny:2M"),
+        ("bpo_ref.train", ["--model", "./none"], "model: there is no folder ./none"),
+        ("bpo_ref.train", ["--init-from", "runs/none/checkpoint"], "init_from: there is no folder"),
+        ("bpo_ref.train", ["--init-from", str(CONFIGS)], "holds no model of transformers"),
+        ("bpo_ref.train", ["--sft-data", "none.jsonl"], "sft_data: there is no file none.jsonl"),
+        ("bpo_ref.eval", ["--checkpoint", "./none"], "checkpoint: there is no folder ./none"),
+        ("bpo_ref.eval", ["--checkpoint", "a/b", "--env-id", "ALFWord-v0"], "env_id: cannot make ALFWord-v0"),
         ("bpo_ref.eval", ["--help"], "--checkpoint"),
         ("bpo_ref.study", ["--help"], "--seeds"),
         ("bpo_ref.compare", ["--help"], "usage"),
@@ -107,3 +123,19 @@ def test_what_depends_on_the_environment_is_left_to_the_run() -> None:
         command_line(words)
     # without a progress_key, bpo is bpo-forest, which has no roulette
     assert command_line(["--algo", "bpo", "--roulette", "0.5"]).roulette == 0.5
+
+
+def test_environments_of_this_package_go_by_their_short_names() -> None:
+    assert parse_args(["--env-id", "ALFWorld-v0"]).env_id == "sandboxgym/ALFWorld-v0"
+    assert parse_args(["--env-id", "elsewhere/ALFWorld-v0"]).env_id == "elsewhere/ALFWorld-v0"
+
+
+def test_of_several_processes_only_the_first_looks_at_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    monkeypatch.setenv("RANK", "1")  # the first one may have begun to write by now
+    assert command_line(["--out", str(tmp_path)]).out == str(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit, match="holds a run"):
+        command_line(["--out", str(tmp_path)])

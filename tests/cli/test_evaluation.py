@@ -311,6 +311,24 @@ def test_a_folder_is_continued_with_the_same_settings_only(here, run):
         assert status == 0 and "cost" in out and len(stub.requests) == asked
 
 
+def test_an_evaluation_is_continued_at_another_address_which_it_says(here, run):
+    given = ["eval", "quiz_env:Quiz", "--model", "m", "--tasks", "4", "--out", "o", "--retries", "0"]
+    with chat_stub(lambda request: answer(request) if len(first.requests) < 9 else (401, {})) as first:
+        assert run(*given, "--base-url", first.url, "--concurrency", "1")[0] == 1
+    before = lines(here / "o")
+    assert 0 < len(before) < 4
+    with chat_stub(answer) as second:
+        status, _, err = run(*given, "--base-url", second.url)
+    assert status == 0 and f"base_url was {first.url} before" in err
+    found = results(here / "o")
+    assert found["summary"]["ended"] == 4 and lines(here / "o")[: len(before)] == before
+    assert found["settings"]["base_url"] == second.url and found["earlier"] == {"base_url": [first.url]}
+    with chat_stub(answer) as third:
+        assert run(*given, "--base-url", third.url)[0] == 0
+        assert not third.requests
+    assert results(here / "o")["earlier"] == {"base_url": [first.url, second.url]}
+
+
 def test_a_folder_with_something_else_is_left_alone(here, run):
     (here / "o").mkdir()
     (here / "o/thesis.tex").write_text("years of work")

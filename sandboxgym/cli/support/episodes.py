@@ -8,7 +8,8 @@ What this module promises:
    left of a line is cut off when the folder is opened again.
 3. An episode counts once. One that ended is never played again; one with an error may be, and its new record replaces
    the old one.
-4. One process at a time has a folder, and only with the settings that it was begun with.
+4. One process at a time has a folder, and only with the settings that it was begun with, but for the endpoint's
+   address: a server that is started again may have another one. All that were used are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -206,13 +207,19 @@ class Store:
     Args:
         folder: made if it is missing.
         settings: what the results depend on.
+        may_change: names of settings that may differ from those it was begun with.
+
+    Attributes:
+        earlier: former values of those that changed, oldest first, by name.
 
     Raises:
         CommandError: another process has it, it holds something else, or an evaluation with other settings.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], may_change: Collection[str] = ()) -> None:
         self.folder, self.records, self.spent = folder, dict[Key, Record](), list[Record]()
+        self.earlier: dict[str, list[Any]] = {}
+        self._may_change = may_change
         self._file: FileIO | None = None
         self._lock: BinaryIO | None = None
         try:
@@ -226,6 +233,7 @@ class Store:
 
     def _begin(self, settings: dict[str, Any]) -> None:
         about = self.folder / "settings.json"
+        before: dict[str, Any] | None
         if self.folder.is_dir() and not about.exists():
             begun = ("lock", ".settings.json.")  # of a process that was killed before it had begun
             if not all(path.name.startswith(begun) for path in self.folder.iterdir()):
@@ -234,9 +242,14 @@ class Store:
         self._lock = _locked(self.folder)
         episodes = self.folder / "episodes.jsonl"
         if about.exists() and episodes.exists() and episodes.stat().st_size:
-            _same(self.folder, about, settings)
+            before, self.earlier = _same(self.folder, about, settings, self._may_change)
         else:  # nothing was played, so that a mistyped address can be corrected
-            content = {"format": FORMAT, "settings": settings}
+            before = None
+        if before != settings:
+            for name, value in (before or {}).items():
+                if value != settings[name]:
+                    self.earlier.setdefault(name, []).append(value)
+            content = {"format": FORMAT, "settings": settings, "earlier": self.earlier}
             write_atomic(about, json.dumps(content, indent=1, ensure_ascii=False).encode(errors="replace"))
         self._file = open(episodes, "a+b", buffering=0)  # noqa: SIM115 (closed by close)
         for record in self._read():
@@ -333,16 +346,21 @@ def _locked(folder: Path) -> BinaryIO:
     return file
 
 
-def _same(folder: Path, about: Path, settings: Mapping[str, Any]) -> None:
+def _same(
+    folder: Path, about: Path, settings: Mapping[str, Any], may_change: Collection[str]
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The settings that the folder was begun with and their former values; raises `CommandError` if others differ."""
     try:
         content = json.loads(about.read_bytes())
         found, kept = content["format"], dict(content["settings"])
+        earlier = {str(name): list(values) for name, values in dict(content.get("earlier", {})).items()}
     except (ValueError, LookupError, TypeError) as error:
         raise CommandError(f"{about} is no settings of an evaluation: {error!r}; choose another --out") from error
     if found != FORMAT:
         raise CommandError(f"{about}: expected the format {FORMAT!r}, found {found!r:.80}; choose another --out")
     names = sorted({*kept, *settings})
-    differ = [name for name in names if kept.get(name) != settings.get(name)]
+    differ = [name for name in names if kept.get(name) != settings.get(name) and name not in may_change]
     if differ:
         told = "; ".join(f"{name}: {kept.get(name)!r:.80}, now {settings.get(name)!r:.80}" for name in differ)
         raise CommandError(f"{folder} was begun with other settings ({told}); choose another --out to begin anew")
+    return kept, earlier
