@@ -1,0 +1,388 @@
+"""The registered study: methods that are tuned alike, compared by independent starts (docs/results/study.md).
+
+    python -m bpo_ref.experiments.registered run alfworld --out runs/study --data docs/results/data/study --hours 2
+    python -m bpo_ref.experiments.registered report --data docs/results/data/study
+
+``run`` works through a queue: supervised starts, tuning, and with the settings that tuning chose the runs that count.
+It may be stopped and started at any time: finished runs are skipped, an interrupted one goes on exactly, and what has
+finished is in ``--data`` as one file per stage. ``report`` prints what these files say; while runs are missing it says
+how many, and tests nothing.
+
+The design is this module: methods, grids, starts, budgets and comparisons are its constants. A change to one of them
+after the first run is a deviation from the registration and belongs on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bpo_ref.experiments.plots import read_scores
+from bpo_ref.experiments.sweep import commands, folder_of
+
+RATES = (1e-4, 3e-4, 1e-3)
+"""Learning rates, constant after a warm-up of three updates."""
+EPISODES = 64
+"""Independent rollouts of an update, whatever the group size: tasks x rollouts per task."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm and its three group sizes, smallest first.
+
+    Attributes:
+        words: arguments of the trainer.
+        sizes: for each group size, its name and its arguments.
+    """
+
+    words: str
+    sizes: Mapping[str, str]
+
+
+def _flat(words: str) -> Method:
+    return Method(words, {str(n): f"--prompts {EPISODES // n} --roots {n}" for n in (4, 8, 16)})
+
+
+def _tree(words: str) -> Method:  # of `bpo`: a path splits on its way, so that n roots end in about 2 n returns
+    return Method(words, {str(n): f"--prompts {EPISODES // (2 * n)} --roots {n}" for n in (2, 4, 8)})
+
+
+METHODS: Mapping[str, Method] = {
+    "grpo": _flat("--algo grpo"),
+    "rloo": _flat("--algo rloo"),
+    "rloo-pooled": _flat("--algo rloo-pooled"),
+    "rloo-pooled-lookahead": _flat("--algo rloo-pooled --lookahead True"),
+    "gigpo": _flat("--algo gigpo"),
+    "ppo": _flat("--algo ppo"),  # four passes of four minibatches
+    "vineppo": _flat("--algo vineppo --mc-turns 2 --mc-rollouts 2"),  # two turns valued by two rollouts each
+    # the paper's K = 4 with one, two and four branch points: 4, 7 and 13 returns
+    "bpo-paper": Method(
+        "--algo bpo-paper --width 4",
+        {str(1 + 3 * m): f"--prompts {EPISODES // (4 * m)} --points {m}" for m in (1, 2, 4)},
+    ),
+    "bpo": _tree("--algo bpo"),
+    "bpo-lookahead": _tree("--algo bpo --lookahead True"),
+}
+
+COMPARISONS: Sequence[tuple[str, str]] = (
+    ("rloo-pooled", "grpo"),
+    ("bpo", "grpo"),
+    ("bpo", "rloo-pooled"),
+    ("bpo", "bpo-paper"),
+    ("rloo-pooled-lookahead", "rloo-pooled"),
+    ("bpo-lookahead", "bpo"),
+)
+"""First minus second; tested, with Holm's correction for their number. All others are described only."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """An environment of the study.
+
+    Attributes:
+        config: packaged configuration that all runs share.
+        metric: what an evaluation counts: ``success`` or ``reward``.
+        words: arguments of all runs.
+        tuning: arguments of tuning runs: their budget and an evaluation set of their own.
+        final: arguments of the runs that count.
+        tuning_starts: seeds of the supervised starts for tuning, which serve for nothing else.
+        starts: seeds of the supervised starts that count.
+    """
+
+    config: str
+    metric: str
+    words: str
+    tuning: str
+    final: str
+    tuning_starts: Sequence[int]
+    starts: Sequence[int]
+
+
+_SHARED = "--match tokens --lr-decay constant --updates 60 --warmup 3 --save-every 10 --trackers"  # no tracker
+
+DOMAINS: Mapping[str, Domain] = {
+    "alfworld": Domain(
+        config="alfworld-tiny",
+        metric="success",
+        words=f"{_SHARED} --eval-episodes 128",
+        tuning="--budget 60000 --eval-every 15 --eval-kwargs games=embedded:seen",
+        final="--budget 120000 --eval-every 6",
+        tuning_starts=range(100, 103),
+        starts=range(200, 212),
+    ),
+}
+
+
+# The queue.
+
+
+def rate_label(rate: float) -> str:
+    """A learning rate as it is written in names of runs."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def label_of(method: str, size: str, rate: float) -> str:
+    """Name of a setting."""
+    return f"{method}.g{size}.lr{rate_label(rate)}"
+
+
+def words_of(method: str, size: str, rate: float) -> str:
+    """Arguments of a setting."""
+    return f"{METHODS[method].words} {METHODS[method].sizes[size]} --lr {rate}"
+
+
+def areas(data: Path, domain: str, stage: str) -> dict[tuple[str, int], float]:
+    """Area under the curve of every finished run: the mean of its evaluations after the start, by setting and seed."""
+    file = data / f"{domain}-{stage}.jsonl"
+    found = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    metric = DOMAINS[domain].metric
+    return {
+        (run["setting"], run["seed"]): float(np.mean([score[metric] for score in run["scores"][1:]])) for run in found
+    }
+
+
+def best(found: Mapping[tuple[str, int], float], labels: Sequence[str], seeds: Sequence[int]) -> str | None:
+    """The setting with the highest mean area; of equal ones the first. None: runs are missing."""
+    if any((label, seed) not in found for label in labels for seed in seeds):
+        return None
+    return max(labels, key=lambda label: np.mean([found[label, seed] for seed in seeds]))
+
+
+def tuning_labels(method: str, found: Mapping[tuple[str, int], float], seeds: Sequence[int]) -> list[str]:
+    """Settings of a method that tuning needs by now; the last ones depend on the results of the first.
+
+    The rule: three learning rates at the middle group size; if the best is at an end of the grid, the next one beyond
+    it in the same ratio, once; then the two other group sizes at the best rate.
+    """
+    small, middle, large = METHODS[method].sizes
+    rates = list(RATES)
+    labels = [label_of(method, middle, rate) for rate in rates]
+    first = best(found, labels, seeds)
+    if first is None:
+        return labels
+    at = labels.index(first)
+    if at != 1:
+        rates.append(rates[0] ** 2 / rates[1] if at == 0 else rates[-1] ** 2 / rates[-2])
+        labels.append(label_of(method, middle, rates[-1]))
+        if best(found, labels, seeds) is None:
+            return labels
+    rate = rates[labels.index(best(found, labels, seeds) or first)]
+    return labels + [label_of(method, size, rate) for size in (small, large)]
+
+
+def chosen(data: Path, domain: str) -> dict[str, str]:
+    """The setting that tuning chose for each method; methods whose tuning is not finished are left out."""
+    found, seeds = areas(data, domain, "tuning"), DOMAINS[domain].tuning_starts
+    choices = {method: best(found, tuning_labels(method, found, seeds), seeds) for method in METHODS}
+    return {method: label for method, label in choices.items() if label is not None}
+
+
+def parsed(label: str) -> tuple[str, str, float]:
+    """Method, group size and learning rate of a setting's name."""
+    method, size, rate = label.split(".", 2)
+    return method, size.removeprefix("g"), float(rate.removeprefix("lr"))
+
+
+def queue(domain: str, out: Path, data: Path) -> Iterator[tuple[str, str, int, list[str]]]:
+    """Stage, setting, seed and command of what is to be run next, until nothing is missing.
+
+    Every start is finished for all methods before the next one is begun: what is there of an unfinished study is whole
+    starts.
+    """
+    design = DOMAINS[domain]
+    while True:
+        found = areas(data, domain, "tuning")
+        wanted = [
+            ("tuning", label, seed)
+            for seed in design.tuning_starts
+            for method in METHODS
+            for label in tuning_labels(method, found, design.tuning_starts)
+            if (label, seed) not in found
+        ]
+        if not wanted:
+            done, choices = areas(data, domain, "final"), chosen(data, domain)
+            wanted = [
+                ("final", choices[method], seed)
+                for seed in design.starts
+                for method in METHODS
+                if (choices[method], seed) not in done
+            ]
+        if not wanted:
+            return
+        stage, label, seed = wanted[0]
+        extra = [*design.words.split(), *(design.tuning if stage == "tuning" else design.final).split()]
+        starts, runs = commands(
+            {label: words_of(*parsed(label))}, out / stage, config=design.config, seeds=[seed], launch=sys.executable,
+            extra=[],
+        )  # fmt: skip
+        for command in starts:
+            yield "start", "sft", seed, [*command, "--eval-untrained", "False", "--trackers"]
+        folder = out / stage / f"{label}-seed{seed}"
+        again = ["true", "--out", str(folder)]  # finished, but its results were not yet written down
+        yield stage, label, seed, [*(runs[0] if runs else again), *extra]
+
+
+def record(stage: str, label: str, seed: int, folder: Path) -> dict[str, Any]:
+    """A finished run as a line of the data; the outcomes of tasks are kept of runs that count."""
+    results = json.loads((folder / "results.json").read_text())
+    scores = read_scores(folder)
+    kept = ["update", "tokens", "returns", "env_steps", "seconds", "success", "reward", "n"]
+    kept += ["outcomes"] * (stage == "final")
+    return {
+        "setting": label,
+        "seed": seed,
+        "commit": commit(),
+        "counters": results["counters"],
+        "scores": [{name: score[name] for name in kept if name in score} for score in scores],
+    }
+
+
+def commit() -> str:
+    """The commit that this file is of; empty outside of a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def run(domain: str, out: Path, data: Path, *, hours: float, dry_run: bool = False) -> None:
+    """Work through the queue until it is empty or the time is over.
+
+    Raises:
+        SystemExit: a run failed; KeyboardInterrupt stops the run that is under way, which goes on the next time.
+    """
+    until = time.monotonic() + 3600 * hours
+    data.mkdir(parents=True, exist_ok=True)
+    for stage in ("tuning", "final"):
+        (out / stage).mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stage, label, seed, command in queue(domain, out, data):
+        if dry_run or time.monotonic() > until:
+            print(f"next: {stage} {label} seed {seed}: {shlex.join(command)}")
+            return
+        print(time.strftime("%H:%M:%S"), stage, label, seed, flush=True)
+        folder = folder_of(command)
+        with (out / f"{domain}.log").open("a") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:
+                process.terminate()
+                process.wait()
+                raise
+        if status or not (folder / "results.json").exists():
+            raise SystemExit(f"error: {shlex.join(command)} ended with {status}: see {out / f'{domain}.log'}")
+        if stage != "start":
+            with (data / f"{domain}-{stage}.jsonl").open("a") as file:
+                file.write(json.dumps(record(stage, label, seed, folder), separators=(",", ":")) + "\n")
+
+
+# What it says.
+
+
+def p_value(differences: NDArray[np.float64]) -> float:
+    """Two-sided exact permutation test of a mean difference of 0, by the signs of the starts' differences."""
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
+    means = signs @ differences / len(differences)
+    return float(np.mean(np.abs(means) >= abs(differences.mean()) - 1e-12))
+
+
+def interval(differences: NDArray[np.float64], level: float = 0.95) -> tuple[float, float]:
+    """The mean differences that the permutation test does not reject, to a thousandth of their range."""
+    centre, reach = float(differences.mean()), float(np.ptp(differences)) or 1e-9
+    grid = np.linspace(0.0, 2 * reach, 2001)
+
+    def end(sign: float) -> float:
+        kept = [shift for shift in grid if p_value(differences - (centre + sign * shift)) > 1 - level]
+        return centre + sign * float(max(kept))
+
+    return end(-1.0), end(1.0)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """P-values corrected for their number by Holm's procedure."""
+    adjusted, largest = [0.0] * len(p), 0.0
+    for rank, index in enumerate(np.argsort(p, kind="stable")):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def counts(data: Path, domain: str) -> str:
+    """How many runs of the study are there."""
+    design = DOMAINS[domain]
+    found = {stage: len(areas(data, domain, stage)) for stage in ("tuning", "final")}
+    wanted = len(METHODS) * len(design.starts)
+    tuned = len(chosen(data, domain))
+    return (
+        f"{domain}: {found['tuning']} tuning runs, {tuned} of {len(METHODS)} methods tuned; "
+        f"{found['final']} of {wanted} runs that count"
+    )
+
+
+def by_start(data: Path, domain: str) -> dict[str, NDArray[np.float64]]:
+    """Areas of the chosen settings, [starts], by method; empty while runs are missing."""
+    found, choices = areas(data, domain, "final"), chosen(data, domain)
+    starts = DOMAINS[domain].starts
+    if len(choices) < len(METHODS) or any((choices[m], seed) not in found for m in METHODS for seed in starts):
+        return {}
+    return {method: np.array([found[choices[method], seed] for seed in starts]) for method in METHODS}
+
+
+def tables(data: Path, domain: str) -> str:
+    """The tables of a domain as Markdown; while runs are missing, how many there are."""
+    found = by_start(data, domain)
+    if not found:
+        return f"{counts(data, domain)}. Nothing is tested before all of them are there."
+    choices = chosen(data, domain)
+    lines = ["| method | tuned setting | area under the curve, mean ± s.e. of starts |", "|---|---|---|"]
+    for method, area in found.items():
+        error = area.std(ddof=1) / np.sqrt(len(area))
+        lines.append(f"| {method} | {choices[method]} | {area.mean():.3f} ± {error:.3f} |")
+    lines += ["", "| comparison | difference [95 % interval] | p, exact | p, corrected |", "|---|---|---|---|"]
+    differences = [found[first] - found[second] for first, second in COMPARISONS]
+    values = [p_value(each) for each in differences]
+    for (first, second), each, p, corrected in zip(COMPARISONS, differences, values, holm(values)):
+        low, high = interval(each)
+        lines.append(
+            f"| {first} - {second} | {each.mean():+.3f} [{low:+.3f}, {high:+.3f}] | {p:.4f} | {corrected:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    runs = actions.add_parser("run", help="work through the queue of a domain")
+    runs.add_argument("domain", choices=sorted(DOMAINS))
+    runs.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    runs.add_argument("--hours", type=float, default=float("inf"), help="begin no run after this time")
+    runs.add_argument("--dry-run", action="store_true", help="print the next command and do nothing")
+    report = actions.add_parser("report", help="print the tables")
+    for each in (runs, report):
+        each.add_argument("--data", type=Path, default=Path("docs/results/data/study"), help="folder of the results")
+    given = parser.parse_args(argv)
+    if given.action == "report":
+        print("\n\n".join(f"## {domain}\n\n{tables(given.data, domain)}" for domain in DOMAINS))
+        return
+    try:
+        run(given.domain, given.out / given.domain, given.data, hours=given.hours, dry_run=given.dry_run)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
