@@ -180,7 +180,7 @@ def criu() -> Finding:
     if os.geteuid():
         return Finding("criu", "limited", f"{found[0]} is there, but it needs root", enables, "run as root")
     tried = _run(
-        interpreter.module_command("sandboxgym.sandbox.checkpoint.criu"),
+        interpreter.module_command("sandboxgym.sandbox.checkpoint.checkpointer"),
         seconds=program.SECONDS,
         environment=interpreter.environment(),
     )
