@@ -72,8 +72,8 @@ def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) 
                 snap = sandbox.snapshot(strict=True)
                 do(sandbox, "true")
             assert snap.checkpoint is not None
-            row.capture.seconds.append(snap.checkpoint.image.content.seconds)
-            row.nbytes = snap.checkpoint.image.nbytes
+            row.capture.seconds.append(snap.checkpoint.seconds)
+            row.nbytes = snap.checkpoint.nbytes
             snap.release()
             (child,) = sandbox.fork(1, strict=True)
             with child, row.fork.one():

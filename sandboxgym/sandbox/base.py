@@ -55,6 +55,18 @@ class SnapshotLossy(SandboxError):
     """With ``strict=True``: a snapshot would lose the processes or descriptors listed in the message."""
 
 
+class NotCaptured(SandboxError):
+    """Running processes could not be captured; everything continues, as if nothing had been tried.
+
+    Attributes:
+        reasons: one sentence or obstacle each.
+    """
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
 class FileTooLarge(OSError):
     """A file inside is larger than the limit of reading (``errno.EFBIG``); nothing of it was handed out."""
 

@@ -34,6 +34,7 @@ from sandboxgym.sandbox.base import (
     Backend,
     FileTree,
     Limits,
+    NotCaptured,
     Result,
     RootFS,
     SandboxClosed,
@@ -109,7 +110,7 @@ class SandboxSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes on disk of the written files, and of the processes' memory."""
-        return self.tree.nbytes + (self.checkpoint.image.nbytes if self.checkpoint else 0)
+        return self.tree.nbytes + (self.checkpoint.nbytes if self.checkpoint else 0)
 
     def retain(self) -> SandboxSnapshot:
         """Another hold on the same snapshot, released independently."""
@@ -427,11 +428,9 @@ class Sandbox:
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._program is not None and mode != "filesystem" and whole_wanted:
-            from sandboxgym.sandbox.checkpoint import capture
-
             try:
                 return self._captured(state, self._program)
-            except capture.Refused as error:
+            except NotCaptured as error:
                 lost = (*error.reasons, *lost)
             except CriuError as error:
                 lost = (f"not captured: {error}", *lost)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandboxgym.sandbox.base import CONTROL, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.base import CONTROL, NotCaptured, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint.criu import DUMP, Criu, CriuError, Value
 from sandboxgym.sandbox.checkpoint.image import OPTIONS, Checkpoint, Content, Image, control_of, copy_control, images_of
 from sandboxgym.sandbox.checkpoint.restore import RestoreTarget, await_pages, revive
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 _STOPPED_IN = ("do_signal_stop", "ptrace_stop")
 GHOST_LIMIT = 64 * 2**20
 """Bytes of a deleted file that is still open, up to which it is captured."""
-
-
-class Refused(CriuError):
-    """The capture was not tried, because of the obstacles found.
-
-    Attributes:
-        reasons: one each.
-    """
-
-    def __init__(self, reasons: tuple[str, ...]) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = reasons
 
 
 class Capturer:
@@ -93,7 +81,7 @@ def snapshot(
         obstacles: looks for what is in the way, while CRIU starts.
 
     Raises:
-        Refused: there are obstacles.
+        NotCaptured: there are obstacles.
         CriuError: it cannot be done; everything continues, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
         SandboxClosed: the container was ended, for its memory could not be brought.
@@ -107,7 +95,7 @@ def snapshot(
     try:
         with Capturer(backend, program) as capturer, RestoreTarget(backend, program) as target:
             if found := obstacles():
-                raise Refused(found)
+                raise NotCaptured(found)
             backend.runtime.store.check_room((container.group.memory() if container.group else None) or 0)
             return _captured(backend, shell, leader, capturer, target)
     except SandboxUnavailable as error:

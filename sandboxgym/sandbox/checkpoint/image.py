@@ -110,6 +110,16 @@ class Checkpoint:
     image: Image
     session: ShellSession
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the image on disk."""
+        return self.image.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the processes were captured, during most of which they are stopped."""
+        return self.image.content.seconds
+
     def retain(self) -> Checkpoint:
         """Another hold on the same checkpoint, released independently."""
         return Checkpoint(self.image.retain(), self.session)
