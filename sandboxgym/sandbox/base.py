@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -197,14 +198,16 @@ class ProcessInfo:
 class Process(Protocol):
     """A process that was started in a sandbox; its exit collects its whole session."""
 
-    pid: int | None
-    """Process id on the host; None where it cannot be known."""
     terminal: int | None
     """The master side of its terminal, if it was started with one."""
     output: int | None
     """The reading side of its stdout and stderr in one pipe, if it was started without a terminal."""
     relayed: bool
     """Another process copies its output into the pipe: the last of it may arrive after the process ended."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on the host; None where it cannot be known."""
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
@@ -239,25 +242,32 @@ class FileTree(Protocol):
 
 
 class Backend(Protocol):
-    """Files and processes of one live sandbox. Not thread-safe; several backends may share a store."""
+    """Files and processes of one live sandbox, to be derived from. Not thread-safe; several may share a store.
+
+    Each takes the trees of its own kind only.
+    """
 
     capabilities: Capabilities
     control_inside: str
     """Path of `control` inside: `CONTROL`, except for backends without isolation."""
 
     @property
+    @abstractmethod
     def control(self) -> Path:
         """Directory of the live sandbox for the pipes and scripts of its shell, as this process can open it.
 
         It is fresh whenever the sandbox is started, and part of no tree: nothing in it outlives what is live.
         """
 
+    @abstractmethod
     def shell_directory(self) -> Path:
         """A directory below `control` for one more shell: with the files that the shell may write to, or writable."""
 
+    @abstractmethod
     def base(self) -> FileTree:
         """The root file system as a tree with nothing written. Starts nothing."""
 
+    @abstractmethod
     def start(self, tree: FileTree | None = None) -> None:
         """Start on ``tree`` (default: `base`) with no process but the init; ends what ran before.
 
@@ -266,9 +276,11 @@ class Backend(Protocol):
         """
 
     @property
+    @abstractmethod
     def live(self) -> bool:
         """True if started and neither closed nor frozen, and the processes were not killed from outside."""
 
+    @abstractmethod
     def spawn(
         self,
         argv: Sequence[str],
@@ -289,12 +301,15 @@ class Backend(Protocol):
             stdin: a descriptor to read from (without a terminal only); default: ``/dev/null``.
         """
 
+    @abstractmethod
     def processes(self) -> list[ProcessInfo]:
         """The processes inside, without the init of the sandbox."""
 
+    @abstractmethod
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes by the numbers of `processes`; those gone already are ignored."""
 
+    @abstractmethod
     def written(self) -> Written | None:
         """Status of the files written since the start, read without their content (`written.look`); None where hidden.
 
@@ -302,6 +317,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    @abstractmethod
     def layers_above(self, tree: FileTree) -> list[Path] | None:
         """Directories of the files written since a tree was the present state, the last one first.
 
@@ -312,6 +328,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    @abstractmethod
     def losses(self) -> tuple[str, ...]:
         """Descriptions of the losses of a tree taken now, beyond those that the capabilities declare for every tree.
 
@@ -319,6 +336,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """Context in which no process inside runs, except where the capabilities' notes say otherwise.
 
@@ -328,6 +346,7 @@ class Backend(Protocol):
             SandboxClosed: there is nothing that runs.
         """
 
+    @abstractmethod
     def freeze(self, *, keep_processes: bool = False) -> FileTree:
         """Make a tree of the present files.
 
@@ -336,6 +355,7 @@ class Backend(Protocol):
         was written, and the sandbox is not disturbed.
         """
 
+    @abstractmethod
     def unpack(self, archive: bytes) -> FileTree:
         """Make a tree from the archive of `FileTree.pack`, on the same base.
 
@@ -345,6 +365,7 @@ class Backend(Protocol):
             SnapshotMismatch: of another base.
         """
 
+    @abstractmethod
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Read a regular file, with links resolved inside the sandbox.
 
@@ -357,12 +378,22 @@ class Backend(Protocol):
             OSError: as `open` would, with the path as seen inside; no regular file; not read in time.
         """
 
+    @abstractmethod
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the sandbox's user, making missing parent directories."""
 
+    def relocate(self, text: str, tree: FileTree) -> str:
+        """Text with paths of the sandbox that a tree was taken in replaced by those of the live one.
+
+        They differ only where sandboxes are not isolated: by default the text itself.
+        """
+        return text
+
+    @abstractmethod
     def sibling(self) -> Backend:
         """Another backend of the same kind, root file system, limits and store, not started."""
 
+    @abstractmethod
     def close(self) -> None:
         """End every process, unmount, delete the files that no tree holds. Idempotent."""
 

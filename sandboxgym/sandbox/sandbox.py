@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from sandboxgym import serialization
 from sandboxgym.brief import brief
@@ -633,9 +633,8 @@ class Sandbox:
         parts = self._parts
         if parts.shell is None:
             state, tree = self._state, parts.tree
-            relocate = getattr(self.backend, "relocate", None)
-            if state is not None and tree is not None and relocate is not None:
-                state = state.mapped(lambda text: _through(relocate, text, tree))
+            if state is not None and tree is not None:
+                state = state.mapped(lambda text: _relocated(self.backend, text, tree))
             parts.shell = Shell(self.backend, env=self._env, cwd=self._workdir, output=self.limits.output, state=state)
         return parts.shell
 
@@ -710,6 +709,5 @@ def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> s
     return program
 
 
-def _through(relocate: Any, text: bytes, tree: FileTree) -> bytes:
-    moved: str = relocate(text.decode("utf-8", "surrogateescape"), tree)
-    return moved.encode("utf-8", "surrogateescape")
+def _relocated(backend: Backend, text: bytes, tree: FileTree) -> bytes:
+    return backend.relocate(text.decode("utf-8", "surrogateescape"), tree).encode("utf-8", "surrogateescape")

@@ -30,6 +30,7 @@ from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox.base import (
     CONTROL,
     READ_LIMIT,
+    Backend,
     Capabilities,
     FileTree,
     Limits,
@@ -58,7 +59,7 @@ _STOPPING = 3.0  # seconds in which all processes must have stopped, where there
 _LOOKS = 3  # in a row that must find nothing running: a chain of short processes may slip through one
 
 
-class OverlayBackend:
+class OverlayBackend(Backend):
     """Files and processes of one container; see `base.Backend`.
 
     Args:
@@ -150,7 +151,7 @@ class OverlayBackend:
         note = "With stopped processes it runs until CRIU has seized it, and can prevent that: files are captured then."
         self.capabilities = replace(found, notes=(*found.notes, note))
 
-    def start(self, tree: OverlayTree | None = None) -> None:
+    def start(self, tree: OverlayTree | None = None) -> None:  # type: ignore[override]
         """Start on ``tree``; see `base.Backend.start`."""
         if self._closed:
             raise SandboxClosed("the backend was closed")
