@@ -4,8 +4,9 @@
    tasks; ``sandbox.py`` builds those on top, the same for every backend.
 2. A `FileTree` is the files of a sandbox at one instant: immutable, kept by its holders, given back by ``release`` or
    garbage collection. A sandbox starts on a tree and writes to a layer of its own.
-3. State that a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
-4. Nothing survives its owner: closing is idempotent, and the leftovers of a killed owner are cleared by
+3. A `Checkpointer` captures running processes beside the files, for the backends that have one.
+4. State that a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
+5. Nothing survives its owner: closing is idempotent, and the leftovers of a killed owner are cleared by
    ``run_directories.reap``.
 """
 
@@ -19,12 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.system import run_directories
+
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.shell.session import Shell
 
 CONTROL = "/run/.sandboxgym"
 """Path of the control directory inside (`Backend.control`), except for backends without isolation."""
@@ -241,6 +245,78 @@ class FileTree(Protocol):
         """Give up this hold; the last one deletes the files. Idempotent; also happens at garbage collection."""
 
 
+class Checkpoint(Protocol):
+    """The running processes of a snapshot, beside its files; immutable."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, beside the files."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until they were captured, during most of which they are stopped."""
+
+    def retain(self) -> Checkpoint:
+        """Another hold on the same checkpoint, released independently."""
+
+    def release(self) -> None:
+        """Give up this hold; the last one deletes it. Idempotent."""
+
+
+class Checkpointer(Protocol):
+    """Capture and restore of the running processes of one backend; `prepare` is called first, and once."""
+
+    @abstractmethod
+    def prepare(self, lazy_pages: int | None) -> None:
+        """Make the backend, which is not started, ready for its processes to be captured.
+
+        Args:
+            lazy_pages: bytes of memory from which on it is restored lazily, while the processes run, where that is
+                possible; None: never.
+
+        Raises:
+            SandboxUnavailable: processes cannot be captured here; the message says why and how to get it.
+        """
+
+    @abstractmethod
+    def obstacles(self, shell: Shell) -> tuple[str, ...]:
+        """Known reasons why a capture would fail now, one sentence each; empty if there is none.
+
+        Args:
+            shell: of the live sandbox; all that can be captured descends from it.
+        """
+
+    @abstractmethod
+    def capture(self, shell: Shell) -> tuple[FileTree, Checkpoint]:
+        """Capture files and processes of the live sandbox at one instant; it continues as if nothing had happened.
+
+        Args:
+            shell: of the live sandbox.
+
+        Raises:
+            NotCaptured: it cannot be done.
+            SandboxFull: there is no room for it; everything continues.
+            SandboxClosed: the sandbox has ended.
+        """
+
+    @abstractmethod
+    def restore(
+        self, tree: FileTree, checkpoint: Checkpoint, *, env: Mapping[str, str], cwd: str, output: int
+    ) -> Shell:
+        """Start the backend with copies of captured processes, ending what ran before; returns their live shell.
+
+        Args:
+            tree: captured with the checkpoint, by a backend of the same kind.
+            checkpoint: which stays as it is.
+            env: of later shells, as for any `Shell`.
+            cwd: see there.
+            output: see there.
+
+        Raises:
+            SandboxUnavailable, SandboxFull: it could not be done, and the backend is not live.
+        """
+
+
 class Backend(Protocol):
     """Files and processes of one live sandbox, to be derived from. Not thread-safe; several may share a store.
 
@@ -381,6 +457,11 @@ class Backend(Protocol):
     @abstractmethod
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the sandbox's user, making missing parent directories."""
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """A new checkpointer of this backend; None if its running processes cannot be captured: the default."""
+        return None
 
     def relocate(self, text: str, tree: FileTree) -> str:
         """Text with paths of the sandbox that a tree was taken in replaced by those of the live one.

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Self
 
 from sandboxgym.sandbox.base import CONTROL, NotCaptured, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint.criu import DUMP, Criu, CriuError, Value
-from sandboxgym.sandbox.checkpoint.image import OPTIONS, Checkpoint, Content, Image, control_of, copy_control, images_of
+from sandboxgym.sandbox.checkpoint.image import (
+    OPTIONS,
+    Content,
+    CriuCheckpoint,
+    Image,
+    control_of,
+    copy_control,
+    images_of,
+)
 from sandboxgym.sandbox.checkpoint.restore import RestoreTarget, await_pages, revive
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
@@ -71,7 +79,7 @@ class Capturer:
 
 def snapshot(
     backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
-) -> tuple[OverlayTree, Checkpoint]:
+) -> tuple[OverlayTree, CriuCheckpoint]:
     """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
 
     Args:
@@ -126,7 +134,7 @@ def _waits_in(pid: int) -> str:
 
 def _captured(
     backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, target: RestoreTarget
-) -> tuple[OverlayTree, Checkpoint]:
+) -> tuple[OverlayTree, CriuCheckpoint]:
     container, below = backend.container, backend.below
     assert container is not None and below is not None
     jobs = stopped_jobs(leader)
@@ -149,7 +157,7 @@ def _captured(
         raise
     shell.move(process, session)
     left.give_back()
-    return tree, Checkpoint(image, session)
+    return tree, CriuCheckpoint(image, session)
 
 
 def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox.base import (
@@ -53,6 +53,9 @@ from sandboxgym.sandbox.overlay import kernel, mounts
 from sandboxgym.sandbox.overlay.cgroups import Groups, rlimits
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, offspring, readable, send, state
 from sandboxgym.sandbox.overlay.runtime import Container, Flavour, Runtime, advice, runtime
+
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.checkpoint.checkpointer import CriuCheckpointer
 
 _DEFAULT_LIMITS = Limits()
 _STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
@@ -138,6 +141,11 @@ class OverlayBackend(Backend):
             else:
                 os.unlink(entry.path)
         return folder
+
+    @property
+    def checkpointer(self) -> CriuCheckpointer | None:
+        """A new checkpointer with CRIU; None if this backend is rootless, as CRIU must be root where processes are."""
+        return None if self.rootless else criu_checkpointer()(self)
 
     def keep_processes(self, *, lazy_pages: int | None = None) -> None:
         """Make containers that CRIU can capture from now on: without private ids, among others.
@@ -543,6 +551,13 @@ def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Cap
         notes=tuple(notes),
         leaves_open=frozenset(leaves_open),
     )
+
+
+def criu_checkpointer() -> type[CriuCheckpointer]:
+    """The class of the checkpointers, imported at its first use: few sandboxes capture processes."""
+    from sandboxgym.sandbox.checkpoint.checkpointer import CriuCheckpointer
+
+    return CriuCheckpointer
 
 
 def why_unavailable(*, rootless: bool | None = None) -> str | None:
