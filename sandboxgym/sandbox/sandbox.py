@@ -680,7 +680,8 @@ def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> C
     checkpointer = backend.checkpointer
     if checkpointer is None:
         raise SandboxUnavailable(
-            f"snapshot={mode!r} needs the overlay backend as root, or another with a checkpointer, found {backend!r}"
+            f"snapshot={mode!r} needs the overlay backend as root, or another with a checkpointer, found "
+            f"{type(backend).__name__} ({backend.capabilities.name})"
         )
     try:
         checkpointer.prepare(lazy_pages)
