@@ -420,8 +420,9 @@ class Sandbox:
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
         if self._checkpointer is not None and mode != "filesystem" and whole_wanted:
             shell = self._parts.shell
-            assert shell is not None
             try:
+                if shell is None:  # a `run` left something behind
+                    raise NotCaptured(self._obstacles())
                 tree, checkpoint = self._checkpointer.capture(shell)
             except NotCaptured as error:
                 lost = (*error.reasons, *lost)
