@@ -121,13 +121,70 @@ def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
     assert reached("conformance") == {"wrappers", "system"}
 
 
-def test_no_other_room_of_the_sandbox_imports_checkpoints() -> None:
-    """Nor when a function runs: what CRIU needs of a container is the overlay backend's, what it is asked is not."""
+def importers_of(prefix: str, modules: Mapping[str, Path]) -> set[tuple[str, str]]:
+    """Modules that import one below ``prefix``, each with its outermost class or function that does; not for types.
+
+    A mention of the name in a string counts as well: it may be imported by it.
+    """
+    found = set()
+    texts = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
+    last = prefix.rpartition(".")[2]
+    for name, text in texts.items():
+        for statement in ast.parse(text).body if last in text else ():
+            if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+                continue
+            for node in ast.walk(statement):
+                match node:
+                    case ast.Import(names):
+                        mentioned = [alias.name for alias in names]
+                    case ast.ImportFrom(module, names):
+                        mentioned = [f"{module}.{alias.name}" for alias in names]
+                    case ast.Constant(str(value)):
+                        mentioned = value.split()
+                    case _:
+                        continue
+                if any(f"{one}.".startswith(f"{prefix}.") for one in mentioned):
+                    found.add((name, getattr(statement, "name", "")))
+    return found
+
+
+def test_one_function_imports_the_room_of_checkpoints() -> None:
+    """CRIU lies behind `Backend.checkpointer`: whatever else wants it asks the overlay backend for the class."""
+    room = "sandboxgym.sandbox.checkpoint"
+    modules: dict[str, Path] = {}
+    for package in ("sandboxgym", "sandboxgym_pytest", "bpo_ref"):
+        modules |= modules_of(ROOT / package)
+    others = {name: path for name, path in modules.items() if not f"{name}.".startswith(f"{room}.")}
+    assert len(others) < len(modules)
+    assert importers_of(room, others) == {("sandboxgym.sandbox.overlay.backend", "criu_checkpointer")}
+
+
+def test_the_sandbox_and_its_shell_know_no_backend() -> None:
     modules = modules_of(ROOT / "sandboxgym" / "sandbox")
-    rooms = {name: path for name, path in modules.items() if name.count(".") > 1}
-    others = {name: path for name, path in rooms.items() if not name.startswith("sandbox.checkpoint.")}
-    assert 0 < len(others) < len(rooms)
-    assert not {name for name, path in others.items() if "sandbox.checkpoint" in path.read_text(encoding="utf-8")}
+    generic = {name for name in modules if name in ("sandbox.base", "sandbox.sandbox") or ".shell." in name}
+    assert len(generic) > 4
+    for room in ("overlay", "docker", "copy"):
+        users = {name for name, _ in importers_of(f"sandboxgym.sandbox.{room}.backend", modules)}
+        assert users and not users & generic
+
+
+@pytest.mark.parametrize(
+    ("text", "importer"),
+    [
+        ("from house.room import x", ""),
+        ("import house.room.a", ""),
+        ("from house import room", ""),
+        ("def f():\n    from house.room.a import x", "f"),
+        ("class C:\n    def f(self):\n        import house.room", "C"),
+        ("def f():\n    return import_module('house.room.a')", "f"),
+        ("from house.roomy import x", None),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.room", None),
+    ],
+)
+def test_an_import_inside_of_a_function_is_found(tmp_path: Path, text: str, importer: str | None) -> None:
+    (tmp_path / "a.py").write_text(text)
+    expected = set() if importer is None else {("a", importer)}
+    assert importers_of("house.room", {"a": tmp_path / "a.py"}) == expected
 
 
 def test_rooms_of_the_trainer_import_in_one_direction() -> None:

@@ -20,8 +20,7 @@ from typing import cast
 
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
 from sandboxgym.bench.tools import page
-from sandboxgym.sandbox.checkpoint import criu
-from sandboxgym.sandbox.overlay.backend import OverlayBackend
+from sandboxgym.sandbox.overlay.backend import OverlayBackend, criu_checkpointer
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 
 LONG = 300.0
@@ -72,8 +71,8 @@ def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) 
                 snap = sandbox.snapshot(strict=True)
                 do(sandbox, "true")
             assert snap.checkpoint is not None
-            row.capture.seconds.append(snap.checkpoint.image.content.seconds)
-            row.nbytes = snap.checkpoint.image.nbytes
+            row.capture.seconds.append(snap.checkpoint.seconds)
+            row.nbytes = snap.checkpoint.nbytes
             snap.release()
             (child,) = sandbox.fork(1, strict=True)
             with child, row.fork.one():
@@ -260,14 +259,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--image", help="Docker image with bash; without it Docker is left out")
     parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     arguments = parser.parse_args(argv)
-    if reason := criu.why_unavailable():
+    checkpointer = criu_checkpointer()
+    if reason := checkpointer.why_unavailable():
         raise SystemExit(f"full snapshots are not available here: {reason}")
-    program = criu.find()
-    assert program is not None
-    if not criu.brings_pages(program):
-        raise SystemExit(f"memory cannot be loaded on demand here: {criu.NO_PAGES}")
+    if reason := checkpointer.why_not_lazy():
+        raise SystemExit(f"memory cannot be loaded on demand here: {reason}")
     few = max(3, arguments.repeats // 3)
-    where = f"{page.machine(f'CRIU {criu.version(program)}')}; load {os.getloadavg()[0]:.1f} at the start."
+    where = f"{page.machine(f'CRIU {checkpointer.version()}')}; load {os.getloadavg()[0]:.1f} at the start."
     table, rows = works(arguments.repeats)
     lines = [
         *page.head("Full snapshots: sandboxes forked with what runs in them", "full", argv),

@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from sandboxgym.brief import brief
-from sandboxgym.sandbox.base import Limits, RootFS, SandboxUnavailable, clean_environment
+from sandboxgym.sandbox.base import Backend, Limits, RootFS, SandboxUnavailable, clean_environment
 
 GROUP = "sandboxgym.sandbox_backends"
 """Group of the entry points: ``NAME = "package.module:FACTORY"``, where the factory is a `Factory`."""
@@ -35,8 +35,7 @@ class Request:
 class Made(NamedTuple):
     """A backend, with the environment and the directory that its processes start with."""
 
-    backend: Any
-    """A `base.Backend`; each takes the trees of its own kind only, which a type cannot say."""
+    backend: Backend
     env: Mapping[str, str]
     """The whole environment of a process; see `clean_environment`."""
     workdir: str

@@ -4,8 +4,9 @@
    tasks; ``sandbox.py`` builds those on top, the same for every backend.
 2. A `FileTree` is the files of a sandbox at one instant: immutable, kept by its holders, given back by ``release`` or
    garbage collection. A sandbox starts on a tree and writes to a layer of its own.
-3. State that a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
-4. Nothing survives its owner: closing is idempotent, and the leftovers of a killed owner are cleared by
+3. A `Checkpointer` captures running processes beside the files, for the backends that have one.
+4. State that a backend cannot keep, hide or limit is declared in its `Capabilities`, never left out in silence.
+5. Nothing survives its owner: closing is idempotent, and the leftovers of a killed owner are cleared by
    ``run_directories.reap``.
 """
 
@@ -14,16 +15,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.system import run_directories
+
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.shell.session import Shell
 
 CONTROL = "/run/.sandboxgym"
 """Path of the control directory inside (`Backend.control`), except for backends without isolation."""
@@ -53,6 +58,18 @@ class SandboxFull(OutsideError, SandboxError):
 
 class SnapshotLossy(SandboxError):
     """With ``strict=True``: a snapshot would lose the processes or descriptors listed in the message."""
+
+
+class NotCaptured(SandboxError):
+    """Running processes could not be captured; everything continues, as if nothing had been tried.
+
+    Attributes:
+        reasons: one sentence or obstacle each.
+    """
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
 
 
 class FileTooLarge(OSError):
@@ -185,14 +202,16 @@ class ProcessInfo:
 class Process(Protocol):
     """A process that was started in a sandbox; its exit collects its whole session."""
 
-    pid: int | None
-    """Process id on the host; None where it cannot be known."""
     terminal: int | None
     """The master side of its terminal, if it was started with one."""
     output: int | None
     """The reading side of its stdout and stderr in one pipe, if it was started without a terminal."""
     relayed: bool
     """Another process copies its output into the pipe: the last of it may arrive after the process ended."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on the host; None where it cannot be known."""
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end: the exit status (128 + signal if killed), or None after ``timeout`` seconds."""
@@ -226,26 +245,105 @@ class FileTree(Protocol):
         """Give up this hold; the last one deletes the files. Idempotent; also happens at garbage collection."""
 
 
+class Checkpoint(Protocol):
+    """The running processes of a snapshot, beside its files; immutable."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, beside the files."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until they were captured, during most of which they are stopped."""
+
+    def retain(self) -> Checkpoint:
+        """Another hold on the same checkpoint, released independently."""
+
+    def release(self) -> None:
+        """Give up this hold; the last one deletes it. Idempotent."""
+
+
+class Checkpointer(Protocol):
+    """Capture and restore of the running processes of one backend; `prepare` is called first, and once."""
+
+    @abstractmethod
+    def prepare(self, lazy_pages: int | None) -> None:
+        """Make the backend, which is not started, ready for its processes to be captured.
+
+        Args:
+            lazy_pages: bytes of memory from which on it is restored lazily, while the processes run, where that is
+                possible; None: never.
+
+        Raises:
+            SandboxUnavailable: processes cannot be captured here; the message says why and how to get it.
+        """
+
+    @abstractmethod
+    def obstacles(self, shell: Shell) -> tuple[str, ...]:
+        """Known reasons why a capture would fail now, one sentence each; empty if there is none.
+
+        Args:
+            shell: of the live sandbox; all that can be captured descends from it.
+        """
+
+    @abstractmethod
+    def capture(self, shell: Shell) -> tuple[FileTree, Checkpoint]:
+        """Capture files and processes of the live sandbox at one instant; it continues as if nothing had happened.
+
+        Args:
+            shell: of the live sandbox.
+
+        Raises:
+            NotCaptured: it cannot be done.
+            SandboxFull: there is no room for it; everything continues.
+            SandboxClosed: the sandbox has ended.
+        """
+
+    @abstractmethod
+    def restore(
+        self, tree: FileTree, checkpoint: Checkpoint, *, env: Mapping[str, str], cwd: str, output: int
+    ) -> Shell:
+        """Start the backend with copies of captured processes, ending what ran before; returns their live shell.
+
+        Args:
+            tree: captured with the checkpoint, by a backend of the same kind.
+            checkpoint: which stays as it is.
+            env: of later shells, as for any `Shell`.
+            cwd: see there.
+            output: see there.
+
+        Raises:
+            SandboxUnavailable, SandboxFull: it could not be done, and the backend is not live.
+        """
+
+
 class Backend(Protocol):
-    """Files and processes of one live sandbox. Not thread-safe; several backends may share a store."""
+    """Files and processes of one live sandbox, to be derived from. Not thread-safe; several may share a store.
+
+    Each takes the trees of its own kind only.
+    """
 
     capabilities: Capabilities
     control_inside: str
     """Path of `control` inside: `CONTROL`, except for backends without isolation."""
 
     @property
+    @abstractmethod
     def control(self) -> Path:
         """Directory of the live sandbox for the pipes and scripts of its shell, as this process can open it.
 
         It is fresh whenever the sandbox is started, and part of no tree: nothing in it outlives what is live.
         """
 
+    @abstractmethod
     def shell_directory(self) -> Path:
         """A directory below `control` for one more shell: with the files that the shell may write to, or writable."""
 
+    @abstractmethod
     def base(self) -> FileTree:
         """The root file system as a tree with nothing written. Starts nothing."""
 
+    @abstractmethod
     def start(self, tree: FileTree | None = None) -> None:
         """Start on ``tree`` (default: `base`) with no process but the init; ends what ran before.
 
@@ -254,9 +352,11 @@ class Backend(Protocol):
         """
 
     @property
+    @abstractmethod
     def live(self) -> bool:
         """True if started and neither closed nor frozen, and the processes were not killed from outside."""
 
+    @abstractmethod
     def spawn(
         self,
         argv: Sequence[str],
@@ -277,12 +377,15 @@ class Backend(Protocol):
             stdin: a descriptor to read from (without a terminal only); default: ``/dev/null``.
         """
 
+    @abstractmethod
     def processes(self) -> list[ProcessInfo]:
         """The processes inside, without the init of the sandbox."""
 
+    @abstractmethod
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes by the numbers of `processes`; those gone already are ignored."""
 
+    @abstractmethod
     def written(self) -> Written | None:
         """Status of the files written since the start, read without their content (`written.look`); None where hidden.
 
@@ -290,6 +393,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    @abstractmethod
     def layers_above(self, tree: FileTree) -> list[Path] | None:
         """Directories of the files written since a tree was the present state, the last one first.
 
@@ -300,6 +404,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    @abstractmethod
     def losses(self) -> tuple[str, ...]:
         """Descriptions of the losses of a tree taken now, beyond those that the capabilities declare for every tree.
 
@@ -307,6 +412,7 @@ class Backend(Protocol):
             SandboxClosed: nothing is live.
         """
 
+    @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """Context in which no process inside runs, except where the capabilities' notes say otherwise.
 
@@ -316,6 +422,7 @@ class Backend(Protocol):
             SandboxClosed: there is nothing that runs.
         """
 
+    @abstractmethod
     def freeze(self, *, keep_processes: bool = False) -> FileTree:
         """Make a tree of the present files.
 
@@ -324,6 +431,7 @@ class Backend(Protocol):
         was written, and the sandbox is not disturbed.
         """
 
+    @abstractmethod
     def unpack(self, archive: bytes) -> FileTree:
         """Make a tree from the archive of `FileTree.pack`, on the same base.
 
@@ -333,6 +441,7 @@ class Backend(Protocol):
             SnapshotMismatch: of another base.
         """
 
+    @abstractmethod
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Read a regular file, with links resolved inside the sandbox.
 
@@ -345,12 +454,27 @@ class Backend(Protocol):
             OSError: as `open` would, with the path as seen inside; no regular file; not read in time.
         """
 
+    @abstractmethod
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as the sandbox's user, making missing parent directories."""
 
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """A new checkpointer of this backend; None if its running processes cannot be captured: the default."""
+        return None
+
+    def relocate(self, text: str, tree: FileTree) -> str:
+        """Text with paths of the sandbox that a tree was taken in replaced by those of the live one.
+
+        They differ only where sandboxes are not isolated: by default the text itself.
+        """
+        return text
+
+    @abstractmethod
     def sibling(self) -> Backend:
         """Another backend of the same kind, root file system, limits and store, not started."""
 
+    @abstractmethod
     def close(self) -> None:
         """End every process, unmount, delete the files that no tree holds. Idempotent."""
 

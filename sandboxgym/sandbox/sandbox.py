@@ -20,9 +20,9 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from sandboxgym import serialization
 from sandboxgym.brief import brief
@@ -32,8 +32,11 @@ from sandboxgym.sandbox.base import (
     LONGEST_COMMAND,
     READ_LIMIT,
     Backend,
+    Checkpoint,
+    Checkpointer,
     FileTree,
     Limits,
+    NotCaptured,
     Result,
     RootFS,
     SandboxClosed,
@@ -41,18 +44,11 @@ from sandboxgym.sandbox.base import (
     SandboxUnavailable,
     SnapshotLossy,
 )
-from sandboxgym.sandbox.checkpoint import criu
-from sandboxgym.sandbox.checkpoint.criu import CriuError
-from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.layers.written import Written
-from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.shell.aftermath import Moment, births_of, end_started, started_since
 from sandboxgym.sandbox.shell.exec import collect
 from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell.state import ShellState
-
-if TYPE_CHECKING:
-    from sandboxgym.sandbox.checkpoint.image import Checkpoint
 
 log = logging.getLogger("sandboxgym")
 
@@ -109,7 +105,7 @@ class SandboxSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes on disk of the written files, and of the processes' memory."""
-        return self.tree.nbytes + (self.checkpoint.image.nbytes if self.checkpoint else 0)
+        return self.tree.nbytes + (self.checkpoint.nbytes if self.checkpoint else 0)
 
     def retain(self) -> SandboxSnapshot:
         """Another hold on the same snapshot, released independently."""
@@ -180,8 +176,8 @@ class Sandbox:
         workdir: directory that the shell and `run` start in.
         limits: as given to the backend; wall time and output are enforced here.
         snapshot: what snapshots hold beside files and the shell's state: nothing (``"filesystem"``); running processes
-            with all that they have (``"full"``, with an `OverlayBackend` as root and a CRIU); or these only where more
-            runs than the idle shell (``"auto"``).
+            with all that they have (``"full"``, for a backend with a `Checkpointer`); or these only where more runs
+            than the idle shell (``"auto"``).
         lazy_pages: bytes of captured memory from which on a copy gets it bit by bit while it runs, so that it starts
             after the same short time whatever its size; None: never. Where the kernel cannot do that it is restored as
             a whole, which the backend's capabilities tell.
@@ -203,7 +199,7 @@ class Sandbox:
         self.backend = backend
         self.mode: SnapshotMode = snapshot
         self._lazy_pages = lazy_pages
-        self._program = _prepared(backend, snapshot, lazy_pages)
+        self._checkpointer = _prepared(backend, snapshot, lazy_pages)
         self.limits = limits or Limits()
         self._env, self._workdir = dict(env), workdir
         self._parts = _Parts(backend)
@@ -352,13 +348,9 @@ class Sandbox:
 
     def _obstacles(self) -> tuple[str, ...]:
         """Known obstacles to capturing the processes."""
-        from sandboxgym.sandbox.checkpoint.preflight import obstacles
-
-        shell, backend = self._parts.shell, self.backend
-        if shell is None or shell.pid is None:
-            return ("no shell was started",)
-        assert isinstance(backend, OverlayBackend) and backend.container is not None
-        return obstacles(backend.container.pid, shell.pid, network=backend.network)
+        shell, checkpointer = self._parts.shell, self._checkpointer
+        assert checkpointer is not None
+        return ("no shell was started",) if shell is None else checkpointer.obstacles(shell)
 
     def _beside_files(self) -> tuple[str, ...]:
         """State that a snapshot of files and shell would not hold."""
@@ -407,7 +399,7 @@ class Sandbox:
             ValueError: a ``mode`` that the sandbox was not made for.
         """
         mode = self.mode if mode is None else mode
-        if mode != "filesystem" and self._program is None:
+        if mode != "filesystem" and self._checkpointer is None:
             raise ValueError(
                 f"expected mode 'filesystem' for a sandbox made with snapshot={self.mode!r}, found {mode!r}"
             )
@@ -426,15 +418,16 @@ class Sandbox:
         lost += (*self._beside_files(), *self.backend.losses())
         # Where nothing but a `run` has been, files are all there is.
         whole_wanted = lost or (mode == "full" and self._parts.shell is not None)
-        if self._program is not None and mode != "filesystem" and whole_wanted:
-            from sandboxgym.sandbox.checkpoint import capture
-
+        if self._checkpointer is not None and mode != "filesystem" and whole_wanted:
+            shell = self._parts.shell
             try:
-                return self._captured(state, self._program)
-            except capture.Refused as error:
+                if shell is None:  # a `run` left something behind
+                    raise NotCaptured(self._obstacles())
+                tree, checkpoint = self._checkpointer.capture(shell)
+            except NotCaptured as error:
                 lost = (*error.reasons, *lost)
-            except CriuError as error:
-                lost = (f"not captured: {error}", *lost)
+            else:
+                return SandboxSnapshot(tree, state, checkpoint=checkpoint)
         if lost and strict:
             raise SnapshotLossy(f"a snapshot would lose {'; '.join(lost)}")
         # In "full" mode the shell's history, say, must not be lost either; and where a tree is a copy, it may lack what
@@ -460,14 +453,6 @@ class Sandbox:
             assert shell is not None
             return shell.known_state, (f"what changed in the shell: {error}",)
 
-    def _captured(self, state: ShellState | None, program: str) -> SandboxSnapshot:
-        from sandboxgym.sandbox.checkpoint import capture
-
-        shell = self._parts.shell
-        assert shell is not None and isinstance(self.backend, OverlayBackend)
-        tree, checkpoint = capture.snapshot(self.backend, shell, program, obstacles=self._obstacles)
-        return SandboxSnapshot(tree, state, checkpoint=checkpoint)
-
     def restore(self, snap: SandboxSnapshot) -> None:
         """Return to a captured state; all running processes are ended.
 
@@ -481,7 +466,7 @@ class Sandbox:
         tree = snap.tree
         if tree.base != self._base():
             raise SnapshotMismatch(f"expected a snapshot on the root file system {self._base()}, found {tree.base}")
-        if snap.checkpoint is not None and self._program is None:
+        if snap.checkpoint is not None and self._checkpointer is None:
             raise SnapshotMismatch(
                 f"expected a snapshot of files for a sandbox made with snapshot={self.mode!r}, found one with running "
                 "processes; its files() can be restored"
@@ -615,16 +600,12 @@ class Sandbox:
             raise SandboxClosed("the processes of the sandbox were ended from outside")
 
     def _revive(self, checkpoint: Checkpoint) -> None:
-        from sandboxgym.sandbox.checkpoint import restore as revive
-
-        backend, parts = self.backend, self._parts
-        assert isinstance(backend, OverlayBackend) and isinstance(parts.tree, OverlayTree)
-        if self._program is None:
+        parts = self._parts
+        if self._checkpointer is None:
             raise SandboxUnavailable(f"a sandbox made with snapshot={self.mode!r} cannot restore running processes")
-        backend.part().give_back()
-        process = revive.fork(backend, parts.tree, checkpoint.image, self._program)
-        parts.shell = Shell.restored(
-            backend, process, checkpoint.session, env=self._env, cwd=self._workdir, output=self.limits.output
+        assert parts.tree is not None
+        parts.shell = self._checkpointer.restore(
+            parts.tree, checkpoint, env=self._env, cwd=self._workdir, output=self.limits.output
         )
         parts.checkpoint = None
         checkpoint.release()
@@ -634,9 +615,8 @@ class Sandbox:
         parts = self._parts
         if parts.shell is None:
             state, tree = self._state, parts.tree
-            relocate = getattr(self.backend, "relocate", None)
-            if state is not None and tree is not None and relocate is not None:
-                state = state.mapped(lambda text: _through(relocate, text, tree))
+            if state is not None and tree is not None:
+                state = state.mapped(lambda text: _relocated(self.backend, text, tree))
             parts.shell = Shell(self.backend, env=self._env, cwd=self._workdir, output=self.limits.output, state=state)
         return parts.shell
 
@@ -692,25 +672,24 @@ def make_sandbox(
     raise SandboxUnavailable(f"no sandbox can run on this machine: {'; '.join(reasons)}")
 
 
-def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> str | None:
-    """The CRIU for a sandbox whose snapshots hold processes, with its backend made ready for it."""
+def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> Checkpointer | None:
+    """The checkpointer of a backend whose snapshots hold processes, which is made ready for it."""
     if mode not in get_args(SnapshotMode):
         raise ValueError(f"expected snapshots of {', '.join(get_args(SnapshotMode))}, found {mode!r}")
     if mode == "filesystem":
         return None
-    if not isinstance(backend, OverlayBackend) or backend.rootless:
-        raise SandboxUnavailable(f"snapshot={mode!r} needs the overlay backend as root, found {backend!r}")
-    if reason := criu.why_unavailable():
-        raise SandboxUnavailable(f"snapshot={mode!r} cannot be had here: {reason}")
-    program = criu.find()
-    assert program is not None
-    backend.keep_processes(lazy_pages=lazy_pages)
-    if lazy_pages is not None and not criu.brings_pages(program):
-        note = f"Captured memory is restored as a whole, for {criu.NO_PAGES}."
-        backend.capabilities = replace(backend.capabilities, notes=(*backend.capabilities.notes, note))
-    return program
+    checkpointer = backend.checkpointer
+    if checkpointer is None:
+        raise SandboxUnavailable(
+            f"snapshot={mode!r} needs the overlay backend as root, or another with a checkpointer, found "
+            f"{type(backend).__name__} ({backend.capabilities.name})"
+        )
+    try:
+        checkpointer.prepare(lazy_pages)
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(f"snapshot={mode!r} cannot be had here: {error}") from error
+    return checkpointer
 
 
-def _through(relocate: Any, text: bytes, tree: FileTree) -> bytes:
-    moved: str = relocate(text.decode("utf-8", "surrogateescape"), tree)
-    return moved.encode("utf-8", "surrogateescape")
+def _relocated(backend: Backend, text: bytes, tree: FileTree) -> bytes:
+    return backend.relocate(text.decode("utf-8", "surrogateescape"), tree).encode("utf-8", "surrogateescape")

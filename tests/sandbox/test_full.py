@@ -442,6 +442,17 @@ def test_a_process_that_outlived_its_shell_is_refused(box: Sandbox) -> None:
     snap.release()
 
 
+def test_what_a_run_left_behind_is_lost_where_there_is_no_shell(box: Sandbox) -> None:
+    left = "(setsid bash -c 'touch /tmp/ready; exec sleep 3000' >/dev/null 2>&1 &); "
+    box.run(left + WAIT % "[[ -e /tmp/ready ]]")
+    snap = box.snapshot()
+    assert snap.checkpoint is None
+    assert snap.lossy[0] == "no shell was started" and len(snap.lossy) == 2
+    snap.release()
+    with pytest.raises(SnapshotLossy, match="no shell was started; background: "):
+        box.snapshot(strict=True)
+
+
 def test_a_socket_of_the_host_is_refused(make: Maker) -> None:
     box = make(network=True)
     typed(box, "python3 -q -i")

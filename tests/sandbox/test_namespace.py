@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are 
 
 
 def test_it_is_what_the_protocol_says(box: OverlayBackend) -> None:
-    backend: Backend = box  # type: ignore[assignment]
+    backend: Backend = box
     tree: FileTree = box.base()
     assert isinstance(tree, FileTree)
     assert backend.live

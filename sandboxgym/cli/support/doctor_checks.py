@@ -171,22 +171,23 @@ def reflink() -> Finding:
 
 def criu() -> Finding:
     """Try to capture a sandbox with running processes and to continue a copy of it."""
-    from sandboxgym.sandbox.checkpoint import criu as program
+    from sandboxgym.sandbox.overlay.backend import criu_checkpointer
 
+    checkpointer = criu_checkpointer()
     enables = "full snapshots: files and running processes"
-    found = program.candidates()
+    found = checkpointer.candidates()
     if not found:
-        return Finding("criu", "missing", "no `criu` command", enables, program.HOW_TO_GET)
+        return Finding("criu", "missing", "no `criu` command", enables, checkpointer.HOW_TO_GET)
     if os.geteuid():
         return Finding("criu", "limited", f"{found[0]} is there, but it needs root", enables, "run as root")
     tried = _run(
-        interpreter.module_command("sandboxgym.sandbox.checkpoint.criu"),
-        seconds=program.SECONDS,
+        interpreter.module_command(checkpointer.__module__),
+        seconds=checkpointer.SECONDS,
         environment=interpreter.environment(),
     )
     if tried is None or tried.returncode:
         why = "it did not answer" if tried is None else tried.stdout.strip() or _why(tried)
-        return Finding("criu", "limited", why, enables, program.HOW_TO_GET)
+        return Finding("criu", "limited", why, enables, checkpointer.HOW_TO_GET)
     detail = f"{tried.stdout.strip()}: a sandbox with a running process was captured and forked"
     return Finding("criu", "ok", detail, enables)
 

@@ -18,9 +18,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandboxgym.sandbox.base import CONTROL, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.base import CONTROL, NotCaptured, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint.criu import DUMP, Criu, CriuError, Value
-from sandboxgym.sandbox.checkpoint.image import OPTIONS, Checkpoint, Content, Image, control_of, copy_control, images_of
+from sandboxgym.sandbox.checkpoint.image import (
+    OPTIONS,
+    Content,
+    CriuCheckpoint,
+    Image,
+    control_of,
+    copy_control,
+    images_of,
+)
 from sandboxgym.sandbox.checkpoint.restore import RestoreTarget, await_pages, revive
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
@@ -34,18 +42,6 @@ if TYPE_CHECKING:
 _STOPPED_IN = ("do_signal_stop", "ptrace_stop")
 GHOST_LIMIT = 64 * 2**20
 """Bytes of a deleted file that is still open, up to which it is captured."""
-
-
-class Refused(CriuError):
-    """The capture was not tried, because of the obstacles found.
-
-    Attributes:
-        reasons: one each.
-    """
-
-    def __init__(self, reasons: tuple[str, ...]) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = reasons
 
 
 class Capturer:
@@ -83,7 +79,7 @@ class Capturer:
 
 def snapshot(
     backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
-) -> tuple[OverlayTree, Checkpoint]:
+) -> tuple[OverlayTree, CriuCheckpoint]:
     """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
 
     Args:
@@ -93,7 +89,7 @@ def snapshot(
         obstacles: looks for what is in the way, while CRIU starts.
 
     Raises:
-        Refused: there are obstacles.
+        NotCaptured: there are obstacles.
         CriuError: it cannot be done; everything continues, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
         SandboxClosed: the container was ended, for its memory could not be brought.
@@ -107,7 +103,7 @@ def snapshot(
     try:
         with Capturer(backend, program) as capturer, RestoreTarget(backend, program) as target:
             if found := obstacles():
-                raise Refused(found)
+                raise NotCaptured(found)
             backend.runtime.store.check_room((container.group.memory() if container.group else None) or 0)
             return _captured(backend, shell, leader, capturer, target)
     except SandboxUnavailable as error:
@@ -138,7 +134,7 @@ def _waits_in(pid: int) -> str:
 
 def _captured(
     backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, target: RestoreTarget
-) -> tuple[OverlayTree, Checkpoint]:
+) -> tuple[OverlayTree, CriuCheckpoint]:
     container, below = backend.container, backend.below
     assert container is not None and below is not None
     jobs = stopped_jobs(leader)
@@ -161,7 +157,7 @@ def _captured(
         raise
     shell.move(process, session)
     left.give_back()
-    return tree, Checkpoint(image, session)
+    return tree, CriuCheckpoint(image, session)
 
 
 def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:

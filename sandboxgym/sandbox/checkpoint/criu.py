@@ -73,6 +73,11 @@ def find() -> str | None:
     return _tried(tuple(candidates()))[0]
 
 
+def failures() -> tuple[str, ...]:
+    """Reasons why the programs tried before the one of `find` do not work here; of all programs if none does."""
+    return _tried(tuple(candidates()))[1]
+
+
 def version(program: str) -> str | None:
     """Output of ``criu --version``; None if it fails."""
     try:
@@ -85,12 +90,11 @@ def version(program: str) -> str | None:
 
 def why_unavailable() -> str | None:
     """Reason why sandboxes cannot be captured with their processes here; None if they can."""
-    program, reasons = _tried(tuple(candidates()))
-    if program is not None:
+    if find() is not None:
         return None
     named = os.environ.get(VARIABLE)
     nothing = f"{VARIABLE}={named} is no program" if named else f"no criu on PATH or in {private_directory()}"
-    return f"{'; '.join(reasons) or nothing}. {HOW_TO_GET}"
+    return f"{'; '.join(failures()) or nothing}. {HOW_TO_GET}"
 
 
 @functools.cache
@@ -341,18 +345,3 @@ def errors(log: Path) -> str:
         return ""
     found = [line[line.index("Error (") :] for line in lines if "Error (" in line and _NOISE not in line]
     return f": {'; '.join(found[:4])}" if found else ""
-
-
-def _main() -> int:
-    """Print, for ``sandboxgym doctor``, the CRIU that works, or why none does."""
-    program, reasons = _tried(tuple(candidates()))
-    if program is None:
-        print("; ".join(reasons))
-        return 1
-    memory = "bit by bit" if brings_pages(program) else f"as a whole, for {NO_PAGES}"
-    print(f"version {version(program)} at {program}; much memory is restored {memory}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main())

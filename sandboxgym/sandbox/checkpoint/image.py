@@ -104,15 +104,25 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The processes of a snapshot, beside its files: their image, the shells, and the terminals they need."""
+class CriuCheckpoint:
+    """The processes of a snapshot, beside its files: their image and the state of the shell. See `base.Checkpoint`."""
 
     image: Image
     session: ShellSession
 
-    def retain(self) -> Checkpoint:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the image on disk."""
+        return self.image.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the processes were captured, during most of which they are stopped."""
+        return self.image.content.seconds
+
+    def retain(self) -> CriuCheckpoint:
         """Another hold on the same checkpoint, released independently."""
-        return Checkpoint(self.image.retain(), self.session)
+        return CriuCheckpoint(self.image.retain(), self.session)
 
     def release(self) -> None:
         """Give up this hold. Idempotent."""

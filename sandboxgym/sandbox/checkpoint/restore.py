@@ -14,7 +14,7 @@ import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 from sandboxgym.sandbox.base import Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint import criu
@@ -124,7 +124,7 @@ def revive(
     backend.settle(target.container, below)
     shared.watch(target.container, backend.limits)
     shared.prepare(backend.flavour)
-    return cast("Process", process)
+    return process
 
 
 def _restored(

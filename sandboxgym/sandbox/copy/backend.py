@@ -36,6 +36,7 @@ from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.sandbox.base import (
     READ_LIMIT,
+    Backend,
     Capabilities,
     FileTree,
     Limits,
@@ -216,7 +217,7 @@ class PlainProcess:
         self.terminal = self.output = None
 
 
-class CopyBackend:
+class CopyBackend(Backend):
     """Backend of plain processes in a private directory.
 
     Args:
@@ -271,11 +272,16 @@ class CopyBackend:
         self._mark = self._run.name
         self.root = self._run / "root"
         """The private directory: HOME is ``root/root``, TMPDIR ``root/tmp``."""
-        self.control = self._run / "control"
-        self.control_inside = str(self.control)
-        self.control.mkdir()
+        self._control = self._run / "control"
+        self.control_inside = str(self._control)
+        self._control.mkdir()
         self._processes: list[PlainProcess] = []
         self._live = False
+
+    @property
+    def control(self) -> Path:
+        """The control directory; see `base.Backend.control`."""
+        return self._control
 
     @property
     def live(self) -> bool:
@@ -287,7 +293,7 @@ class CopyBackend:
         path = check_inside(path)
         return path if Path(path).is_relative_to(self.root) else str(self.root) + ("" if path == "/" else path)
 
-    def relocate(self, text: str, tree: CopyTree) -> str:
+    def relocate(self, text: str, tree: CopyTree) -> str:  # type: ignore[override]
         """Text with each mention of the root in which a tree was taken replaced by this root."""
         return text.replace(tree.root, str(self.root))
 
@@ -301,14 +307,14 @@ class CopyBackend:
             raise
         return CopyTree(held)
 
-    def start(self, tree: CopyTree | None = None) -> None:
+    def start(self, tree: CopyTree | None = None) -> None:  # type: ignore[override]
         """Fill the root with a copy of ``tree``; ends what ran before."""
         self._check_open()
         self._end_processes()
         self._live = False
         for folder in (self.root, self.control):
             run_directories.remove_tree(folder)
-        self.control.mkdir()
+        self._control.mkdir()
         if tree is not None and tree.base != self._base:
             raise SandboxUnavailable(f"expected a tree of {self._base}, found one of {tree.base}")
         try:

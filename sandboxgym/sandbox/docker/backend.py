@@ -22,6 +22,7 @@ from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import (
     CONTROL,
     READ_LIMIT,
+    Backend,
     Capabilities,
     FileTooLarge,
     FileTree,
@@ -128,7 +129,7 @@ class _Base:
         self.image = Image(ownership, self.id, tag=None, parent=None).retain()
 
 
-class DockerBackend:
+class DockerBackend(Backend):
     """Backend of containers of one image.
 
     Args:
@@ -155,7 +156,7 @@ class DockerBackend:
         self._folder = self._ownership.path / self._ownership.next_name().rpartition(".")[2]
         self._folder.mkdir(parents=True)
         self._controls = itertools.count()
-        self.control: Path = self._new_control()
+        self._control = self._new_control()
         self._mounted: dict[str, Path] = {}
         self._usual: dict[str, bytes | None] = {}
         self.control_inside = CONTROL
@@ -176,6 +177,11 @@ class DockerBackend:
         )
 
     @property
+    def control(self) -> Path:
+        """The control directory; see `base.Backend.control`."""
+        return self._control
+
+    @property
     def live(self) -> bool:
         """True if its container runs."""
         return self._container is not None and self._container.running
@@ -185,7 +191,7 @@ class DockerBackend:
         self._check_open()
         return DockerTree(self._base.image, self._base)
 
-    def start(self, tree: DockerTree | None = None) -> None:
+    def start(self, tree: DockerTree | None = None) -> None:  # type: ignore[override]
         """Run a container of ``tree``; ends what ran before.
 
         Raises:
@@ -199,7 +205,7 @@ class DockerBackend:
             raise SandboxUnavailable(f"expected a tree of the image {self._base.id}, found one of {tree.base}")
         if tree is not None and self._limits.disk is not None and tree.nbytes > self._limits.disk:
             raise SandboxFull(f"{tree.nbytes} bytes were written, the limit is {self._limits.disk}")
-        old, self.control = self.control, self._new_control()
+        old, self._control = self._control, self._new_control()
         with contextlib.suppress(OSError):  # another user's, without root
             run_directories.remove_tree(old)
         self._write_names({} if tree is None else image.names())

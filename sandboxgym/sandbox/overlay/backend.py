@@ -24,12 +24,13 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox.base import (
     CONTROL,
     READ_LIMIT,
+    Backend,
     Capabilities,
     FileTree,
     Limits,
@@ -53,12 +54,15 @@ from sandboxgym.sandbox.overlay.cgroups import Groups, rlimits
 from sandboxgym.sandbox.overlay.processes import NamespaceProcess, offspring, readable, send, state
 from sandboxgym.sandbox.overlay.runtime import Container, Flavour, Runtime, advice, runtime
 
+if TYPE_CHECKING:
+    from sandboxgym.sandbox.checkpoint.checkpointer import CriuCheckpointer
+
 _DEFAULT_LIMITS = Limits()
 _STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
 _LOOKS = 3  # in a row that must find nothing running: a chain of short processes may slip through one
 
 
-class OverlayBackend:
+class OverlayBackend(Backend):
     """Files and processes of one container; see `base.Backend`.
 
     Args:
@@ -138,6 +142,11 @@ class OverlayBackend:
                 os.unlink(entry.path)
         return folder
 
+    @property
+    def checkpointer(self) -> CriuCheckpointer | None:
+        """A new checkpointer with CRIU; None if this backend is rootless, as CRIU must be root where processes are."""
+        return None if self.rootless else criu_checkpointer()(self)
+
     def keep_processes(self, *, lazy_pages: int | None = None) -> None:
         """Make containers that CRIU can capture from now on: without private ids, among others.
 
@@ -150,7 +159,7 @@ class OverlayBackend:
         note = "With stopped processes it runs until CRIU has seized it, and can prevent that: files are captured then."
         self.capabilities = replace(found, notes=(*found.notes, note))
 
-    def start(self, tree: OverlayTree | None = None) -> None:
+    def start(self, tree: OverlayTree | None = None) -> None:  # type: ignore[override]
         """Start on ``tree``; see `base.Backend.start`."""
         if self._closed:
             raise SandboxClosed("the backend was closed")
@@ -542,6 +551,13 @@ def _capabilities(rootless: bool, groups: Groups | None, shared_ids: str) -> Cap
         notes=tuple(notes),
         leaves_open=frozenset(leaves_open),
     )
+
+
+def criu_checkpointer() -> type[CriuCheckpointer]:
+    """The class of the checkpointers, imported at its first use: few sandboxes capture processes."""
+    from sandboxgym.sandbox.checkpoint.checkpointer import CriuCheckpointer
+
+    return CriuCheckpointer
 
 
 def why_unavailable(*, rootless: bool | None = None) -> str | None:
