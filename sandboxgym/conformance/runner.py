@@ -62,6 +62,7 @@ THEMES = (
     "restore",
     "snapshot",
     "freshness",
+    "interface",
     "wrappers",
     "fork",
     "isolation",

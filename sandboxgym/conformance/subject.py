@@ -205,16 +205,20 @@ class Subject:
         return self.reset_options
 
     def call(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
-        """Perform ``op``; its output, canonical and raw (None if it raised)."""
+        """Perform ``op`` with a copy of its arguments; its output, canonical and raw (None if it raised)."""
+        return self.call_with(env, op.kind, copy.deepcopy(op.value))
+
+    def call_with(self, env: AnyEnv, kind: str, value: Any) -> tuple[Outcome, tuple[Any, ...] | None]:
+        """`call` with these very objects."""
         raw: tuple[Any, ...]
         pulse.beat()
         try:
-            if op.kind == "reset":
-                seed, options = op.value
-                observation, info = env.reset(seed=seed, options=copy.deepcopy(options))
+            if kind == "reset":
+                seed, options = value
+                observation, info = env.reset(seed=seed, options=options)
                 raw = (observation, 0.0, False, False, info)
             else:
-                raw = env.step(copy.deepcopy(op.value))
+                raw = env.step(value)
                 if not isinstance(raw, tuple) or len(raw) != 5:
                     raise TypeError(f"expected 5 values of step(), found {raw!r:.200}")
         except (Exception, SystemExit) as error:

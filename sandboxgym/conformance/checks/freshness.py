@@ -27,8 +27,8 @@ from sandboxgym.core import SnapshotEnv, Transition
 )
 def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore`` returns, exactly, the observation of the captured moment: in the environment that went on, in a new
-    one, in one playing another episode; arrays can be written to if those of steps can; what it, reset and step
-    returned stays as it is when the environment continues.
+    one, in one playing another episode; arrays, also of the steps that follow, can be written to if those of an
+    uninterrupted run can; what it, reset and step returned stays as it is when the environment continues.
     """
     return _returned(subject, budget, rng, 0, "observation")
 
@@ -209,8 +209,10 @@ def _returned(subject: Subject, budget: Budget, rng: np.random.Generator, place:
                         scene.fail(f"restore() returned another {name} than that of the captured moment: {text}")
                     if frozen := _frozen(returned[point - 1], result[place], name):
                         scene.fail(f"{frozen} can be written to where step() returns it, not where restore() does")
-                    for op in control.ops[point : point + 2]:
-                        scene.call(env, op)
+                    for index, op in enumerate(control.ops[point : point + 2], point):
+                        _, raw = scene.perform(env, op)
+                        if raw and (frozen := _frozen(returned[index], raw[4 * place], name)):
+                            scene.fail(f"{frozen} can be written to in an uninterrupted run, not after a restore")
                     later = subject.outcome(env, result[0], 0.0, False, False, result[1])[4 * place]
                     if later != two:
                         text = difference(two, later, name)

@@ -96,6 +96,8 @@ def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
     ops: list[Op] = []
     outcomes: list[Outcome] = []
     held: list[Any] = []
+    marks: list[int] = []
+    raised: list[bool] = []
     stopped = "their number"
     before = processes.resident()
     with Scene(subject) as scene:
@@ -119,6 +121,8 @@ def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
             outcome, raw = scene.perform(env, op)
             ops.append(op)
             outcomes.append(outcome if index in near else Outcome())
+            marks.append(_mark(outcome))
+            raised.append(outcome.raised is not None)
             held.append(scene.snapshot(env))
         else:
             stopped = "their number" if len(held) == most else "time"
@@ -137,7 +141,30 @@ def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
             result = scene.restore(env, walk.snaps[point])
             scene.expect_returned(env, walk, point, result, f"restored number {point}, {what}")
             scene.expect(env, walk, point, f"restored number {point}, {what}", calls=_calls(subject, ops, point))
-    return {"held": len(held), "limited by": stopped, "restores": turn + 1, "episodes": episodes}
+        drawn_order = rng.permutation(len(held))[: 16 if budget.waits else None].tolist()
+        for looks in budget.spending(len(drawn_order), at_least=16):
+            index = drawn_order[looks]
+            result = scene.restore(env, held[index])
+            found = subject.outcome(env, result[0], 0.0, False, False, result[1])
+            if found.info is not None and not raised[index] and marks[index] != _mark(found):
+                scene.fail(f"restored number {index + 1}, {what}: it shows something else than when it was taken")
+            following = ops[index + 1] if index + 1 < len(ops) else None
+            if following is None or following.kind == "reset":
+                continue
+            if _mark(scene.call(env, following)) != marks[index + 1]:
+                scene.fail(f"restored number {index + 1}, {what}: the next step shows something else than it did")
+    return {
+        "held": len(held),
+        "limited by": stopped,
+        "restores": turn + 1,
+        "looked at": looks + 1,
+        "episodes": episodes,
+    }
+
+
+def _mark(outcome: Outcome) -> int:
+    """What an environment shows, as a number: thousands of outcomes would take too much memory."""
+    return hash((outcome.observation, outcome.info, outcome.raised))
 
 
 def _calls(subject: Subject, ops: list[Op], point: int) -> int:

@@ -494,14 +494,16 @@ class Scene:
 
     # Composite.
 
-    def walk(self, control: Control, points: Iterable[int]) -> Walk:
-        """Play a control run with snapshots after the given numbers of calls."""
+    def walk(self, control: Control, points: Iterable[int], *, seed_spaces: bool = False) -> Walk:
+        """Play a control run with snapshots after the given numbers of calls, the spaces seeded before each or not."""
         wanted = set(points)
         env = self.start(control)
         snaps: dict[int, Any] = {}
         outcomes: list[Outcome] = []
         for count in range(len(control.ops) + 1):
             if count in wanted:
+                if seed_spaces:
+                    self.seed_spaces(env, control.seed)
                 snaps[count] = self.snapshot(env)
             if count < len(control.ops):
                 outcomes.append(self.call(env, control.ops[count]))

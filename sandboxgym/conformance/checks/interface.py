@@ -1,0 +1,297 @@
+"""Level 1: what goes in and what is offered: actions and options that belong to the caller, spaces that change."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Skipped, check
+from sandboxgym.conformance.checks.restore import controls, in_time, points_of
+from sandboxgym.conformance.harness.canonical import literal
+from sandboxgym.conformance.harness.scenario import Scene, Walk, opened, outcome_difference, seed_spaces
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, layers
+
+SPACES = ("action_space", "observation_space")
+
+
+@check(
+    "interface.arguments",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A caller that fills one array for all forks changes the last action that each of them remembers.",
+    blind="Arguments that cannot be changed in place: texts, numbers, tuples of these.",
+)
+def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Actions and reset options belong to the caller, who overwrites them as soon as the call has returned: the
+    environment, snapshots of it that are restored, and forks go on like an uninterrupted run whose arguments stay.
+    """
+    compared = overwritten = 0
+    pool = controls(subject, budget)
+    if not any(_changeable(op) for control in pool for op in control.ops):
+        raise Skipped("neither actions nor reset options can be changed in place")
+    for control in in_time(budget, pool):
+        if not control.repeatable:
+            continue
+        point = int(rng.integers(1, control.last + 1))
+        with Scene(subject) as scene:
+            walk = Walk(scene.start(control), control, {}, [], control.outcomes, len(control.ops))
+            overwritten += _played(scene, walk.env, walk, 0, point, rng)
+            snap = scene.snapshot(walk.env)
+            (child,) = scene.fork(walk.env, 1)
+            other = scene.start(control)
+            scene.restore(other, snap)
+            for env, until in ((walk.env, control.last), (child, point + 3), (other, control.last)):
+                overwritten += _played(scene, env, walk, point, min(until, control.last), rng)
+                compared += 1
+    return {"runs compared": compared, "arguments overwritten": overwritten}
+
+
+def _played(scene: Scene, env: AnyEnv, walk: Walk, start: int, end: int, rng: np.random.Generator) -> int:
+    """Play calls with arguments that are overwritten afterwards; returns how many were."""
+    subject, changed = scene.subject, 0
+    for index in range(start, end):
+        op = walk.control.ops[index]
+        given = copy.deepcopy(op.value)
+        name = scene.name(env)
+        scene.note(f"given = {literal(op.value)}")
+        scene.note(f"{name}.reset(seed=given[0], options=given[1])" if op.kind == "reset" else f"{name}.step(given)")
+        found = subject.call_with(env, op.kind, given)[0]
+        if found != walk.control.outcomes[index]:
+            text = outcome_difference(walk.control.outcomes[index], found)
+            scene.fail(
+                f"call {index} differs when arguments of earlier calls have been overwritten by their owner: {text}",
+                {"control run": walk.control.name, "call": index},
+            )
+        other = walk.control.ops[int(rng.integers(1, len(walk.control.ops)))].value if op.kind == "step" else None
+        if _overwrite(given, other):
+            scene.note("# given is overwritten with another action" if op.kind == "step" else "given[1].clear()")
+            changed += 1
+    return changed
+
+
+def _changeable(op: Op) -> bool:
+    return _overwrite(copy.deepcopy(op.value), None)
+
+
+def _overwrite(value: Any, other: Any) -> bool:
+    """Change all arrays, lists and dicts of an argument in place; whether there was one."""
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable or not value.size:
+            return False
+        if isinstance(other, np.ndarray) and other.shape == value.shape and not np.array_equal(other, value):
+            value[...] = other
+        else:
+            value[...] = np.zeros((), value.dtype) if value.any() else np.ones((), value.dtype)
+        return True
+    if isinstance(value, tuple):
+        others = other if isinstance(other, tuple) and len(other) == len(value) else (None,) * len(value)
+        return any([_overwrite(item, mine) for item, mine in zip(value, others)])
+    if isinstance(value, dict):
+        theirs = other if isinstance(other, dict) else {}
+        inner = [_overwrite(item, theirs.get(key)) for key, item in value.items()]
+        if not any(inner):
+            value.clear()
+        return bool(inner)
+    if isinstance(value, list):
+        some = bool(value)
+        value.clear()
+        return some
+    return False
+
+
+@check(
+    "interface.spaces",
+    level=1,
+    after=("api.protocol",),
+    hazard="The space offers actions of another state: an agent is refused what it may do, or draws what it may not.",
+    blind="Spaces that did not change in any run played, which the evidence says.",
+)
+def spaces(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Action and observation spaces, of every wrapper too, are after a restore those of the captured moment: in the
+    environment that went on, in a new one, and in one in another episode; and those of a fork are its source's.
+    """
+    compared, seen = 0, set()
+    pool = controls(subject, budget)[: 1 if budget.waits else None]
+    for index, control in enumerate(in_time(budget, pool)):
+        following = pool[(index + 1) % len(pool)]
+        with Scene(subject) as scene:
+            env, points = scene.start(control), _changes(subject, control) | set(points_of(control, rng, 1))
+            kept = {}
+            for count, op in enumerate(control.ops, start=1):
+                scene.call(env, op)
+                if count in points:
+                    kept[count] = scene.snapshot(env), _offered(env)
+                    seen.add(str(kept[count][1]))
+                    (child,) = scene.fork(env, 1)
+                    _same(scene, child, kept[count][1], "a fork's", "its source's")
+                    scene.forget(child)
+                    compared += 1
+            used = scene.start(following)
+            scene.play(used, following.ops[: following.last // 2 + 1])
+            new = scene.start(control)
+            for count in sorted(kept, reverse=True):
+                snap, expected = kept[count]
+                for target in (env, used, new):
+                    scene.restore(target, snap)
+                    _same(scene, target, expected, "after a restore the", "that of the captured moment")
+                    compared += 1
+    return {"spaces compared": compared, "different ones among them": len(seen)}
+
+
+def _offered(env: AnyEnv) -> dict[str, gym.Space[Any]]:
+    """Copies of the spaces of all layers."""
+    return {
+        f"{'env.' * depth}{name}": copy.deepcopy(space)
+        for depth, layer in enumerate(layers(env))
+        for name in SPACES
+        if isinstance(space := getattr(layer, name, None), gym.Space) and space == copy.deepcopy(space)
+    }  # some spaces of others have no equality but identity
+
+
+def _same(scene: Scene, env: AnyEnv, expected: Mapping[str, gym.Space[Any]], whose: str, what: str) -> None:
+    for name, space in _offered(env).items():
+        if name in expected and space != expected[name]:
+            scene.note(f"print({scene.name(env)}.{name})")
+            where = "action space" if name.endswith(SPACES[0]) else "observation space"
+            scene.fail(f"{whose} {where} is not {what}: expected {expected[name]!r:.120}, found {space!r:.120}")
+
+
+def _changes(subject: Subject, control: Control) -> set[int]:
+    """Moments before and after a space changed, a few."""
+    found: list[int] = []
+    with opened(subject) as env:
+        seed_spaces(env, control.seed)
+        before = _offered(env)
+        for count, op in enumerate(control.ops, start=1):
+            subject.call(env, op)
+            now = _offered(env)
+            if count > 1 and any(now[name] != before.get(name) for name in now):
+                found += [count - 1, count]
+            before = now
+    return set(found[:8])
+
+
+@check(
+    "interface.options",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Rules that reset(options=...) chose are lost: a branch restored elsewhere plays another game.",
+    blind="Options that are not looked up in the dict, or accept no value made from their default.",
+)
+def options(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Looks which options ``reset`` reads and tries other values for each; what is captured in an episode with such
+    options is restored in environments that were reset without them, and followed.
+    """
+    tried: dict[str, Any] = {}
+    compared = 0
+    found = list(_found(subject))
+    for name, value in found:
+        control = _with_option(subject, name, value, budget)
+        if control is None or name in tried:
+            continue
+        tried[name] = value
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng))
+            other = scene.start(control)
+            scene.call(other, Op("reset", (control.seed, subject.options(0))))
+            for env in (other, walk.env):
+                for point in walk.points:
+                    scene.call(env, Op("reset", (control.seed + 1, subject.options(0))))
+                    scene.restore(env, walk.snaps[point])
+                    compared += scene.expect(
+                        env, walk, point, f"an episode with the option {name}={value!r}, restored after one without"
+                    )
+    if not tried:
+        looked = ", ".join(sorted({name for name, _ in found}))
+        raise Skipped(f"reset() accepts no other value of {looked}" if looked else "reset() looks up no options")
+    return {"calls compared": compared, "options": {name: repr(value) for name, value in tried.items()}}
+
+
+_MARK = "no such option"
+
+
+class _Watched(dict[str, Any]):
+    """Options that note which keys are looked up, with their defaults."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.asked: dict[str, Any] = {}
+
+    def _ask(self, key: Any, default: Any = None) -> None:
+        if isinstance(key, str) and (key not in self.asked or self.asked[key] is None):
+            self.asked[key] = super().get(key, default)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._ask(key, default)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._ask(key, *default)
+        return super().pop(key, *default)
+
+    def __contains__(self, key: object) -> bool:
+        self._ask(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._ask(key)
+        return super().__getitem__(key)
+
+    def __bool__(self) -> bool:  # `if options` is the way to what is looked up
+        return True
+
+    def __deepcopy__(self, _: Any) -> _Watched:
+        return self
+
+
+def _found(subject: Subject) -> Iterator[tuple[str, Any]]:
+    """Options that ``reset`` looks up, or merges into a dict of its own, and other values for each."""
+    with opened(subject) as env:
+        watched = _Watched(subject.options(0) or {})
+        subject.call(env, Op("reset", (1, watched)))
+        asked = dict(watched.asked)
+    with opened(subject) as env:
+        subject.call(env, Op("reset", (1, {**(subject.options(0) or {}), _MARK: 0})))
+        for layer in layers(env):
+            for value in list(getattr(layer, "__dict__", {}).values()):
+                if isinstance(value, dict) and _MARK in value:
+                    asked |= {
+                        key: default for key, default in value.items() if isinstance(key, str) and key not in asked
+                    }
+    for name, default in asked.items():
+        for value in _others(default) if name != _MARK else ():
+            yield name, value
+
+
+def _others(default: Any) -> tuple[Any, ...]:
+    """Values of the kind of a default."""
+    if isinstance(default, (bool, np.bool_)):
+        return (not default,)
+    if isinstance(default, (int, np.integer)):
+        return (int(default) + 1, int(default) * 2 + 3, max(0, int(default) - 1))
+    if isinstance(default, (float, np.floating)):
+        return (float(default) * 1.5 + 0.5, float(default) / 2)
+    if default is None:
+        return (1, True, 3, 0.5)
+    return ()
+
+
+def _with_option(subject: Subject, name: str, value: Any, budget: Budget) -> Control | None:
+    """A control run with an option; None: it is refused, changes nothing, or has no end that can be repeated."""
+    given = {**(subject.options(0) or {}), name: value}
+    with_it = dataclasses.replace(subject, reset_options=given, _controls={}, _whole={})
+    try:
+        control = with_it.control(0, budget.steps)
+    except Exception:  # whatever an environment says to a value that it does not know
+        return None
+    usual = subject.control(0, budget.steps)
+    if not control.repeatable or control.outcomes[0].raised:
+        return None
+    return None if control.outcomes == usual.outcomes else control
