@@ -295,6 +295,33 @@ class TestIsolation:
             copy.copy(env)
 
 
+def set_anew(owner):
+    mine = np.random.default_rng(5)  # whoever has it may draw from it, without asking the environment
+    owner._np_random = mine
+    return mine.random
+
+
+def with_a_copy(owner):
+    if isinstance(owner, gym.Env):
+        return owner.np_random.random
+    return copy.copy(owner).np_random.random  # a shallow copy has the same stream
+
+
+# Each is called before the use, and returns what uses the stream.
+USES = {
+    "drawn from": lambda owner: lambda: owner.np_random.random(),
+    "drawn from by who got it before": lambda owner: owner.np_random.random,
+    "half a word": lambda owner: lambda: owner.np_random.integers(5, dtype=np.uint16),
+    "set to a state": lambda owner: (
+        lambda: setattr(owner.np_random.bit_generator, "state", np.random.default_rng(9).bit_generator.state)
+    ),
+    "spawned from": lambda owner: lambda: owner.np_random.spawn(1),
+    "set anew": set_anew,
+    "drawn from by a shallow copy": with_a_copy,
+    "seeded": lambda owner: lambda: owner.reset(seed=3) if isinstance(owner, gym.Env) else owner.seed(3),
+}
+
+
 class TestRandomness:
     def test_restoring_with_a_seed_twice_is_equal_and_seeds_differ(self):
         env = started("toys/Dice-v0", steps=2)
@@ -352,6 +379,41 @@ class TestRandomness:
             assert [plain(one.action_space.sample()) for _ in range(3)] == draws
             if how == "fork":
                 break
+
+    def test_snapshots_share_the_state_of_streams_that_nobody_used(self):
+        env = gym.make("sandboxgym/ALFWorld-v0")
+        env.reset(seed=0, options={"task": 0})
+        one, two = env.snapshot(), env.snapshot()
+        assert one._body.rng is two._body.rng
+        env.unwrapped.np_random.random()
+        three = env.snapshot()
+        assert three._body.rng["spaces"][0] is one._body.rng["spaces"][0]
+        env.restore(one)
+        assert env.snapshot()._body.rng is one._body.rng
+        env.restore(three)
+        assert env.snapshot()._body.rng is three._body.rng
+
+    @pytest.mark.parametrize("way", USES)
+    @pytest.mark.parametrize("whose", ["env", "action_space", "observation_space"])
+    def test_a_stream_is_captured_and_restored_whoever_used_it_and_how(self, way, whose):
+        env = gym.make("sandboxgym/ALFWorld-v0").unwrapped
+        env.reset(seed=0, options={"task": 0})
+        env.snapshot()  # every stream is known from here on
+        owner = env if whose == "env" else getattr(env, whose)
+        before = env.snapshot()
+        use = USES[way](owner)
+        for _ in range(2):
+            use()
+            expected = streams(env)
+            after = env.snapshot()
+            assert streams(env) == expected
+            env.restore(before)
+            assert streams(env) != expected
+            env.restore(after)
+            assert streams(env) == expected
+            fork = env.fork(1)[0]
+            assert streams(fork) == expected
+            use = USES[way](owner)
 
     @pytest.mark.parametrize("spawned", [0, 2])
     def test_spawning_goes_on_exactly(self, spawned):
