@@ -8,6 +8,8 @@ as its state again, so that snapshots share it, and its seed sequence is not rea
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -200,6 +202,79 @@ def _sequence(bits: Any) -> dict[str, Any] | None:
     if isinstance(state["entropy"], np.ndarray):  # does not compare with ==
         state["entropy"] = state["entropy"].tolist()
     return state
+
+
+def compact(streams: dict[str, Any]) -> list[Any]:
+    """Streams of an environment in few bytes, once they are encoded: equal ones in equal form.
+
+    Of a usual stream only its 40 bytes and the entropy of its seed sequence, and of one that nobody used not even those
+    bytes. Any other stream is as it was captured.
+    """
+    spaces = [_compact(state) for state in streams["spaces"]]
+    return [_compact(streams["np_random"]), streams["np_random_seed"], spaces]
+
+
+def expanded(streams: Any) -> dict[str, Any]:
+    """The streams of which `compact` made this.
+
+    Raises:
+        SnapshotCorrupt: it made nothing like this.
+    """
+    if isinstance(streams, dict):  # as in files of format 1
+        found = streams
+    else:
+        try:
+            own, seed, spaces = streams
+            found = {"np_random": _expanded(own), "np_random_seed": seed, "spaces": list(map(_expanded, spaces))}
+        except (TypeError, ValueError) as error:
+            raise SnapshotCorrupt(f"expected the state of random streams, found {brief(streams)}") from error
+    if not found.keys() >= {"np_random", "np_random_seed", "spaces"}:
+        raise SnapshotCorrupt(f"expected the state of random streams, found {brief(streams)}")
+    return found
+
+
+_USUAL = {"spawn_key": (), "pool_size": 4, "n_children_spawned": 0}
+"""What a usual seed sequence has beside its entropy."""
+_PCG64 = struct.Struct("<16s16sII")
+
+
+def _compact(state: State | None) -> Any:
+    if state is None or state["bit_generator"] != "PCG64":
+        return state
+    sequence = state["seed_sequence"]
+    if sequence is None or type(sequence["entropy"]) is not int or sequence != {**_USUAL, **sequence, **_USUAL}:
+        return state
+    entropy = sequence["entropy"]
+    position = state["state"]
+    if position == _fresh(entropy):
+        return [entropy]
+    numbers = [position["state"][name].to_bytes(16, "little") for name in ("state", "inc")]
+    return [entropy, _PCG64.pack(*numbers, position["has_uint32"], position["uinteger"])]
+
+
+def _expanded(state: Any) -> Any:
+    if not isinstance(state, list):
+        return state
+    entropy, *packed = state
+    sequence = {"entropy": entropy, **_USUAL}
+    if type(entropy) is not int:
+        raise TypeError(f"expected a number as the entropy of a stream, found {brief(entropy)}")
+    _check_sequence(sequence)
+    position = _fresh(entropy)
+    if packed:
+        (content,) = packed
+        if not isinstance(content, bytes) or len(content) != _PCG64.size:
+            raise ValueError(f"expected the {_PCG64.size} bytes of a stream, found {brief(content)}")
+        now, inc, has_uint32, uinteger = _PCG64.unpack(content)
+        numbers = {"state": int.from_bytes(now, "little"), "inc": int.from_bytes(inc, "little")}
+        position = {**position, "state": numbers, "has_uint32": has_uint32, "uinteger": uinteger}
+    return {"bit_generator": "PCG64", "state": position, "seed_sequence": sequence}
+
+
+@functools.lru_cache(256)
+def _fresh(entropy: int) -> State:
+    """State of a usual stream that nobody used."""
+    return np.random.PCG64(np.random.SeedSequence(entropy)).state  # type: ignore[return-value]
 
 
 def spaces_in(*spaces: Space | None, but: Collection[int] = ()) -> Iterator[Space]:
