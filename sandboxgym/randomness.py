@@ -1,11 +1,16 @@
 """Random streams as plain data: capture, exact restore, and independent streams for siblings.
 
 A stream is a NumPy `Generator`; its state includes the seed sequence, so that a later ``spawn`` is exact too.
+
+What was captured of a stream or put into it last is `Known`. A stream that nobody used in between has that very object
+as its state again, so that snapshots share it, and its seed sequence is not read or checked a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import functools
+import struct
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -27,6 +32,7 @@ _LEAVES = frozenset(
 )  # without spaces inside
 
 State = dict[str, Any]
+"""Captured state of a stream; never mutated, for snapshots share it."""
 Space = gym.Space[Any]
 
 
@@ -35,11 +41,94 @@ def sibling_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
+class Known:
+    """A stream with the state that was captured of it, or put into it, last.
+
+    Only of streams that can be compared quickly: of the other kinds of bit generators the states hold arrays. Of a seed
+    sequence with a number as its entropy, nothing changes but the number of its children.
+    """
+
+    __slots__ = ("_bits", "_children", "_sequence", "_space", "generator", "state")
+
+    def __init__(self, generator: np.random.Generator, state: State, space: Space | None = None) -> None:
+        self.generator = generator
+        self.state = state
+        self._space = space if isinstance(space, Unicode) else None
+        self._bits = generator.bit_generator
+        self._sequence: Any = self._bits.seed_seq
+        self._children: int = state["seed_sequence"]["n_children_spawned"]
+
+    def captured(self) -> State:
+        """State of the stream now: the known one again if it was not used."""
+        if self._space is not None and self._space.unseen is self.generator:
+            return self.state
+        if self._sequence.n_children_spawned != self._children:
+            self.state = _captured(self._bits)
+            self._children = self.state["seed_sequence"]["n_children_spawned"]
+            return self.state
+        now, known = self._bits.state, self.state
+        if now != known["state"]:
+            self.state = {"bit_generator": "PCG64", "state": now, "seed_sequence": known["seed_sequence"]}
+        return self.state
+
+    def takes(self, state: State | None) -> bool:
+        """True if a state has this stream's very sequence: it was captured of it, or checked when it was put in."""
+        return (
+            state is not None
+            and state["seed_sequence"] is self.state["seed_sequence"]
+            and self._sequence.n_children_spawned == self._children
+        )
+
+    def put(self, state: State) -> None:
+        """Set the stream to a state that it takes."""
+        if state is self.state and self._space is not None and self._space.unseen is self.generator:
+            return
+        self._bits.state = state["state"]
+        self.state = state
+
+
+def known(
+    generator: np.random.Generator | None, spaces: Sequence[Space], states: Sequence[State | None]
+) -> Sequence[Known]:
+    """Make `Known` of a stream and those of spaces, which are in these states.
+
+    Returns:
+        () if there is one that has to be captured anew each time.
+    """
+    found = []
+    owners = [(generator, None), *[(space._np_random, space) for space in spaces]]
+    for (stream, space), state in zip(owners, states, strict=True):
+        if stream is None or state is None or type(stream.bit_generator) is not np.random.PCG64:
+            return ()
+        if state["seed_sequence"] is None or type(state["seed_sequence"]["entropy"]) is not int:
+            return ()
+        found.append(Known(stream, state, space))
+    return found
+
+
+def are_of(streams: Sequence[Known], generator: np.random.Generator | None, spaces: Sequence[Space]) -> bool:
+    """Tell whether known streams are this one and those of these spaces."""
+    if len(streams) != 1 + len(spaces) or streams[0].generator is not generator:
+        return False
+    return all([streams[number].generator is space._np_random for number, space in enumerate(spaces, 1)])
+
+
+def put_all(streams: Sequence[Known], states: Sequence[State | None]) -> bool:
+    """Set known streams to states that they take; False, and nothing is set, if there is one that they do not."""
+    for stream, state in zip(streams, states, strict=True):
+        if not stream.takes(state):
+            return False
+    for stream, state in zip(streams, states, strict=True):
+        stream.put(state)  # type: ignore[arg-type]  # it takes no None
+    return True
+
+
 def capture(generator: np.random.Generator | None) -> State | None:
     """Complete state of a random stream, or None for a stream not made yet."""
-    if generator is None:
-        return None
-    bits = generator.bit_generator
+    return None if generator is None else _captured(generator.bit_generator)
+
+
+def _captured(bits: Any) -> State:
     name = _NAMES.get(type(bits))
     if name is None:
         raise SnapshotNotSupported(f"expected a NumPy bit generator ({', '.join(_BIT_GENERATORS)}), found {type(bits)}")
@@ -115,6 +204,79 @@ def _sequence(bits: Any) -> dict[str, Any] | None:
     return state
 
 
+def compact(streams: dict[str, Any]) -> list[Any]:
+    """Streams of an environment in few bytes, once they are encoded: equal ones in equal form.
+
+    Of a usual stream only its 40 bytes and the entropy of its seed sequence, and of one that nobody used not even those
+    bytes. Any other stream is as it was captured.
+    """
+    spaces = [_compact(state) for state in streams["spaces"]]
+    return [_compact(streams["np_random"]), streams["np_random_seed"], spaces]
+
+
+def expanded(streams: Any) -> dict[str, Any]:
+    """The streams of which `compact` made this.
+
+    Raises:
+        SnapshotCorrupt: it made nothing like this.
+    """
+    if isinstance(streams, dict):  # as in files of format 1
+        found = streams
+    else:
+        try:
+            own, seed, spaces = streams
+            found = {"np_random": _expanded(own), "np_random_seed": seed, "spaces": list(map(_expanded, spaces))}
+        except (TypeError, ValueError) as error:
+            raise SnapshotCorrupt(f"expected the state of random streams, found {brief(streams)}") from error
+    if not found.keys() >= {"np_random", "np_random_seed", "spaces"}:
+        raise SnapshotCorrupt(f"expected the state of random streams, found {brief(streams)}")
+    return found
+
+
+_USUAL = {"spawn_key": (), "pool_size": 4, "n_children_spawned": 0}
+"""What a usual seed sequence has beside its entropy."""
+_PCG64 = struct.Struct("<16s16sII")
+
+
+def _compact(state: State | None) -> Any:
+    if state is None or state["bit_generator"] != "PCG64":
+        return state
+    sequence = state["seed_sequence"]
+    if sequence is None or type(sequence["entropy"]) is not int or sequence != {**_USUAL, **sequence, **_USUAL}:
+        return state
+    entropy = sequence["entropy"]
+    position = state["state"]
+    if position == _fresh(entropy):
+        return [entropy]
+    numbers = [position["state"][name].to_bytes(16, "little") for name in ("state", "inc")]
+    return [entropy, _PCG64.pack(*numbers, position["has_uint32"], position["uinteger"])]
+
+
+def _expanded(state: Any) -> Any:
+    if not isinstance(state, list):
+        return state
+    entropy, *packed = state
+    sequence = {"entropy": entropy, **_USUAL}
+    if type(entropy) is not int:
+        raise TypeError(f"expected a number as the entropy of a stream, found {brief(entropy)}")
+    _check_sequence(sequence)
+    position = _fresh(entropy)
+    if packed:
+        (content,) = packed
+        if not isinstance(content, bytes) or len(content) != _PCG64.size:
+            raise ValueError(f"expected the {_PCG64.size} bytes of a stream, found {brief(content)}")
+        now, inc, has_uint32, uinteger = _PCG64.unpack(content)
+        numbers = {"state": int.from_bytes(now, "little"), "inc": int.from_bytes(inc, "little")}
+        position = {**position, "state": numbers, "has_uint32": has_uint32, "uinteger": uinteger}
+    return {"bit_generator": "PCG64", "state": position, "seed_sequence": sequence}
+
+
+@functools.lru_cache(256)
+def _fresh(entropy: int) -> State:
+    """State of a usual stream that nobody used."""
+    return np.random.PCG64(np.random.SeedSequence(entropy)).state  # type: ignore[return-value]
+
+
 def spaces_in(*spaces: Space | None, but: Collection[int] = ()) -> Iterator[Space]:
     """These spaces and all spaces nested in them, in a fixed order; ``but`` holds the ids of those to leave out."""
     for space in spaces:
@@ -131,11 +293,18 @@ def spaces_in(*spaces: Space | None, but: Collection[int] = ()) -> Iterator[Spac
                     yield from spaces_in(inner, but=but)
 
 
+def all_spaces(action: Space | None, observation: Space | None) -> Sequence[Space]:
+    """The spaces that `spaces_in` finds, without a search where none has spaces inside."""
+    if type(action) in _LEAVES and type(observation) in _LEAVES:
+        return action, observation  # type: ignore[return-value]  # None is of no such type
+    return list(spaces_in(action, observation))
+
+
 def materialise(*spaces: Space | None, but: Collection[int] = ()) -> None:
     """Create the streams that Gymnasium would create, from fresh entropy, at the first draw."""
     for space in spaces_in(*spaces, but=but):
         if space._np_random is None:
-            space._np_random = seeding.np_random()[0]  # not the property: it seeds the spaces inside anew
+            _give(space, seeding.np_random()[0])
 
 
 def capture_spaces(*spaces: Space | None, but: Collection[int] = ()) -> list[State | None]:
@@ -149,10 +318,18 @@ def restore_spaces(states: list[State | None], *spaces: Space | None, but: Colle
     if not isinstance(states, list) or len(found) != len(states):
         raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {brief(states)}")
     for space, state in zip(found, states, strict=True):
-        space._np_random = restored(state, space._np_random)  # type: ignore[assignment]  # None until first used
+        _give(space, restored(state, space._np_random))
 
 
 def reseed_spaces(seed: int, *spaces: Space | None, but: Collection[int] = ()) -> None:
     """Give every space its own stream drawn from ``seed``."""
     for index, space in enumerate(spaces_in(*spaces, but=but)):
-        space._np_random = seeding.np_random(sibling_seed(seed, index + 1))[0]
+        _give(space, seeding.np_random(sibling_seed(seed, index + 1))[0])
+
+
+def _give(space: Space, generator: np.random.Generator | None) -> None:
+    """Give a space its stream: the one that it has, or one that was just made; None if it has none yet."""
+    if generator is not space._np_random:
+        space._np_random = generator  # type: ignore[assignment]  # not the property: it seeds the spaces inside anew
+        if isinstance(space, Unicode):
+            space.unseen = generator

@@ -1,14 +1,17 @@
 """The durable snapshot format: a self-describing header and payload sections under one digest, all plain data.
 
-Layout of a file::
+Layout of a file of format 2::
 
-    magic (8 bytes) | header length (4, big endian) | sha256 of the header (32) | header (JSON) | sections …
+    magic (8 bytes) | packed length (4, big endian) | sha256 of all that follows (32) | packed | large sections …
 
-The header lists every section with its length and holds the digest of them all, so truncation and corruption are found
-before anything is used. Values are msgpack with a closed set of extension types (big integers, tuples, sets, NumPy
-arrays and scalars); reading never imports, calls or unpickles anything, so untrusted bytes cannot execute code. Reading
-takes time and memory proportional to the bytes (``bounds.py``), and a value that could not be read within those bounds
-is not written.
+``packed`` is a raw deflate stream with a preset dictionary, of the header (JSON), a line feed, and the small sections
+one after the other. The header lists every section with its length. Format 1 is read as well: its header is not packed,
+has a checksum of its own, and holds a digest of all the sections.
+
+So truncation and corruption are found before anything is used. Values are msgpack with a closed set of extension types
+(big integers, tuples, sets, NumPy arrays and scalars); reading never imports, calls or unpickles anything, so untrusted
+bytes cannot execute code. Reading takes time and memory proportional to the bytes (``bounds.py``), and a value that
+could not be read within those bounds is not written.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import hashlib
 import json
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +35,25 @@ from sandboxgym.bounds import ARRAY, FROZENSET, INT, MAX_NESTING, SCALAR, SET, T
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported, from_outside
 
-MAGIC = b"SBXGYM\x00\x01"
-FORMAT_VERSION = 1
+_NAME = b"SBXGYM\x00"
+MAGIC, MAGIC_1 = _NAME + b"\x02", _NAME + b"\x01"
+FORMAT_VERSION = 2
 _PREFIX = struct.Struct(">8sI32s")
 _MAX_HEADER = 2**20
 _MAX_SECTIONS = 64
+_SMALL = 2**12
+"""Size in bytes up to which a section is packed."""
+_UNPACKED_FLOOR, _UNPACKED_PER_BYTE = 2**16, 32
+"""Bytes that packed ones may unpack to: whatever their number, and for each of them."""
+_USUAL = b"""{"env_id":null,"env_class":"sandboxgym.envs.","state_version":1,"config":{"":false,"":true,"":0},"kind":\
+"filesystem","kind":"full","kind":"logical","kind":"replay","kind":"memory","id":"0123456789abcdef","parent":null,\
+"format":2,"sections":{"state":,"rng":,"transition":,"layers":}}
+\x90\x93\xd9&gymnasium.wrappers.common.Autoreset\x81\xa9autoreset\xc2\x90\x93\xd91gymnasium.wrappers.common.\
+RecordEpisodeStatistics\xafepisode_returns\xafepisode_lengths\xb2episode_start_time\x93\x93\xd9#gymnasium.wrappers.common.\
+TimeLimit\x81\xb2_max_episode_steps2\x92\x81\xae_elapsed_steps\x00\x90\x93\xd9(gymnasium.wrappers.common.OrderEnforcing\
+\x81\xbf_disable_render_order_enforcing\xc2\x92\x81\xaa_has_reset\xc3\x90\x93\xd9+gymnasium.wrappers.common.PassiveEnvChecker\
+\x80\x92\x84\xadchecked_reset\xc3\xacchecked_step\xc3\xaechecked_render\xc2\xb2checked_data_reuse\xc3\x90"""
+"""Preset dictionary of the packed bytes; part of the format."""
 
 _KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) or "V" (structured)
 _MAX_DTYPE = 32  # characters of its name; NumPy's parser of long ones is slow
@@ -195,18 +213,30 @@ def content_digest(sections: Mapping[str, bytes]) -> str:
 def dumps(header: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
     """Header fields (JSON values) and sections as one self-describing byte string."""
     table = {name: len(content) for name, content in sections.items()}
-    fields = {**header, "format": FORMAT_VERSION, "sections": table, "digest": content_digest(sections)}
+    fields = {**header, "format": FORMAT_VERSION, "sections": table}
+    fields.pop("digest", None)  # of a header of format 1
     head = json.dumps(fields, separators=(",", ":")).encode()
     if len(head) > _MAX_HEADER:
         raise SnapshotNotSupported(
             f"cannot encode a header of {len(head)} bytes, expected at most {_MAX_HEADER}: a smaller configuration"
         )
-    prefix = _PREFIX.pack(MAGIC, len(head), hashlib.sha256(head).digest())
-    return b"".join((prefix, head, *sections.values()))
+    small = [content for content in sections.values() if len(content) <= _SMALL]
+    packed = _packed(b"".join((head, b"\n", *small)))
+    rest = b"".join((packed, *(content for content in sections.values() if len(content) > _SMALL)))
+    return _PREFIX.pack(MAGIC, len(packed), hashlib.sha256(rest).digest()) + rest
+
+
+def _packed(plain: bytes) -> bytes:
+    for level in (9, 0):  # what `_unpacked_head` would refuse is not compressed
+        deflate = zlib.compressobj(level, zlib.DEFLATED, -15, zdict=_USUAL)
+        packed = deflate.compress(plain) + deflate.flush()
+        if len(plain) <= _UNPACKED_FLOOR + _UNPACKED_PER_BYTE * len(packed):
+            break
+    return packed
 
 
 def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Verified header and sections of the byte string of `dumps`.
+    """Verified header and sections of the byte string of `dumps`, or of one of format 1.
 
     Raises:
         SnapshotCorrupt: saying what was expected and what was found.
@@ -214,22 +244,69 @@ def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     if len(data) < _PREFIX.size:
         raise SnapshotCorrupt(f"expected at least {_PREFIX.size} bytes of a snapshot, found {len(data)}")
     magic, length, checksum = _PREFIX.unpack_from(data)
+    if magic == MAGIC_1:
+        return _loads_1(data, length, checksum)
     if magic != MAGIC:
+        if magic.startswith(_NAME):
+            raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION} or 1, found {magic[-1]}")
         raise SnapshotCorrupt(f"expected a snapshot (magic {MAGIC!r}), found {magic!r}")
+    rest = memoryview(data)[_PREFIX.size :]
+    if hashlib.sha256(rest).digest() != checksum:
+        raise SnapshotCorrupt("the snapshot is truncated, or does not match its checksum")
+    head, feed, small = _unpacked_head(rest[:length]).partition(b"\n")
+    if not feed or len(head) > _MAX_HEADER:
+        raise SnapshotCorrupt(f"expected a header of at most {_MAX_HEADER} bytes, found one of {len(head)}")
+    header, table = _header(head, FORMAT_VERSION)
+    sections: dict[str, bytes] = {}
+    offsets = {True: 0, False: length}  # of small and large ones
+    sources = {True: memoryview(small), False: rest}
+    for name, nbytes in table:
+        is_small = nbytes <= _SMALL
+        source, offset = sources[is_small], offsets[is_small]
+        section = bytes(source[offset : offset + nbytes])
+        if len(section) != nbytes:
+            raise SnapshotCorrupt(f"section {brief(name, 40)} of {brief(nbytes)} bytes is truncated")
+        sections[name] = section
+        offsets[is_small] = offset + nbytes
+    if offsets[True] != len(small) or offsets[False] != len(rest):
+        raise SnapshotCorrupt(f"expected {offsets[True]} and {offsets[False]} bytes, found {len(small)}, {len(rest)}")
+    return header, sections
+
+
+def _unpacked_head(packed: memoryview) -> bytes:
+    most = _UNPACKED_FLOOR + _UNPACKED_PER_BYTE * len(packed)
+    inflate = zlib.decompressobj(-15, zdict=_USUAL)
+    try:
+        plain = inflate.decompress(packed, most + 1)
+    except zlib.error as error:
+        raise SnapshotCorrupt(f"expected a packed header, found {len(packed)} other bytes: {error}") from error
+    if not inflate.eof or inflate.unused_data or len(plain) > most:
+        raise SnapshotCorrupt(f"expected a packed header of {len(packed)} bytes that holds at most {most}")
+    return plain
+
+
+def _header(head: bytes, version: int) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+    """The fields of a header, and its table of sections."""
+    try:
+        header = json.loads(head.decode())  # of bytes, json would guess the encoding and import it
+        if header["format"] != version:  # before anything that another version may have otherwise
+            raise SnapshotCorrupt(f"expected snapshot format {version}, found {brief(header['format'], 40)}")
+        table = list(header["sections"].items())
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise SnapshotCorrupt(f"the header is not readable: {brief(error)}") from error
+    if len(table) > _MAX_SECTIONS or not all(type(nbytes) is int and nbytes >= 0 for _, nbytes in table):
+        raise SnapshotCorrupt(f"expected the sizes of sections, found {brief(header['sections'])}")
+    return header, table
+
+
+def _loads_1(data: bytes, length: int, checksum: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """`loads` of format 1."""
     if length > _MAX_HEADER:
         raise SnapshotCorrupt(f"expected a header of at most {_MAX_HEADER} bytes, found one of {length}")
     head = data[_PREFIX.size : _PREFIX.size + length]
     if len(head) != length or hashlib.sha256(head).digest() != checksum:
         raise SnapshotCorrupt(f"the header of {length} bytes is truncated or does not match its checksum")
-    try:
-        header = json.loads(head.decode())  # of bytes, json would guess the encoding and import it
-        if header["format"] != FORMAT_VERSION:  # before anything that another version may have otherwise
-            raise SnapshotCorrupt(f"expected snapshot format {FORMAT_VERSION}, found {brief(header['format'], 40)}")
-        digest, table = header["digest"], list(header["sections"].items())
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SnapshotCorrupt(f"the header is not readable: {brief(error)}") from error
-    if len(table) > _MAX_SECTIONS or not all(type(nbytes) is int and nbytes >= 0 for _, nbytes in table):
-        raise SnapshotCorrupt(f"expected the sizes of sections, found {brief(header['sections'])}")
+    header, table = _header(head, 1)
     sections: dict[str, bytes] = {}
     offset = _PREFIX.size + length
     for name, nbytes in table:
@@ -240,7 +317,7 @@ def loads(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
         offset += nbytes
     if offset != len(data):
         raise SnapshotCorrupt(f"expected {offset} bytes, found {len(data)}")
-    if content_digest(sections) != digest:
+    if content_digest(sections) != header.get("digest"):
         raise SnapshotCorrupt("the sections do not match the digest in the header")
     return header, sections
 

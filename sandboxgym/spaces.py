@@ -27,11 +27,24 @@ class Unicode(gym.Space[str]):
         (True, False, True)
     """
 
+    unseen: np.random.Generator | None = None
+    """The stream, if this package made it and gave it to nobody: then nothing was drawn from it."""
+
     def __init__(self, examples: Sequence[str] = ("",), seed: int | np.random.Generator | None = None) -> None:
         if isinstance(examples, str) or not examples or not all(isinstance(e, str) for e in examples):
             raise TypeError(f"expected a non-empty sequence of strings, found {examples!r}")
         self.examples = tuple(examples)
         super().__init__(shape=(), dtype=None, seed=seed)
+
+    @property
+    def np_random(self) -> np.random.Generator:
+        """The space's own random stream."""
+        self.unseen = None
+        return super().np_random
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.unseen = None  # a shallow copy shares the stream
+        return dict(vars(self))
 
     @property
     def is_np_flattenable(self) -> bool:

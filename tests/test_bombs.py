@@ -13,6 +13,7 @@ import struct
 import time
 import tracemalloc
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,8 +231,18 @@ def test_keys_of_honest_maps_do_not_collide(keys: list[Any], of_set: bool) -> No
 
 
 def container(head: bytes, length: int | None = None) -> bytes:
+    """A file of format 1."""
     announced = len(head) if length is None else length
-    return struct.pack(">8sI32s", serialization.MAGIC, announced, hashlib.sha256(head).digest()) + head
+    return struct.pack(">8sI32s", serialization.MAGIC_1, announced, hashlib.sha256(head).digest()) + head
+
+
+def packed(head: bytes, *, honestly: bool = True) -> bytes:
+    """A file of the present format; or one whose header unpacks to far more than it may."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=serialization._USUAL)
+    content = deflate.compress(head + b"\n") + deflate.flush()
+    if honestly:
+        content = serialization._packed(head + b"\n")
+    return struct.pack(">8sI32s", serialization.MAGIC, len(content), hashlib.sha256(content).digest()) + content
 
 
 def headed(**fields: Any) -> bytes:
@@ -257,6 +268,13 @@ HEADER_BOMBS: dict[str, Callable[[], bytes]] = {
     "a negative section": lambda: container(b'{"format":1,"digest":"","sections":{"a":-1}}'),
     "a section of a fraction": lambda: container(b'{"format":1,"digest":"","sections":{"a":1e400}}'),
     "a section in words": lambda: container(b'{"format":1,"digest":"","sections":{"a":"' + b"9" * 4000 + b'"}}'),
+    "a large one, packed": lambda: packed(b"[" + b"{}," * 300_000 + b"0]"),
+    "a deep one, packed": lambda: packed(b'{"format":' + b"[" * 100_000),
+    "many sections, packed": lambda: packed(
+        json.dumps({"format": 2, "sections": {str(n): 0 for n in range(50_000)}}).encode()
+    ),
+    "a negative section, packed": lambda: packed(b'{"format":2,"sections":{"a":-1}}'),
+    "one that unpacks to a hundred megabytes": lambda: packed(b" " * 10**8, honestly=False),
     "a deep configuration": lambda: headed(config=json.loads('{"a":' * 900 + "0" + "}" * 900)),
     "a configuration that is none": lambda: headed(config=[1]),
     "a list for an id": lambda: headed(id=json.loads("[" * 800 + "]" * 800)),

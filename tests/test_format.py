@@ -11,6 +11,7 @@ import json
 import os
 import struct
 import sys
+import zlib
 
 import hypothesis.strategies as st
 import msgpack
@@ -227,12 +228,29 @@ def test_header_and_sections_come_back():
     assert (header["a"], sections) == ([1, None, "é"], SECTIONS)
 
 
-def container(header):
+def of_format_1(header, sections=b""):
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack(">8sI32s", serialization.MAGIC, len(head), hashlib.sha256(head).digest()) + head
+    return struct.pack(">8sI32s", serialization.MAGIC_1, len(head), hashlib.sha256(head).digest()) + head + sections
+
+
+def sealed(packed, large=b"", magic=serialization.MAGIC):
+    return struct.pack(">8sI32s", magic, len(packed), hashlib.sha256(packed + large).digest()) + packed + large
+
+
+def of_format_2(header, sections=b""):
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return sealed(serialization._packed(head + b"\n" + sections))
+
+
+def squeezed(plain):
+    """Packed without the bound that the writer keeps."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=serialization._USUAL)
+    return deflate.compress(plain) + deflate.flush()
 
 
 NOTHING = serialization.content_digest({})
+FORMAT = "the format of the container"
+DICTIONARY = "1ef5d5b3caf672fb78d731427f85bedcf0ab13343a31a61b8b3484083c80f8f0"
 
 
 @pytest.mark.parametrize(
@@ -246,26 +264,92 @@ NOTHING = serialization.content_digest({})
         3,
         {},
         {"format": 99, "sections": {}, "digest": NOTHING},
-        {"format": 1, "sections": {}},
-        {"format": 1, "sections": {}, "digest": None},
-        {"format": 1, "sections": 3, "digest": NOTHING},
-        {"format": 1, "sections": ["x"], "digest": NOTHING},
-        {"format": 1, "sections": {"x": -1}, "digest": NOTHING},
-        {"format": 1, "sections": {"x": "many"}, "digest": NOTHING},
-        {"format": 1, "sections": {"x": []}, "digest": NOTHING},
-        {"format": 1, "sections": {"x": float("inf")}, "digest": NOTHING},
-        {"format": 1, "sections": {"x": 10**30}, "digest": NOTHING},
+        {"format": FORMAT, "sections": 3, "digest": NOTHING},
+        {"format": FORMAT, "sections": ["x"], "digest": NOTHING},
+        {"format": FORMAT, "sections": {"x": -1}, "digest": NOTHING},
+        {"format": FORMAT, "sections": {"x": "many"}, "digest": NOTHING},
+        {"format": FORMAT, "sections": {"x": []}, "digest": NOTHING},
+        {"format": FORMAT, "sections": {"x": float("inf")}, "digest": NOTHING},
+        {"format": FORMAT, "sections": {"x": 10**30}, "digest": NOTHING},
+        {"format": FORMAT, "sections": {"x": 1}, "digest": NOTHING},
     ],
     ids=lambda header: repr(header)[:60],
 )
-def test_a_header_that_lies_is_corrupt(header):
+@pytest.mark.parametrize(("version", "container"), [(1, of_format_1), (2, of_format_2)])
+def test_a_header_that_lies_is_corrupt(header, version, container):
+    if isinstance(header, dict) and header.get("format") == FORMAT:
+        header = {**header, "format": version}
     with pytest.raises(SnapshotCorrupt):
         serialization.loads(container(header))
 
 
+@pytest.mark.parametrize("header", [{"format": 1, "sections": {}}, {"format": 1, "sections": {}, "digest": None}])
+def test_a_header_of_format_1_without_a_digest_is_corrupt(header):
+    with pytest.raises(SnapshotCorrupt, match="digest"):
+        serialization.loads(of_format_1(header))
+
+
 def test_another_version_is_named():
-    with pytest.raises(SnapshotCorrupt, match="expected snapshot format 1, found 99"):
-        serialization.loads(container({"format": 99}))
+    for container, version in ((of_format_1, 1), (of_format_2, 2)):
+        with pytest.raises(SnapshotCorrupt, match=f"expected snapshot format {version}, found 99"):
+            serialization.loads(container({"format": 99}))
+    with pytest.raises(SnapshotCorrupt, match="expected snapshot format 2 or 1, found 7"):
+        serialization.loads(sealed(b"", magic=b"SBXGYM\0\7"))
+
+
+def test_format_1_is_read():
+    header = {"format": 1, "a": 3, "sections": {name: len(content) for name, content in SECTIONS.items()}}
+    header["digest"] = serialization.content_digest(SECTIONS)
+    data = of_format_1(header, b"".join(SECTIONS.values()))
+    assert serialization.loads(data) == (header, SECTIONS)
+    again, sections = serialization.loads(serialization.dumps(header, SECTIONS))
+    assert (again["format"], again["a"], sections) == (2, 3, SECTIONS)
+
+
+def test_the_dictionary_of_format_2_never_changes():
+    """Files were packed with it: another one is another format."""
+    assert hashlib.sha256(serialization._USUAL).hexdigest() == DICTIONARY
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 4096), (4097, 4096, 5000, 0), (70_000, 10), ()])
+def test_small_and_large_sections_come_back_in_their_order(sizes):
+    sections = {f"s{number}": os.urandom(size) for number, size in enumerate(sizes)}
+    data = serialization.dumps({"a": 1}, sections)
+    found = serialization.loads(data)[1]
+    assert (found, list(found)) == (sections, list(sections))
+    for length in range(0, len(data), max(1, len(data) // 50)):
+        with pytest.raises(SnapshotCorrupt):
+            serialization.loads(data[:length])
+        changed = bytearray(data)
+        changed[length] ^= 1
+        with pytest.raises(SnapshotCorrupt):
+            serialization.loads(bytes(changed))
+
+
+def test_a_header_that_packs_too_well_comes_back_too():
+    header = {"config": {"text": "a" * 900_000}}
+    assert serialization.loads(serialization.dumps(header, SECTIONS))[0]["config"] == header["config"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        sealed(b""),
+        sealed(b"other bytes"),
+        sealed(serialization._packed(b"{}\n")[:-1]),
+        sealed(serialization._packed(b"{}\n") + b"more"),
+        sealed(serialization._packed(b'{"format":2,"sections":{}}')),
+        sealed(serialization._packed(b'{"format":2,"sections":{}}\n'), b"more"),
+        sealed(serialization._packed(b'{"format":2,"sections":{}}\nmore')),
+        sealed(serialization._packed(b'{"format":2,"sections":{"x":5000}}\n'), b"1" * 4999),
+        sealed(zlib.compress(b'{"format":2,"sections":{}}\n')),
+        sealed(squeezed(b'{"format":2,"sections":{},"a":"' + b"a" * 2**20 + b'"}\n')),
+    ],
+    ids=lambda data: repr(data[44:])[:30],
+)
+def test_packed_bytes_that_lie_are_corrupt(data):
+    with pytest.raises(SnapshotCorrupt):
+        serialization.loads(data)
 
 
 def test_the_digest_depends_on_names_and_contents_alone():

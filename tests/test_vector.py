@@ -454,6 +454,45 @@ def test_infos_in_gymnasiums_format_but_never_cast():
     assert [value.shape for value in mixed["c"]] == [(2,), (3,)]
 
 
+VALUES = {
+    "bool": [True, False],
+    "int": [1, -3],
+    "long": [2**63, 1],
+    "float": [0.5, float("nan")],
+    "str": ["a", "bc"],
+    "list": [["a", "b"], ["c", "d"]],
+    "list of lists": [[["a"]], [["b"]]],
+    "tuple": [(1, 2), (3, 4)],
+    "none": [None, None],
+    "mixed": [1, "a"],
+    "mixed numbers": [1, 0.5],
+    "array": [np.zeros(2), np.ones(2)],
+    "arrays of two shapes": [np.zeros(2), np.ones(3)],
+    "scalar": [np.float32(1), np.float32(2)],
+    "dict": [{"x": 1, "y": "a"}, {"x": 2, "y": "b"}],
+    "final_obs": ["a", "b"],
+}
+
+
+def as_plain(batch):
+    return {
+        key: as_plain(column) if isinstance(column, dict) else (column.dtype, column.shape, repr(column.tolist()))
+        for key, column in batch.items()
+    }
+
+
+@pytest.mark.parametrize("left_out", [None, *VALUES])
+def test_infos_of_all_environments_are_batched_as_those_of_some(left_out):
+    names = [name for name in VALUES if name != left_out]
+    infos = {index: {name: VALUES[name][index] for name in names} for index in (0, 1)}
+    backwards = {1: dict(reversed(infos[1].items())), 0: infos[0]}
+    whole, slowly = batch_infos(infos, 2), batch_infos(backwards, 2)
+    assert list(whole) == [key for name in names for key in (name, f"_{name}")]
+    assert as_plain(whole) == {key: as_plain(slowly)[key] for key in whole}
+    whole["_bool" if left_out != "bool" else "_int"][0] = False  # no two columns share their memory
+    assert sum(not all(column) for key, column in whole.items() if key[0] == "_") == 1
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_alfworld_by_its_id(vector, mode):
     vec = vector("sandboxgym/ALFWorld-v0", 2, mode, max_episode_steps=traces.LIMIT)

@@ -146,7 +146,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
         writing = _each([lambda task=task: cached(task) for task in tasks])  # type: ignore[misc]
         reading = _each([lambda task=task: cached(task) for task in tasks])  # type: ignore[misc]
         entry = statistics.mean(path.stat().st_size for path in Path(directory).iterdir())
-    first, later, resets = Times(), Times(), Times()
+    first, later, resets, by_path = Times(), Times(), Times(), Times()
     for task in tasks:
         _walk(native, task, steps, seed=seed, times=first)
     for task in tasks:
@@ -155,6 +155,8 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
         for _ in range(20):
             with resets.one():
                 native.reset(options={"task": task})
+            with by_path.one():
+                native.reset(options={"task": library[task].gamefile})
     solving = _each([lambda task=task: shortest_plan(library.load(task)) for task in tasks])  # type: ignore[misc]
 
     if importlib.util.find_spec("textworld") and importlib.util.find_spec("alfworld"):
@@ -189,6 +191,10 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
     lines += ["| native | found | bound |", "|---|---|---|"]
     lines.append(
         f"| step, median (first episode of a game) | {later.median * 1e6:.0f} ({first.median * 1e6:.0f}) µs | |"
+    )
+    lines.append(
+        f"| reset of a loaded game out of {len(library):,}, by its path (by its number) "
+        f"| {by_path.median * 1e6:.0f} ({resets.median * 1e6:.0f}) µs | |"
     )
     lines.append(f"| compile a game, median (largest) | {_ms(compiling)} | 60 ms |")
     lines.append(f"| the same, and write the cache on disk | {_ms(writing)} | |")

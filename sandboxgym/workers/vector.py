@@ -13,6 +13,7 @@ The class is a ``gymnasium.vector.VectorEnv`` with ``AutoresetMode.DISABLED``, w
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from sandboxgym.core import Snapshot, SnapshotSpec
 from sandboxgym.errors import ResetNeeded, SnapshotError, SnapshotNotSupported, SnapshotReleased
 from sandboxgym.randomness import sibling_seed
+from sandboxgym.spaces import Unicode
 from sandboxgym.workers.env_host import (
     Call,
     CallTimedOut,
@@ -38,7 +40,7 @@ from sandboxgym.workers.env_host import (
     WorkerDied,
     env_maker,
 )
-from sandboxgym.workers.worker import Mode, Worker, close_workers, make_worker
+from sandboxgym.workers.worker import InlineWorker, Mode, Worker, close_workers, make_worker
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -200,15 +202,15 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             EpisodeOver: one of them is not `active`; none was stepped.
         """
         chosen = self._chosen(mask)
-        over = [index for index in chosen if not self._active[index]]
+        active = self._active.tolist()
+        over = [index for index in chosen if not active[index]]
         if over:
             raise EpisodeOver(
                 f"environments {over} are idle (finished, failed or never reset): reset or restore them, or step the "
                 "others by mask=vec.active"
             )
         each = self._actions(actions)
-        calls = {index: Call(index, "step", (each[index],)) for index in chosen}
-        outcomes, infos = self._perform(calls, self._timeout)
+        outcomes, infos = self._perform({index: Call(index, "step", (each[index],)) for index in chosen}, self._timeout)
         for index, outcome in outcomes.items():
             if outcome.error is None:
                 observation, reward, terminated, truncated, infos[index] = outcome.value
@@ -395,6 +397,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                     f"{(other.observation_space, other.action_space)}"
                 )
         n = self.num_envs
+        self._of_text = isinstance(self.single_observation_space, (spaces.Text, Unicode))
         self.observation_space = batch_space(self.single_observation_space, n)
         self.action_space = batch_space(self.single_action_space, n)
         mode = AutoresetMode.SAME_STEP if self._autoreset else AutoresetMode.DISABLED
@@ -524,6 +527,11 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         outcomes: dict[int, Outcome] = {}
         lost: dict[int, EnvFailure] = {}
         shares = self._by_worker(calls)
+        if all(isinstance(worker, InlineWorker) for worker, _ in shares):
+            for worker, indices in shares:
+                assert isinstance(worker, InlineWorker)
+                outcomes.update(worker.execute({index: calls[index] for index in indices}))
+            return outcomes, lost
         try:
             for worker, indices in shares:
                 worker.post([calls[index] for index in indices])
@@ -540,6 +548,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return outcomes, lost
 
     def _by_worker(self, calls: Mapping[int, Call]) -> list[tuple[Worker, list[int]]]:
+        if len(self._workers) == 1:
+            return [(self._workers[0], sorted(calls))] if calls else []
         shares: dict[int, tuple[Worker, list[int]]] = {}
         for index in sorted(calls):
             worker = self._of[index]
@@ -616,6 +626,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return batch_infos(infos, self.num_envs)
 
     def _observe(self) -> Any:
+        if self._of_text and all([type(observation) is str for observation in self._observations]):
+            return tuple(self._observations)
         out: Any = create_empty_array(self.single_observation_space, n=self.num_envs, fn=np.zeros)
         return copy.deepcopy(concatenate(self.single_observation_space, self._observations, out))
 
@@ -679,6 +691,8 @@ def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
     Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched recursively,
     anything else becomes an array of objects. (In Gymnasium the first value decides, and later ones are cast or fail.)
     """
+    if len(infos) == n and (whole := _whole_batch(infos)) is not None:
+        return whole
     batch: Infos = {}
     for key in dict.fromkeys(key for info in infos.values() for key in info):
         values = {index: info[key] for index, info in infos.items() if key in info}
@@ -689,14 +703,66 @@ def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
     return batch
 
 
+_AT_ONCE: dict[type, Any] = {bool: np.bool_, int: int, float: np.float64, str: object}
+"""Types whose columns are made together, with their dtypes: most of the time of a batch is that of making arrays."""
+
+
+class _Layout(NamedTuple):
+    """Columns of a batch by what they are made from."""
+
+    names: list[str]
+    masks: list[str]
+    empty: dict[str, None]
+    """All keys of the batch, in order."""
+    at_once: list[tuple[type, list[int], list[str]]]
+    """Types with the numbers and names of their columns."""
+    others: list[int]
+    """Numbers of the other columns."""
+
+
+@functools.lru_cache(64)
+def _layout(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Layout:
+    at_once: dict[type, list[int]] = {}
+    others: list[int] = []
+    for number, (name, kind) in enumerate(zip(names, kinds)):
+        (at_once.setdefault(kind, []) if kind in _AT_ONCE and name != "final_obs" else others).append(number)
+    masks = [f"_{name}" for name in names]
+    empty = dict.fromkeys(key for pair in zip(names, masks) for key in pair)
+    groups = [(kind, numbers, [names[number] for number in numbers]) for kind, numbers in at_once.items()]
+    return _Layout(list(names), masks, empty, groups, others)
+
+
+def _whole_batch(infos: Mapping[int, Infos]) -> Infos | None:
+    """`batch_infos` of all environments, as it is with most steps; None if they differ in their keys or types."""
+    rows = list(infos.values())
+    n = len(rows)
+    names, kinds = tuple(rows[0]), tuple(map(type, rows[0].values()))
+    for number, (index, row) in enumerate(infos.items()):
+        if index != number or tuple(row) != names or tuple(map(type, row.values())) != kinds:
+            return None
+    layout = _layout(names, kinds)
+    columns = list(zip(*[row.values() for row in rows]))
+    batch: Infos = {**layout.empty}
+    for kind, numbers, keys in layout.at_once:
+        try:
+            batch.update(zip(keys, np.array([columns[number] for number in numbers], dtype=_AT_ONCE[kind])))
+        except OverflowError:  # an integer of more than 64 bits
+            return None
+    for number in layout.others:
+        name, values = names[number], dict(enumerate(columns[number]))
+        batch[name] = _objects(values, n) if name == "final_obs" or kinds[number] is list else _column(values, n)
+    batch.update(zip(layout.masks, np.ones((len(names), n), np.bool_)))
+    return batch
+
+
 def _column(values: Mapping[int, Any], n: int) -> Any:
     first = next(iter(values.values()))
     kind = type(first)
-    if any(type(value) is not kind for value in values.values()):
+    if any([type(value) is not kind for value in values.values()]):
         return _objects(values, n)
     if kind is dict:
         return batch_infos(values, n)
-    if kind is int and any(abs(value) >= 2**63 for value in values.values()):
+    if kind is int and any([abs(value) >= 2**63 for value in values.values()]):
         return _objects(values, n)
     if kind in (bool, int, float) or issubclass(kind, (np.number, np.bool_)):
         column = np.zeros(n, kind)
@@ -709,7 +775,7 @@ def _column(values: Mapping[int, Any], n: int) -> Any:
 
 
 def _objects(values: Mapping[int, Any], n: int) -> NDArray[np.object_]:
-    column = np.full(n, None, dtype=object)
+    column = np.empty(n, dtype=object)  # of None
     for index, value in values.items():
         column[index] = value
     return column

@@ -27,7 +27,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Literal
 
@@ -241,6 +241,18 @@ class InlineWorker(Worker):
     def close(self) -> None:
         """Close the environments."""
         self.kill()
+
+    def execute(self, calls: Mapping[int, Call]) -> dict[int, Outcome]:
+        """`post` and `take` of all calls, each by its key: several times as fast, for there is nothing to wait for."""
+        self.start()
+        assert self._host is not None
+        outcomes = {}
+        for key, (slot, method, args) in calls.items():
+            try:
+                outcomes[key] = Outcome(getattr(self._host, method)(slot, *args))
+            except Exception as error:
+                outcomes[key] = Outcome(None, error)
+        return outcomes
 
     def _start(self) -> None:
         self._host = Host(keep=self._keep, ships=False)

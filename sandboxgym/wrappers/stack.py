@@ -106,6 +106,8 @@ def snapshot(env: AnyEnv) -> Snapshot:
     for (wrapper, codec), layer in zip(wrappers, layers):
         if codec.remember and layer.state[2] is None:
             raise ResetNeeded(f"{name_of(wrapper)} has returned nothing yet: call reset() through it before a snapshot")
+    if isinstance(base, SnapshotEnv) and type(base).snapshot is SnapshotEnv.snapshot:
+        return base._snapshot(layers)
     handle = base.snapshot()
     if not isinstance(handle, Snapshot):  # a third party's, typed as ours: what is done with one is done with the other
         return cast(Snapshot, StackSnapshot(base, handle, layers) if layers else handle)
@@ -137,14 +139,20 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
 
     def through(observation: Any, info: dict[str, Any]) -> Output:
         for wrapper, codec in reversed(wrappers):
-            with _refusing(name_of(wrapper), trusted=trusted):
+            try:
                 observation, info = output(wrapper, codec, observation, info)
+            except Exception as error:
+                _refuse(name_of(wrapper), error, trusted=trusted)
+                raise
             outputs.append((observation, info))
         return observation, info
 
     try:
-        with _refusing("the stack of wrappers", trusted=trusted):
+        try:
             _apply(wrappers, layers, seed)
+        except Exception as error:
+            _refuse("the stack of wrappers", error, trusted=trusted)
+            raise
         handle: Any = snap
         if isinstance(snap, Snapshot):
             handle = snap.layered(inner) if layers else snap
@@ -366,7 +374,13 @@ def _base(env: AnyEnv) -> Any:
 def _stack(env: AnyEnv) -> tuple[list[_Coded], Any]:
     """The relevant wrappers with their codecs, outermost first, and the base environment."""
     base = _base(env)
-    return [(wrapper, codec_of(wrapper)) for wrapper in walk(env) if not isinstance(wrapper, SnapshotWrapper)], base
+    wrappers = []
+    inner: Any = env
+    while inner is not base:
+        if not isinstance(inner, SnapshotWrapper):
+            wrappers.append((inner, codec_of(inner)))
+        inner = inner.env
+    return wrappers, base
 
 
 def _captures_stack(base: Any) -> bool:
@@ -375,36 +389,38 @@ def _captures_stack(base: Any) -> bool:
 
 
 def _capture(wrapper: AnyWrapper, codec: WrapperCodec) -> Layer:
-    adapters = codec.adapters
-    values = {}
-    for name in codec.state:
-        value = getattr(wrapper, name)
-        if name in adapters:
-            values[name] = adapters[name].read(value)
-        else:
-            values[name] = value if type(value) in ATOMS else copy.deepcopy(value)
-    _materialise(wrapper)
-    streams = [] if _adds_no_space(wrapper) else randomness.capture_spaces(*_spaces_of(wrapper), but=_inside(wrapper))
+    values = {name: getattr(wrapper, name) for name in codec.state}
+    for name, value in values.items():
+        if name in codec.adapters:
+            values[name] = codec.adapters[name].read(value)
+        elif type(value) not in ATOMS:
+            values[name] = copy.deepcopy(value)
+    streams = []
+    if not _adds_no_space(wrapper):
+        _materialise(wrapper)
+        streams = randomness.capture_spaces(*_spaces_of(wrapper), but=_inside(wrapper))
     # What is remembered is a private copy that nobody changes.
     state = [values, streams, vars(wrapper).get(OUTPUT)] if codec.remember else [values, streams]
     return Layer(name_of(wrapper), _config(wrapper, codec), state)
 
 
 def _config(wrapper: AnyWrapper, codec: WrapperCodec) -> dict[str, Any]:
+    if not codec.config:
+        return {}
     return {name: comparable(getattr(wrapper, name)) for name in codec.config}
 
 
 def _apply(wrappers: Sequence[_Coded], layers: Sequence[Layer], seed: int | None) -> None:
     for (wrapper, codec), layer in zip(wrappers, layers, strict=True):
-        values, streams, *remembered = layer.state
+        values, streams = layer.state[:2]
         for name, value in values.items():
             if name in codec.adapters:
                 value = codec.adapters[name].write(getattr(wrapper, name), value)
             elif type(value) not in ATOMS:
                 value = copy.deepcopy(value)
             setattr(wrapper, name, value)
-        for last in remembered:
-            vars(wrapper)[OUTPUT] = tuple(last)
+        if len(layer.state) > 2:
+            vars(wrapper)[OUTPUT] = tuple(layer.state[2])
         if seed is None and (streams != [] or not _adds_no_space(wrapper)):
             randomness.restore_spaces(streams, *_spaces_of(wrapper), but=_inside(wrapper))
     if seed is not None:
@@ -481,34 +497,32 @@ def _restore_foreign(
 
 def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, trusted: bool) -> None:
     """Check that the layers fit, and that layers from a file hold the types of `_capture`."""
-    if len(wrappers) != len(layers) or any(name_of(w) != layer.name for (w, _), layer in zip(wrappers, layers)):
-        mine, theirs = [name_of(wrapper) for wrapper, _ in wrappers], [layer.name for layer in layers]
+    names = [name_of(wrapper) for wrapper, _ in wrappers]
+    if names != [layer.name for layer in layers]:
+        theirs = [layer.name for layer in layers]
         raise SnapshotMismatch(
-            f"this environment is wrapped in {mine}, the snapshot was taken through {brief(theirs, 1000)}"
+            f"this environment is wrapped in {names}, the snapshot was taken through {brief(theirs, 1000)}"
         )
-    for (wrapper, codec), layer in zip(wrappers, layers, strict=True):
+    for (wrapper, codec), layer in zip(wrappers, layers):
         config = _config(wrapper, codec)
-        if not _is_same(config, layer.config):
+        if (config or layer.config) and not _is_same(config, layer.config):
             raise SnapshotMismatch(
                 f"{layer.name} has {brief(config, 1000)}, in the snapshot {brief(layer.config, 1000)}"
             )
         if trusted:
             continue
-        with _refusing(layer.name, trusted=False):
-            if not _is_state(wrapper, codec, layer.state):
-                raise SnapshotCorrupt(
-                    f"expected the attributes {codec.state} of {layer.name}, found {brief(layer.state)}"
-                )
-
-
-@contextlib.contextmanager
-def _refusing(who: str, *, trusted: bool) -> Iterator[None]:
-    """Turn exceptions that untrusted content makes ``who`` raise into `SnapshotCorrupt`."""
-    try:
-        yield
-    except Exception as error:
-        if trusted or isinstance(error, SnapshotError) or from_outside(error):
+        try:
+            fits = _is_state(wrapper, codec, layer.state)
+        except Exception as error:
+            _refuse(layer.name, error, trusted=False)
             raise
+        if not fits:
+            raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {brief(layer.state)}")
+
+
+def _refuse(who: str, error: Exception, *, trusted: bool) -> None:
+    """Raise SnapshotCorrupt in place of what untrusted content made ``who`` raise; otherwise the caller raises it."""
+    if not (trusted or isinstance(error, SnapshotError) or from_outside(error)):
         raise SnapshotCorrupt(f"{who} cannot take over its state: {brief(error)}") from error
 
 

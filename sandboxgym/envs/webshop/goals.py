@@ -8,6 +8,8 @@ What this module promises:
    is the same for every seed, worker and process, so that a split by index means the same goals everywhere.
 3. Only a few numbers per product are kept: goals are made on request. With all 1.18 million
    products, whose combinations of options make millions of synthetic goals, the order is all that takes memory.
+4. What takes seconds to compute is kept on disk, written atomically, and memory-mapped by later processes: the order
+   of many goals, and the draws for a catalogue that is itself on disk. A file that does not fit is written again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import operator
 import os
 import random
+import sys
 import tempfile
 from abc import abstractmethod
 from array import array
@@ -23,9 +26,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +47,14 @@ NO_CAP = 1_000_000.0
 OFFICIAL_SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}
 PRODUCT_SPLITS = {"product-test": (0, 10), "product-eval": (10, 20), "product-train": (20, 100)}
 """Splits of the products in percent."""
+Number = TypeVar("Number", bound=np.generic)
 Options = tuple[tuple[str, str], ...] | tuple[str, ...]
 _CACHED_GOALS = 2**15
 _LONG = 2**20
+_DRAWS_FORMAT = 1
+"""Version of the kept draws, increased whenever they would change."""
+_KEPT_DRAWS = 16
+"""Number of files of draws, some MB each, from which on a catalogue keeps no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,32 @@ def _draw_cap(price: float, rng: random.Random) -> float:
     return max(rng.sample(candidates, 2)) if len(candidates) >= 2 else NO_CAP
 
 
+def _drawn(catalogue: Catalogue, price_seed: int, positions: NDArray[np.int64]) -> tuple[Prices, NDArray[np.float64]]:
+    """All draws of one stream: prices, then the price caps of the products at ``positions``; see promise 4."""
+    pricing = catalogue.columns().pricing
+    ranges = np.flatnonzero(~np.isnan(pricing[:, 1]))
+    path = _draws_path(catalogue, price_seed, positions)
+    kept = None if path is None else _kept(path, (len(ranges) + len(positions),), np.float64)
+    if kept is None:
+        rng = random.Random(price_seed)
+        drawn = _draw_prices(catalogue, rng).by_position
+        caps = [_draw_cap(price, rng) for price in drawn[positions].tolist()]
+        kept = np.concatenate((drawn[ranges], np.array(caps, dtype=np.float64)))
+        if path is not None and len(list(path.parent.glob("draws-*"))) < _KEPT_DRAWS:
+            _keep(path, kept)
+    values = pricing[:, 0].copy()
+    values[ranges] = kept[: len(ranges)]
+    return Prices(catalogue, values), kept[len(ranges) :]
+
+
+def _draws_path(catalogue: Catalogue, price_seed: int, positions: NDArray[np.int64]) -> Path | None:
+    """File for the draws; None where they are not kept. Only a stream's raw numbers are the same in all Pythons."""
+    if catalogue.directory is None or type(price_seed) is not int:
+        return None
+    identity = f"{_DRAWS_FORMAT} {sys.version_info[:2]} {price_seed} ".encode() + positions.tobytes()
+    return catalogue.directory / f"draws-{blake2b(identity, digest_size=12).hexdigest()}.npy"
+
+
 def _cap_text(cap: float) -> str:
     return "" if cap == NO_CAP else f", and price lower than {cap:.2f} dollars"
 
@@ -135,11 +169,9 @@ class Goals(Sequence[Goal]):
     ) -> None:
         self.catalogue = catalogue
         self.price_seed = price_seed
-        rng = random.Random(price_seed)
-        self.prices = _draw_prices(catalogue, rng)
+        self.prices, self._caps = _drawn(catalogue, price_seed, positions)
         """Prices by the first draws of the stream: the same as those of the function `prices`."""
         self._positions = positions
-        self._caps = array("d", (_draw_cap(price, rng) for price in self.prices.by_position[self._positions].tolist()))
         self._ends = np.cumsum(counts)
         self._order = shuffled(int(self._ends[-1]) if len(self._ends) else 0)
         self._goal = lru_cache(_CACHED_GOALS)(self._make)
@@ -150,15 +182,16 @@ class Goals(Sequence[Goal]):
         first = int(self._ends[source - 1]) if source else 0
         product = self.catalogue.at(int(self._positions[source]))
         instruction, attributes, options = self._describe(source, product, number - first)
+        cap = float(self._caps[source])
         return Goal(
             asin=product.asin,
             category=product.category,
             query=product.query,
             name=product.title,
             product_category=product.product_category,
-            instruction=instruction + _cap_text(self._caps[source]),
+            instruction=instruction + _cap_text(cap),
             attributes=attributes,
-            price_upper=self._caps[source],
+            price_upper=cap,
             options=options,
             weight=self._weight(source),
             kind=self.kind,
@@ -317,24 +350,31 @@ def shuffled(length: int) -> NDArray[np.uint32]:
     A long order, some 6 s of work for all products, is kept on disk.
     """
     path = cache_dir() / "webshop" / f"goal-order-{length}.npy"
-    if length >= _LONG:
-        with contextlib.suppress(OSError, ValueError):
-            kept: NDArray[np.uint32] = np.asarray(np.load(path, mmap_mode="r"))
-            if kept.shape == (length,) and kept.dtype == np.uint32:
-                return kept
+    kept = _kept(path, (length,), np.uint32) if length >= _LONG else None
+    if kept is not None:
+        return kept
     order = array("I", range(length))
     random.Random(SHUFFLE_SEED).shuffle(order)
     result = np.frombuffer(order, dtype=np.uint32) if length else np.zeros(0, np.uint32)
     result.flags.writeable = False
     if length >= _LONG:
-        with contextlib.suppress(OSError):  # a full or read-only disk is no error
-            _write(path, result)
+        _keep(path, result)
     return result
 
 
-def _write(path: Path, values: NDArray[np.uint32]) -> None:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as staging:
-        np.save(Path(staging, path.name), values)
-        os.replace(Path(staging, path.name), path)
+def _kept(path: Path, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number] | None:
+    """The array in a file, memory-mapped; None if there is none that fits."""
+    try:
+        kept: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r"))
+    except (OSError, ValueError, EOFError):
+        return None
+    return kept if kept.shape == shape and kept.dtype == kind else None
+
+
+def _keep(path: Path, values: NDArray[Any]) -> None:
+    """Write an array to a file atomically. A full or read-only disk is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as staging:
+            np.save(Path(staging, path.name), values)
+            os.replace(Path(staging, path.name), path)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sandboxgym.envs.alfworld.game import GameError
+from sandboxgym.envs.alfworld.games import library as library_module
 from sandboxgym.envs.alfworld.games.generate import generate_game
 from sandboxgym.envs.alfworld.games.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
 
@@ -75,6 +76,49 @@ def test_ids_outside_the_official_splits_are_relative(tmp_path):
     (directory / "game.tw-pddl").write_bytes(generate_game("train", 0))
     assert ids(open_library(tmp_path / "mine")) == ["room/trial/game.tw-pddl"]
     assert open_library(directory / "game.tw-pddl")[0].task_type == "unknown"
+
+
+def test_a_name_finds_the_games_whose_path_ends_in_its_parts_whatever_is_kept_to_find_them(tmp_path, monkeypatch):
+    """Compared with looking at every game; the names include odd ones, which end in all games or in none."""
+    directories = [
+        "valid_seen/room-1/trial_a",
+        "valid_seen/room-1/trial_b",
+        "valid_seen/room-2/trial_a",
+        "game.tw-pddl/trial_c",
+    ]
+    for number, path in enumerate(directories):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "game.tw-pddl").write_bytes(generate_game("train", number))
+    (tmp_path / "one.json").write_bytes(generate_game("train", 5))
+    library = open_library([*(tmp_path / path / "game.tw-pddl" for path in directories), tmp_path / "one.json"])
+    monkeypatch.chdir(tmp_path)
+
+    def looked_through(name):
+        same_file = [ref for ref in library if ref.gamefile == os.path.abspath(name)]
+        by_id = [ref for ref in library if library_module._ends_with(ref.task_id, name)]
+        by_file = [ref for ref in library if library_module._ends_with(ref.gamefile, name)]
+        return [library.index(ref.task_id) for ref in same_file or by_id or by_file]
+
+    whole = [path for ref in library for path in (ref.task_id, ref.gamefile)]
+    parts = [path.split("/") for path in whole]
+    names = {"/".join(part[begin:end]) for part in parts for begin in range(len(part)) for end in range(len(part) + 1)}
+    names |= {f"{name}/" for name in names} | {f"./{name}" for name in names} | {".", "//", "rial_a", "one.json/x"}
+    for name in names:
+        numbers = looked_through(name)
+        if name in whole or len(numbers) == 1:
+            assert library.index(name) == (ids(library).index(name) if name in ids(library) else numbers[0]), name
+        else:
+            with pytest.raises(GameNotFound, match="games of" if numbers else "has no game"):
+                library.index(name)
+
+
+def test_finding_a_game_by_its_path_takes_no_look_at_the_other_games(monkeypatch):
+    library = open_library("embedded:train:2000")
+    looked = []
+    ends_with = library_module._ends_with
+    monkeypatch.setattr(library_module, "_ends_with", lambda *paths: looked.append(paths) or ends_with(*paths))
+    assert library.index("train/1234") == 1234
+    assert len(looked) == 1
 
 
 def test_task_types_and_limit(data):

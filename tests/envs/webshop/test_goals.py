@@ -228,6 +228,61 @@ def test_a_long_order_is_kept_on_disk(tmp_path, monkeypatch):
     shuffled.cache_clear()
 
 
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """The embedded catalogue as one that is kept on disk."""
+    products = load_catalogue()
+    here = MemoryCatalogue(products.products(), name="stored", human_instructions=products.human_instructions)
+    here.directory = tmp_path / "store"
+    here.directory.mkdir()
+    return here
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "human"])
+def test_the_draws_for_a_catalogue_on_disk_are_made_once_and_equal_those_in_memory(stored, monkeypatch, kind):
+    make = {"synthetic": goals_module.SyntheticGoals, "human": goals_module.HumanGoals}[kind]
+    expected = {seed: make(load_catalogue(), seed) for seed in (0, 1)}
+    for seed in (0, 1):
+        make(stored, seed)  # makes the files
+    assert len(list(stored.directory.iterdir())) == 2
+    monkeypatch.setattr(goals_module, "_draw_prices", None)
+    monkeypatch.setattr(goals_module, "_draw_cap", None)
+    for seed, before in expected.items():
+        found = make(stored, seed)
+        assert not found._caps.flags.writeable  # memory-mapped
+        assert [(goal.price_upper, goal.instruction) for goal in found] == [
+            (goal.price_upper, goal.instruction) for goal in before
+        ]
+        assert type(found[0].price_upper) is float
+        assert found.prices.by_position.tolist() == before.prices.by_position.tolist()
+
+
+def test_kept_draws_that_do_not_fit_are_made_again(stored):
+    expected = [goal.price_upper for goal in goals_module.SyntheticGoals(stored, 3)]
+    (kept,) = stored.directory.iterdir()
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-8], b"other bytes"):
+        kept.write_bytes(damaged)
+        assert [goal.price_upper for goal in goals_module.SyntheticGoals(stored, 3)] == expected
+        assert kept.read_bytes() == whole
+
+
+def test_a_new_version_of_the_draws_and_a_full_store_do_not_read_or_write_them(stored, monkeypatch):
+    goals_module.SyntheticGoals(stored, 0)
+    monkeypatch.setattr(goals_module, "_DRAWS_FORMAT", -1)
+    goals_module.SyntheticGoals(stored, 0)
+    assert len(list(stored.directory.iterdir())) == 2
+    monkeypatch.setattr(goals_module, "_KEPT_DRAWS", 2)
+    assert goals_module.SyntheticGoals(stored, 1)[0] == goals_module.SyntheticGoals(load_catalogue(), 1)[0]
+    assert len(list(stored.directory.iterdir())) == 2
+
+
+def test_a_store_that_cannot_be_written_costs_time_only(stored):
+    stored.directory.rmdir()
+    stored.directory.touch()
+    assert goals_module.SyntheticGoals(stored, 1)[0] == goals_module.SyntheticGoals(load_catalogue(), 1)[0]
+
+
 @pytest.mark.parametrize("kind", ["synthetic", "human"])
 def test_official_splits_are_by_index(kind):
     found = goals(load_catalogue() if kind == "synthetic" else _with_many_human_goals(), kind)

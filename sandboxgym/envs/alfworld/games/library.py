@@ -19,8 +19,9 @@ import os
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import SupportsIndex, overload
 
@@ -100,11 +101,10 @@ class GameLibrary(Sequence[GameRef]):
         name = Path(task).as_posix() if isinstance(task, os.PathLike) else task
         if name in self._by_id:
             return self._by_id[name]
-        same_file = [number for number, ref in enumerate(self._refs) if ref.gamefile == os.path.abspath(name)]
         matches = (
-            same_file
-            or [number for number, ref in enumerate(self._refs) if _ends_with(ref.task_id, name)]
-            or [number for number, ref in enumerate(self._refs) if _ends_with(ref.gamefile, name)]
+            self._by_file.get(os.path.abspath(name))
+            or self._ending(self._by_id_tail, name, lambda ref: ref.task_id)
+            or self._ending(self._by_file_tail, name, lambda ref: ref.gamefile)
         )
         if len(matches) == 1:
             return matches[0]
@@ -113,6 +113,24 @@ class GameLibrary(Sequence[GameRef]):
             raise GameNotFound(f"{len(matches)} games of {self._source} end in {name!r}, such as {', '.join(near)}")
         near = difflib.get_close_matches(name, self._by_id, n=3, cutoff=0.3)
         raise GameNotFound(f"{self._source} has no game {name!r}" + (f"; near: {', '.join(near)}" if near else ""))
+
+    @cached_property
+    def _by_file(self) -> dict[str, list[int]]:
+        return _grouped(ref.gamefile for ref in self._refs)
+
+    @cached_property
+    def _by_id_tail(self) -> dict[str, list[int]]:
+        return _grouped(_tail(ref.task_id) for ref in self._refs)
+
+    @cached_property
+    def _by_file_tail(self) -> dict[str, list[int]]:
+        return _grouped(_tail(ref.gamefile) for ref in self._refs)
+
+    def _ending(self, by_tail: dict[str, list[int]], ending: str, path: Callable[[GameRef], str]) -> list[int]:
+        """The games whose path ends in ``ending``, out of those that have the same tail."""
+        tail = _tail(PurePosixPath(ending).as_posix())
+        candidates = by_tail.get(tail, ()) if tail else range(len(self))
+        return [number for number in candidates if _ends_with(path(self._refs[number]), ending)]
 
     def load(self, number: int, *, digest: str | None = None) -> Game:
         """Load the compiled game, shared with everyone who loads it.
@@ -273,6 +291,19 @@ def _distinct(refs: Sequence[GameRef], longer: Sequence[str]) -> tuple[GameRef, 
     return tuple(
         replace(ref, task_id=name) if count[ref.task_id] > 1 else ref for ref, name in zip(refs, longer, strict=True)
     )
+
+
+def _grouped(names: Iterable[str]) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        numbers.setdefault(name, []).append(number)
+    return numbers
+
+
+def _tail(path: str) -> str:
+    """The last part of a normalised path, not counting the name that all game files have."""
+    head, _, last = path.rpartition("/")
+    return head.rpartition("/")[2] if last == GAME_FILE else last
 
 
 def _ends_with(task_id: str, ending: str) -> bool:

@@ -72,6 +72,10 @@ class Catalogue(Protocol):
     def digest(self) -> str:
         """SHA-256 of the products in their order, in hexadecimal. Human instructions do not count."""
 
+    @property
+    def directory(self) -> Path | None:
+        """Directory of a catalogue that is kept on disk, in which what is computed from it may be kept too."""
+
     def __hash__(self) -> int: ...
 
     def __len__(self) -> int: ...
@@ -117,6 +121,8 @@ class MemoryCatalogue:
     Raises:
         ValueError: two products have the same asin.
     """
+
+    directory = None
 
     def __init__(
         self, products: Iterable[Product], *, name: str, human_instructions: Callable[[], HumanInstructions] = dict

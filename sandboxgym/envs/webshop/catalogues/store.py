@@ -87,6 +87,7 @@ class StoredCatalogue:
         with (directory / _RECORDS).open("rb") as file:
             self._records = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if nbytes else b""
         self._files = files
+        self.directory = directory
         self.name = os.fspath(files.products)
         self.digest: str = meta["digest"]
         self.at = lru_cache(CACHED_PRODUCTS)(self._decode)
