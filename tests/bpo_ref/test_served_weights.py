@@ -11,56 +11,36 @@ from typing import Any
 
 import pytest
 import torch
-import wordgame
 from fake_engine import FakeServer, Fault, wait_until
+from served_runs import SMALL, assert_greedy_trees_are_equal, greedily, pretrained, trainer_of
 from transformers import AutoModelForCausalLM
 
-from bpo_ref.args import Args
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed.replicated import Replicated
 from bpo_ref.eval import defaults
-from bpo_ref.learning.models import add_adapter, build_tiny, load_policy
+from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_model
+from bpo_ref.run_log import RunLog
 from bpo_ref.sampling import weights as weights_module
-from bpo_ref.sampling.generate import Session, score
-from bpo_ref.sampling.served import ServedSession
+from bpo_ref.sampling.generate import score
 from bpo_ref.sampling.vllm import LOADING
 from bpo_ref.sampling.weights import plain_weights, rolled, write_weights
 from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Trainer
-from sandboxgym.tree import RolloutTree
 
 TRAIN = Path(__file__).parents[2] / "bpo_ref/train.py"
-SMALL: dict[str, Any] = {
-    "algo": "bpo-forest", "env_id": wordgame.ENV_ID, "max_turns": 5, "context": 160, "max_new_tokens": 4, "prompts": 2,
-    "width": 2, "roots": 2, "updates": 2, "eval_episodes": 2, "eval_untrained": False, "trackers": (), "lr": 1e-2,
-    "backend": "vllm", "server_retries": 1, "server_timeout": 60.0,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained model with tied embeddings, none of whose weights are all alike."""
-    texts = [f"task {task} turn {turn} say a word" for task in range(6) for turn in range(4)]
-    model, tokenizer = build_tiny("0.2M", texts, vocabulary=0, context=160, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(4.0 if weight.ndim > 1 else 1 + 0.2 * torch.rand(weight.shape, generator=generator))
     folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    pretrained(folder, size="0.2M")
     return folder
 
 
 def server_of(folder: Path, **options: Any) -> FakeServer:
     model, tokenizer = load_policy(folder)
     return FakeServer(model, tokenizer, **options)
-
-
-def trainer_of(folder: Path, out: Path, *servers: FakeServer, **options: Any) -> Trainer:
-    urls = tuple(server.url for server in servers)
-    return Trainer(Args(**{**SMALL, "model": str(folder), "out": str(out), "server": urls, **options}))
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -75,8 +55,6 @@ def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """Everything that runs log about their updates."""
-    from bpo_ref.run_log import RunLog
-
     found: list[dict[str, float]] = []
     scalars = RunLog.scalars
 
@@ -112,17 +90,6 @@ def test_a_run_learns_from_turns_of_servers(
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir())
 
 
-def greedily(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All samplers take the most probable token."""
-    for kind in (Session, ServedSession):
-        generate = kind.generate
-        monkeypatch.setattr(kind, "generate", lambda self, rows, rngs=None, generate=generate: generate(self, rows))
-
-
-def told(trees: list[RolloutTree]) -> list[Any]:
-    return [(tree.task, edge.action.text, edge.action.data.ids, edge.reward) for tree in trees for edge in tree.edges()]
-
-
 @pytest.mark.parametrize("algo", ["bpo-forest", "bpo-paper"])
 def test_greedy_trees_are_those_of_the_sampler_in_the_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: str
@@ -131,21 +98,7 @@ def test_greedy_trees_are_those_of_the_sampler_in_the_process(
     with server_of(folder) as one, server_of(folder) as other:
         here = trainer_of(folder, tmp_path / "here", algo=algo, backend="hf")
         there = trainer_of(folder, tmp_path / "there", one, other, algo=algo)
-        for update in range(3):
-            generator = torch.Generator().manual_seed(update)
-            noise = [torch.randn(weight.shape, generator=generator) for weight in here.session.policy.parameters()]
-            for trainer in (here, there):
-                with torch.no_grad():
-                    for weight, change in zip(trainer.session.policy.parameters(), noise):
-                        weight.add_(0.1 * change)
-            mine, theirs = (trainer._rollouts((update,)) for trainer in (here, there))
-            assert told(mine) == told(theirs)
-            for a, b in zip((e for t in mine for e in t.edges()), (e for t in theirs for e in t.edges()), strict=True):
-                assert a.action.data.logps == pytest.approx(b.action.data.logps, abs=1e-4)
-                assert a.action.data.logps == pytest.approx(b.action.data.sampler_logps, abs=1e-4)
-                assert a.action.data.entropies == pytest.approx(b.action.data.entropies, abs=1e-4)
-        for trainer in (here, there):
-            trainer.session.close()
+        assert_greedy_trees_are_equal(here, there)
 
 
 PARTS = ["lm_head", "embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "model.norm", "layernorm"]
