@@ -143,10 +143,10 @@ def checked(answer: Answer, request: Request, *, engine: str, vocabulary: int) -
 
     def refuse(wrong: bool, expected: str, found: object) -> None:
         if wrong:
-            raise BadAnswer(f"{engine} answered {request.key} with something else: expected {expected}, found {found}")
+            raise BadAnswer(f"{engine} gave no answer to what was asked: expected {expected}, found {found}")
 
     ids, count = answer.ids, len(answer.ids)
-    refuse(answer.key != request.key, f"the answer to {request.key}", f"that to {answer.key}")
+    refuse(answer.key != request.key, "the answer to this request", "that to another one")
     refuse(not 1 <= count <= request.limit, f"1 to {request.limit} tokens", count)
     refuse(not all(0 <= token < vocabulary for token in ids), f"token ids below {vocabulary}", ids)
     stops = [place for place, token in enumerate(ids) if token in request.stop_ids]

@@ -88,6 +88,7 @@ class Fleet:
         self._folder = ""
         self._verify: Verify = lambda engine: None
         self._reviving = [threading.Lock() for _ in engines]
+        self._warned: set[str] = set()
 
     def check(self, expected: Expected) -> None:
         """Compare every engine with what the run needs; see `Engine.check`."""
@@ -106,6 +107,7 @@ class Fleet:
             EngineError: an engine did not load them, or does not pass the check.
         """
         self.version, self._folder, self._verify = None, folder, verify
+        self._warned.clear()
         if load:
             self._on_each([partial(self._load, engine, version) for engine in self.engines])
         self.version = version
@@ -153,9 +155,15 @@ class Fleet:
             except (EngineUnavailable, BadAnswer) as error:
                 if not left or stop.is_set():
                     raise EngineError(f"{error}; asked {self.retries + 1 - left} times") from error
-                logger.warning("asking an engine again in %.0f s, because: %s", pause, error)
+                self._warn(f"asking again, after pauses of {self.pause:g} s and more: {error}")
             stop.wait(pause)
             pause, left = min(LONGEST_PAUSE, 2 * pause), left - 1
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, once for the same weights: hundreds of threads may meet the same trouble."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def _load(self, engine: Engine, version: str) -> None:
         engine.load(self._folder, version, seconds=LOAD_FACTOR * self.seconds)
@@ -170,7 +178,7 @@ class Fleet:
             with lock:  # another thread does it
                 return
         try:
-            logger.warning("%s has other weights: loading this run's again", self.engines[i].name)
+            self._warn(f"{self.engines[i].name} has other weights: loading this run's again")
             self._load(self.engines[i], version)
         finally:
             lock.release()

@@ -4,9 +4,8 @@
 
 What this module promises:
 
-1. What is written is a plain model in safetensors: adapters merged, and without tied weights. vLLM 0.32 answers that it
-   has loaded weights, and keeps the old output layer, where that is tied to the embeddings; so a server is started with
-   an untied copy, and gets untied weights.
+1. What is written is a plain model in safetensors: adapters merged, and without tied weights. A model with tied ones is
+   saved without an output layer; vLLM 0.32 then answers that it has loaded the file, and keeps the old output layer.
 2. `Proof` compares log-probabilities of the engine with the trainer's, on tokens that the engine samples, and refuses
    an engine that differs by more than a tolerance. It cannot see what a small step does not change; so before the first
    weights of a run an engine gets `rolled` ones, with which every weight that it keeps makes a difference.
@@ -122,9 +121,7 @@ class Proof:
         """
         apart: list[float] = []
         for seed, row in enumerate(self.rows):
-            request = Request(
-                list(row), version, (), self.tokens, self.temperature, seed, key=f"proof-{version}-{seed}"
-            )
+            request = Request(list(row), version, (), self.tokens, self.temperature, seed, key=uuid.uuid4().hex)
             answer = engine.generate(request, seconds=self.seconds)
             checked(answer, request, engine=engine.name, vocabulary=model.config.vocab_size)
             with torch.no_grad(), evaluating(model):
