@@ -77,7 +77,8 @@ class FakeServer:
         if self.weights.config.tie_word_embeddings:  # as a server that was started from an untied copy
             head = self.weights.get_output_embeddings()
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        self.version, self.paused = "default", False
+        self.version, self.paused, self.turns = "default", False, 0
+        self.changed = threading.Condition()
         self.closing = threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
         self.http.daemon_threads = False
@@ -114,7 +115,10 @@ class FakeServer:
         if path == "/server_info":
             return {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}}
         if path in ("/pause", "/resume"):
-            self.paused = path == "/pause"
+            with self.changed:
+                self.paused = path == "/pause"
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: not (self.paused and self.turns))  # mode=wait
             return {"status": "paused"}
         if path == "/update_weight_version":
             self.version = body["new_version"]
@@ -138,9 +142,21 @@ class FakeServer:
             raise RuntimeError("the file ended early")
 
     def turn(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Sample a turn, once the server is not paused."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.paused)
+            self.turns += 1
+        try:
+            return self.sampled(body)
+        finally:
+            with self.changed:
+                self.turns -= 1
+                self.changed.notify_all()
+
+    def sampled(self, body: dict[str, Any]) -> dict[str, Any]:
         """Sample a turn by forward passes over all of the conversation."""
         sampling, ids = body["sampling_params"], list(body["token_ids"])
-        assert sampling["ignore_eos"] and sampling["top_p"] == 1.0 and sampling["top_k"] == 0 and not self.paused
+        assert sampling["ignore_eos"] and sampling["top_p"] == 1.0 and sampling["top_k"] == 0
         rng, content = np.random.default_rng(sampling["seed"]), []
         while True:
             with self.lock, torch.no_grad():
