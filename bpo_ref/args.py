@@ -13,6 +13,7 @@ from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.running.environments import refuse_before_loading
 from bpo_ref.sampling.backends import BackendName
+from bpo_ref.sampling.vllm import VllmEngine
 from sandboxgym.adapters.prompts import PromptName
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.registration import registered_id
@@ -124,7 +125,20 @@ class Args:
     temperature: float = 1.0
     """Sampling temperature in training; the policy is the tempered distribution."""
     backend: BackendName = "hf"
-    """Sampling backend: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA."""
+    """Sampling backend: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA;
+    ``vllm`` asks servers (``server``)."""
+    server: tuple[str, ...] = ()
+    """Addresses of vLLM servers, such as ``http://node7:8000``; conversations of one task go to the same one."""
+    server_timeout: float = 300.0
+    """Seconds in which a server has to answer; loading weights may take ten times as long."""
+    server_retries: int = 6
+    """Number of times that a request is repeated, after 1, 2, 4, ... seconds, by the next server where there are
+    several."""
+    server_tolerance: float | None = None
+    """Largest mean difference, in nats, of the log-probabilities of a server and of the trainer after each update.
+    Default: 0.001 with float32, 0.05 with bfloat16."""
+    server_weights: str | None = None
+    """Folder for the weights, which the servers see under the same path. Default: ``served`` in ``out``."""
     threads: int = 1
     """CPU threads per process (0: PyTorch's choice)."""
     process_timeout: float = 24.0
@@ -504,7 +518,7 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("adam_eps", "spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
-    **dict.fromkeys(("env_workers", "env_timeout"), 0),
+    **dict.fromkeys(("env_workers", "env_timeout", "server_retries"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
     **dict.fromkeys(("lookahead_least", "updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
@@ -514,7 +528,10 @@ LEAST: dict[str, float] = {
 """Minimum of a setting."""
 MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma"), 1)
 """Maximum of a setting."""
-POSITIVE = ("lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout")
+POSITIVE = (
+    "lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout",
+    "server_timeout", "server_tolerance",
+)  # fmt: skip
 """Settings that must not be 0: nothing would be learned, or a division would fail."""
 
 
@@ -547,6 +564,20 @@ def check_ranges(args: Args) -> None:
     for name in ("env_workers", "env_timeout"):
         if args.envs == "local" and getattr(args, name):
             raise ConfigError(f"{name}: environments of this process have no workers; set envs to process or ray")
+    if (args.backend == "vllm") != bool(args.server):
+        raise ConfigError(
+            f"server: expected addresses with backend=vllm alone, found {args.backend} with {args.server}"
+        )
+    for name in ("server_tolerance", "server_weights"):
+        if getattr(args, name) is not None and args.backend != "vllm":
+            raise ConfigError(f"{name}: expected it with backend=vllm alone, found {args.backend}")
+    if len(set(args.server)) < len(args.server):
+        raise ConfigError(f"server: expected each address once, found {args.server}")
+    for url in args.server:
+        try:
+            VllmEngine(url)
+        except ValueError as error:
+            raise ConfigError(f"server: {error}") from None
     if args.ray_address is not None and args.envs != "ray":
         raise ConfigError(f"ray_address: expected it with envs=ray alone, found envs={args.envs}")
 

@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import gymnasium as gym
 
 from bpo_ref.config import ConfigError
 from bpo_ref.running.environments import refuse_environment, refuse_missing_folder
-from bpo_ref.sampling.backends import BackendName, make_backend
+from bpo_ref.sampling.backends import LocalBackendName, make_backend
 from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.adapters.prompts import PromptName, make_prompt
 from sandboxgym.arguments import parse_arguments
@@ -187,8 +187,8 @@ class Args:
     """System prompt, as in training."""
     observation_tokens: int = 0
     """Maximum tokens per observation, as in training."""
-    backend: BackendName = "hf"
-    """Sampling backend, as in training."""
+    backend: LocalBackendName = "hf"
+    """Sampling backend; for a run that sampled on servers: ``hf``."""
     seed: int = 0
     """Seed of the sampling."""
     threads: int = 1
@@ -209,6 +209,8 @@ def defaults(checkpoint: str) -> Args:
     if saved:
         given |= {"env_kwargs": saved["eval_kwargs"], "temperature": saved["eval_temperature"]}
         given["episodes"] = saved["eval_episodes"]
+    if given.get("backend") not in get_args(LocalBackendName):
+        given.pop("backend", None)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return Args(checkpoint=checkpoint, **given)
 

@@ -55,8 +55,12 @@ from bpo_ref.running.environments import opened
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.engine import EngineError, Expected
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
+from bpo_ref.sampling.served import Fleet
+from bpo_ref.sampling.vllm import VllmEngine
+from bpo_ref.sampling.weights import Proof, Publisher, prompts_of
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs, Failure
@@ -73,7 +77,7 @@ MAY_CHANGE = {  # on resuming
     "resume", "overwrite", "out", "threads", "envs", "env_workers",
     "env_timeout", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
-    "trackers",
+    "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
 }  # fmt: skip
 
 
@@ -105,6 +109,7 @@ class TrainingSession:
     stopped_by = 0
     """Number of the signal that ended the run early; 0: none."""
     _lock: IO[str] | None = None
+    _publisher: Publisher | None = None
 
     def __init__(self, args: Args) -> None:
         given = args = folder.named(args)
@@ -167,6 +172,7 @@ class TrainingSession:
         )
         if args.lookahead:
             check_prompt(self.prompt, self.chat)
+        self._publisher = self._reach_servers(model) if args.backend == "vllm" else None
         whole = ActorCritic(model) if args.critic else model
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
@@ -256,7 +262,7 @@ class TrainingSession:
             yield
         except (TrainingFailed, torch.OutOfMemoryError, RuntimeError) as error:
             full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            if not full and not isinstance(error, TrainingFailed):
+            if not full and not isinstance(error, (TrainingFailed, EngineError)):
                 raise
             advice = "smaller --micro-tokens, --gradient-checkpointing True or fewer --prompts need less"
             what = f"out of memory in {self.stage} step {self.step + 1}: {advice}" if full else str(error)
@@ -290,6 +296,8 @@ class TrainingSession:
         self.envs.close()
         self.eval_envs.close()
         self.log.close()
+        if self._publisher is not None and self.accelerator.is_main_process:
+            self._publisher.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -476,6 +484,7 @@ class TrainingSession:
             context_limit=self.args.context,
             entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
             sampler_logps=self.args.tis > 0,
+            fleet=None if self._publisher is None else self._served(self._publisher),
         )
         skip = self.args.entropy_skip
         skip = self.chat.length(self.prompt.opening) if skip is None else skip
@@ -492,6 +501,63 @@ class TrainingSession:
         else:
             refresh(self._twin, self.policy)
         return self._twin
+
+    def _reach_servers(self, model: CausalLM) -> Publisher:
+        """Find the servers and compare them with what the run needs.
+
+        Raises:
+            ConfigError: one is not there, or serves something else.
+        """
+        args, vocabulary = self.args, model.config.vocab_size
+        engines = [VllmEngine(url) for url in args.server]
+        fleet = Fleet(engines, vocabulary=vocabulary, seconds=args.server_timeout, retries=args.server_retries)
+        begun = self.chat.start("a task of many words: go to desk 1, search[red shoes], git diff")
+        text = self.tokenizer.decode(begun)
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected = Expected(args.context, text, list(tokens), (args.temperature,))
+
+        def differs() -> str | None:
+            try:
+                fleet.check(expected)
+            except EngineError as error:
+                return f"server: {error}"
+            return None
+
+        self._all_refuse(differs)
+        sampled = min(16, args.context // 2)
+        known = min(vocabulary, len(self.tokenizer))
+        tolerance = args.server_tolerance or (1e-3 if args.dtype == "float32" else 0.05)
+        proof = Proof(
+            prompts_of(begun, vocabulary=known, room=args.context - sampled),
+            temperature=args.temperature,
+            tolerance=tolerance,
+            seconds=args.server_timeout,
+            tokens=sampled,
+        )
+        folder = Path(args.server_weights) if args.server_weights else self.out / "served"
+        return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype))
+
+    def _served(self, publisher: Publisher) -> Fleet:
+        """The servers, with the current weights; all processes have to ask for them.
+
+        Raises:
+            TrainingFailed: a server does not have them.
+        """
+        if not publisher.current(self.policy):
+            told: tuple[str | None, str] = None, ""
+            if self.accelerator.is_main_process:
+                try:
+                    told = None, publisher.publish(self.policy)
+                except EngineError as error:
+                    told = str(error), ""
+            if self.accelerator.num_processes > 1:
+                told = broadcast_object_list([told])[0]
+            failure, version = told
+            if failure is not None:
+                raise TrainingFailed(failure)
+            if not self.accelerator.is_main_process:
+                publisher.follow(self.policy, version)
+        return publisher.fleet
 
     def evaluate(self, name: str) -> Score:
         """Play the evaluation set with the current policy and log the score under the name."""
@@ -646,6 +712,8 @@ class TrainingSession:
         """Check the number of processes: one that was meant to be several would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
+        if self.strategy.sharded and args.backend == "vllm":
+            raise ConfigError("backend: vllm needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

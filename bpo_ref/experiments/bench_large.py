@@ -31,7 +31,7 @@ from bpo_ref.experiments.gpu_memory import SHAPES, Shape
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.learning.tiny import tiny_tokenizer
-from bpo_ref.sampling.backends import BackendName, make_backend
+from bpo_ref.sampling.backends import LocalBackendName, make_backend
 from bpo_ref.sampling.generate import Generator, forward
 from sandboxgym.system import interpreter
 
@@ -167,7 +167,7 @@ def bench_generation(name: str, repeats: int) -> list[str]:
     model = model_of(name, context=longest + turn + 8)
     told: list[int] = []
 
-    def turns(backend: BackendName) -> None:
+    def turns(backend: LocalBackendName) -> None:
         sampler = make_backend(
             backend, model, stop_ids=[2], max_new_tokens=turn, temperature=1.0, context_limit=longest + turn + 1,
             entropies=False,
@@ -178,7 +178,7 @@ def bench_generation(name: str, repeats: int) -> list[str]:
         told.append(sum(len(generation.ids) for generation in said))
         session.drop(places)
 
-    names: tuple[BackendName, ...] = ("hf", "transformers-continuous")
+    names: tuple[LocalBackendName, ...] = ("hf", "transformers-continuous")
     spent = in_turns({backend: partial(turns, backend) for backend in names}, repeats)
     tokens = statistics.fmean(told)
     lines = ["| shape | backend | rows | tokens a second, contexts read included | GiB |", "|---|---|---|---|---|"]

@@ -30,7 +30,7 @@ CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
 LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
     SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "demonstrations.tmp", "results.md",
-    "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers",
+    "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
 """Everything that a run writes into its folder and `clear` removes."""

@@ -1,8 +1,8 @@
 """Sampling backends: one small interface, and the choices of ``--backend`` behind it.
 
-Another backend (an inference server, say) is a class with `Backend.open` whose sessions have the methods of
-`Conversations`. It has to load new weights when a session is opened, and may leave log-probabilities to the trainer. If
-it samples from other log-probabilities, they belong in `Generation.sampler_logps`: ``--tis`` needs them.
+Another backend is a class with `Backend.open` whose sessions have the methods of `Conversations`. It may leave
+log-probabilities to the trainer. If it samples from other log-probabilities, they belong in `Generation.sampler_logps`:
+``--tis`` needs them. For another inference server only an `engine.Engine` is needed: `served.ServedBackend` asks it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy as np
 
 if TYPE_CHECKING:
     from bpo_ref.sampling.generate import Generation
+    from bpo_ref.sampling.served import Fleet
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
-BackendName = Literal["hf", "transformers-continuous"]
+LocalBackendName = Literal["hf", "transformers-continuous"]
+BackendName = Literal["hf", "transformers-continuous", "vllm"]
 
 
 class Conversations(Protocol):
@@ -72,11 +74,13 @@ def make_backend(
     context_limit: int,
     entropies: bool,
     sampler_logps: bool = False,
+    fleet: Fleet | None = None,
 ) -> Backend:
     """Make the backend of that name.
 
     Args:
-        name: ``hf`` (`generate.Generator`) or ``transformers-continuous`` (`continuous.ContinuousGenerator`).
+        name: ``hf`` (`generate.Generator`), ``transformers-continuous`` (`continuous.ContinuousGenerator`) or ``vllm``
+            (`served.ServedBackend`).
         model: to sample from.
         stop_ids: tokens that end a turn.
         max_new_tokens: largest number of tokens per turn.
@@ -84,6 +88,10 @@ def make_backend(
         context_limit: largest number of tokens per row.
         entropies: whether they are needed as soon as a turn has been sampled.
         sampler_logps: whether the sampler's own log-probabilities are needed; of ``hf`` they are `Generation.logps`.
+        fleet: the engines that already serve these weights, for ``vllm``.
+
+    Raises:
+        ValueError: ``vllm`` without engines.
     """
     sampling: dict[str, Any] = {
         "stop_ids": stop_ids,
@@ -96,6 +104,12 @@ def make_backend(
         from bpo_ref.sampling.continuous import ContinuousGenerator
 
         return ContinuousGenerator(model, score=entropies, sampler_logps=sampler_logps, **sampling)
+    if name == "vllm":
+        from bpo_ref.sampling.served import ServedBackend
+
+        if fleet is None:
+            raise ValueError("backend: vllm needs the engines to ask, found none")
+        return ServedBackend(fleet, model, score=entropies, **sampling)
     from bpo_ref.sampling.generate import Generator
 
     return Generator(model, **sampling)

@@ -143,7 +143,7 @@ class Session:
         most = self._generator.max_rows
         able = [self._rows[row] for row in rows if self.room(row) >= 1]
         pending = [row for row in able if row.cached < len(row.ids) - 1]
-        with torch.inference_mode(), _evaluating(self._generator.model):
+        with torch.inference_mode(), evaluating(self._generator.model):
             for batch in (pending[i : i + most] for i in range(0, len(pending), most)):
                 self.prefilled += sum(len(row.ids) - 1 - row.cached for row in batch)
                 _read(self._generator, self._store, batch)
@@ -183,7 +183,7 @@ class Session:
             for row, rng in zip(rows, streams, strict=True)
         ]
         self.prefilled += sum(len(draft.row.ids) - draft.row.cached for draft in drafts)
-        with torch.inference_mode(), _evaluating(generator.model):
+        with torch.inference_mode(), evaluating(generator.model):
             for i in range(0, len(drafts), generator.max_rows):
                 _sample(generator, self._store, drafts[i : i + generator.max_rows])
         return [draft.finished(generator.stop_ids) for draft in drafts]
@@ -558,7 +558,7 @@ def weights_version(model: CausalLM) -> int:
 
 
 @contextmanager
-def _evaluating(model: CausalLM) -> Iterator[None]:
+def evaluating(model: CausalLM) -> Iterator[None]:
     """Set evaluation mode: dropout would falsify log-probabilities, and gradient checkpointing turns the cache off."""
     if not any(module.training for module in model.modules()):
         yield

@@ -20,7 +20,7 @@ from bpo_ref import eval as eval_module
 from bpo_ref.args import Args
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import build_tiny
-from bpo_ref.sampling.backends import Backend, BackendName, make_backend
+from bpo_ref.sampling.backends import Backend, LocalBackendName, make_backend
 from bpo_ref.sampling.continuous import ContinuousGenerator, GenerationFailed
 from bpo_ref.sampling.generate import ContextOverflow, StaleSession, score
 from bpo_ref.sampling.policy import ChatPolicy
@@ -100,7 +100,7 @@ def test_backends_have_the_same_greedy_conversations(build: Callable[[], Any], p
     if packed:
         packing.enable(model)
     attention = model.config._attn_implementation
-    found = [conversation(backend_of(name, model)) for name in get_args(BackendName)]
+    found = [conversation(backend_of(name, model)) for name in get_args(LocalBackendName)]
     assert found[0] == found[1]
     assert model.config._attn_implementation == attention
 
@@ -118,7 +118,7 @@ def test_a_new_session_knows_nothing_of_the_old_weights() -> None:
     with pytest.raises(StaleSession):
         session.generate([0, 1])
     assert not hasattr(model, "_cached_continuous_batching_manager")
-    (new, other) = (backend_of(name, model).open(rows) for name in get_args(BackendName))
+    (new, other) = (backend_of(name, model).open(rows) for name in get_args(LocalBackendName))
     turns = [session.generate([0, 1]) for session in (new, other)]
     assert [turn.ids for turn in turns[0]] == [turn.ids for turn in turns[1]]
     assert turns[0][0].ids != old.ids
@@ -126,7 +126,7 @@ def test_a_new_session_knows_nothing_of_the_old_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", get_args(BackendName))
+@pytest.mark.parametrize("name", get_args(LocalBackendName))
 def test_log_probabilities_are_the_trainers_or_none(name: Any) -> None:
     model = llama()
     for entropies in (True, False):
@@ -238,7 +238,7 @@ def test_a_run_trains_on_what_continuous_batching_sampled(tmp_path: Path, tis: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", get_args(BackendName))
+@pytest.mark.parametrize("name", get_args(LocalBackendName))
 def test_a_checkpoint_is_scored_with_any_backend(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, report = tmp_path / "policy", tmp_path / "score.json"
     model, tokenizer = build_tiny("0.2M", ["task 0 turn 1 say a word"], vocabulary=0, context=160, seed=0)

@@ -1,0 +1,237 @@
+"""The client of a vLLM server, over vLLM's own API for reinforcement learning.
+
+Written against vLLM 0.32 and tested with it (the CPU build): ``/inference/v1/generate`` takes and gives token ids and
+tells the version of the weights of every token; ``/pause``, ``/collective_rpc`` with ``reload_weights``,
+``/update_weight_version`` and ``/resume`` change the weights. `SERVE` is the command that starts such a server.
+
+What this module promises: every call has a deadline for all of it, also for answers that come byte by byte; what comes
+is untrusted until read. vLLM's defaults do not matter: each request sets every filter of tokens, and ends turns by the
+run's own tokens alone.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from bpo_ref.sampling.engine import (
+    Answer,
+    BadAnswer,
+    EngineUnavailable,
+    Expected,
+    Request,
+    Span,
+    WrongEngine,
+)
+
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out --enable-prefix-caching "
+    "--logprobs-mode processed_logprobs"
+)
+"""Command that starts a server; FOLDER is what ``python -m bpo_ref.sampling.weights MODEL FOLDER`` writes."""
+LOADING = "loading"
+"""Version of weights that are being loaded: no run asks for it."""
+MOST_BYTES = 2**26
+"""Length of the longest answer that is read."""
+EVERYTHING = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "min_tokens": 0, "n": 1, "ignore_eos": True, "detokenize": False, "logprobs": 0,
+}  # fmt: skip
+"""Sampling from the whole distribution, whatever the model's ``generation_config.json`` says."""
+
+
+class VllmEngine:
+    """A vLLM server.
+
+    Args:
+        url: its address, such as ``http://node7:8000``.
+
+    Raises:
+        ValueError: it is not an address.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"expected an address such as http://host:8000, found {url!r}")
+        _ = parts.port  # raises ValueError where it is not a port
+        self.name = url.rstrip("/")
+        self._parts = parts
+        self._model: str | None = None
+
+    def check(self, expected: Expected, *, seconds: float) -> None:
+        """Compare context length, tokenizer and the kind of log-probabilities; see `Engine.check`."""
+        end = time.monotonic() + seconds
+        served = self._served(end)
+        length = served.get("max_model_len")
+        if not isinstance(length, int) or length < expected.context:
+            raise WrongEngine(f"{self.name}: expected a context of at least {expected.context} tokens, found {length}")
+        if self._call("GET", "/weight_info", None, end, missing="VLLM_SERVER_DEV_MODE=1") is None:
+            raise BadAnswer(f"{self.name}: expected the version of its weights, found nothing")
+        asked = {"model": served["id"], "prompt": expected.text, "add_special_tokens": False}
+        tokens = _part(self._call("POST", "/tokenize", asked, end), "tokens", list, self.name)
+        if tokens != expected.tokens:
+            text = f"{expected.text[:40]!r}"
+            raise WrongEngine(
+                f"{self.name}: it has another tokenizer: expected {expected.tokens} for {text}, found {tokens}"
+            )
+        if any(temperature != 1.0 for temperature in expected.temperatures):
+            config = _part(
+                self._call("GET", "/server_info?config_format=json", None, end), "vllm_config", dict, self.name
+            )
+            mode = _part(config, "model_config", dict, self.name).get("logprobs_mode")
+            if mode != "processed_logprobs":
+                raise WrongEngine(
+                    f"{self.name}: expected log-probabilities of the tempered distribution (start it with "
+                    f"--logprobs-mode processed_logprobs), found {mode}"
+                )
+
+    def generate(self, request: Request, *, seconds: float) -> Answer:
+        """Sample a turn; see `Engine.generate`."""
+        end = time.monotonic() + seconds
+        sampling = EVERYTHING | {
+            "max_tokens": request.limit,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "stop_token_ids": list(request.stop_ids),
+        }
+        body = {
+            "model": self._model or self._served(end)["id"],
+            "request_id": request.key,
+            "token_ids": request.ids,
+            "sampling_params": sampling,
+            "cache_salt": request.version,
+        }
+        found = self._call("POST", "/inference/v1/generate", body, end, missing="--enable-scale-out")
+        choices = _part(found, "choices", list, self.name)
+        if len(choices) != 1:
+            raise BadAnswer(f"{self.name}: expected one turn for one request, found {len(choices)}")
+        (choice,) = choices
+        try:
+            places = choice["logprobs"]["content"]
+            ids = [_whole(token) for token in choice["token_ids"]]
+            if [place["token_id"] for place in places] != ids:
+                raise BadAnswer(f"{self.name}: expected log-probabilities of the tokens {ids}, found those of others")
+            spans = [
+                Span(str(span["version"]), _whole(span["start"]), _whole(span["end"]))
+                for span in choice["weight_versions"]
+            ]
+            details = (found.get("usage") or {}).get("prompt_tokens_details") or {}
+            return Answer(
+                key=str(found["request_id"]).rpartition("generate-tokens-")[2],
+                ids=ids,
+                logps=[float(place["logprob"]) for place in places],
+                spans=spans,
+                cached=details.get("cached_tokens"),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadAnswer(
+                f"{self.name}: expected token ids with log-probabilities and weight_versions (vLLM 0.32 or newer), "
+                f"found {str(choice)[:200]} ({type(error).__name__}: {error})"
+            ) from error
+
+    def load(self, folder: str, version: str, *, seconds: float) -> None:
+        """Pause, load, name the version, resume; see `Engine.load`."""
+        end = time.monotonic() + seconds
+        dev = "VLLM_SERVER_DEV_MODE=1"
+        self._call("POST", "/pause?mode=wait", None, end, missing=dev)
+        # If loading fails, the weights may be half changed: they must not bear the name of the old ones.
+        self._call("POST", "/update_weight_version", {"new_version": LOADING}, end, missing=dev)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        try:
+            self._call("POST", "/collective_rpc", reload, end, missing=dev)
+            self._call("POST", "/update_weight_version", {"new_version": version}, end)
+        finally:
+            self._call("POST", "/resume", None, max(end, time.monotonic() + 1.0))
+
+    def _served(self, end: float) -> dict[str, Any]:
+        """The model that is served."""
+        listed = _part(self._call("GET", "/v1/models", None, end), "data", list, self.name)
+        base = [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
+        if not base:
+            raise BadAnswer(f"{self.name}: expected the name of the model it serves, found {str(listed)[:200]}")
+        self._model = base[0]["id"]
+        found: dict[str, Any] = base[0]
+        return found
+
+    def _call(self, method: str, path: str, body: Any, end: float, *, missing: str | None = None) -> Any:
+        """Ask the server; returns what its JSON says.
+
+        Args:
+            method: of HTTP.
+            path: with its query.
+            body: sent as JSON; None: nothing.
+            end: deadline, of the monotonic clock.
+            missing: what a server without this path was not started with.
+
+        Raises:
+            EngineUnavailable: no answer in time, or a server error.
+            BadAnswer: it is not JSON.
+            WrongEngine: the server refuses the request.
+        """
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        began = time.monotonic()
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=max(0.01, end - began))
+        try:
+            data = None if body is None else json.dumps(body)
+            headers = {} if data is None else {"Content-Type": "application/json"}
+            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+            connected = connection.sock  # which the connection forgets where the answer ends it
+            response = connection.getresponse()
+            text = _read(response, connected, end)
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError):
+                raise EngineUnavailable(f"{self.name}: no answer to {path} within {end - began:.3g} s") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineUnavailable(f"{self.name}: cannot be reached for {path} ({reason})") from error
+        finally:
+            connection.close()
+        told = text[:300].decode(errors="replace")
+        if response.status == 404 and missing is not None and "does not exist" not in told:
+            raise WrongEngine(f"{self.name}: does not know {path}: start it with {missing}")
+        if response.status >= 500 or response.status in (408, 429):
+            raise EngineUnavailable(f"{self.name}: {path} failed with status {response.status}: {told}")
+        if response.status != 200:
+            raise WrongEngine(f"{self.name}: refuses {path} with status {response.status}: {told}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise BadAnswer(f"{self.name}: expected JSON from {path}, found {told!r}") from error
+
+
+def _read(response: http.client.HTTPResponse, connected: socket.socket, end: float) -> bytes:
+    """Read an answer to its end, within the deadline."""
+    parts, size = [], 0
+    while True:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connected.settimeout(left)
+        part = response.read1(2**16)
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+        if size > MOST_BYTES:
+            raise http.client.HTTPException(f"more than {MOST_BYTES} bytes")
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(parts)
+
+
+def _part(found: Any, name: str, kind: type, engine: str) -> Any:
+    """A part of an answer, of the kind that it must be."""
+    part = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(part, kind):
+        raise BadAnswer(f"{engine}: expected an answer with {name}, found {str(found)[:200]}")
+    return part
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number, found {value!r}")
+    return value

@@ -1,0 +1,230 @@
+"""Weights on their way to an engine, and the proof that they arrived.
+
+    python -m bpo_ref.sampling.weights MODEL FOLDER    # write a folder that a server can be started with
+
+What this module promises:
+
+1. What is written is a plain model in safetensors: adapters merged, and without tied weights. A model with tied ones is
+   saved without an output layer; vLLM 0.32 then answers that it has loaded the file, and keeps the old output layer.
+2. `Proof` compares log-probabilities of the engine with the trainer's, on tokens that the engine samples, and refuses
+   an engine that differs by more than a tolerance. It cannot see what a small step does not change; so before the first
+   weights of a run an engine gets `rolled` ones, with which every weight that it keeps makes a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bpo_ref.config import ConfigError
+from bpo_ref.learning.models import CausalLM, load_policy
+from bpo_ref.sampling.engine import Engine, EngineError, Request, checked
+from bpo_ref.sampling.generate import evaluating, score, weights_version
+from bpo_ref.sampling.served import Fleet, Verify
+
+
+def plain_weights(model: CausalLM) -> tuple[CausalLM, dict[str, Tensor]]:
+    """The transformers model, without adapters, and its weights with the adapters added to them."""
+    bare = model.get_base_model() if hasattr(model, "peft_config") else model
+    adapted = {name: module for name, module in bare.named_modules() if hasattr(module, "get_delta_weight")}
+    weights = {}
+    for name, tensor in bare.state_dict().items():
+        if any(f".{part}" in name for part in ("lora_A", "lora_B", "lora_embedding", "lora_magnitude")):
+            continue
+        name = name.replace(".base_layer.", ".")
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module in adapted:
+            change = adapted[module].get_delta_weight("default")
+            tensor = (tensor.float() + change.float()).to(tensor.dtype)
+        weights[name] = tensor.detach()
+    return bare, weights
+
+
+@torch.no_grad()
+def write_weights(model: CausalLM, folder: Path, *, dtype: torch.dtype) -> None:
+    """Write a model's weights and its config, as a model of its own without tied weights.
+
+    Args:
+        model: with or without adapters, all of its weights in this process.
+        folder: replaced, if it is there.
+        dtype: of the weights as written.
+    """
+    bare, weights = plain_weights(model)
+    weights = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in weights.items()}
+    if bare.config.tie_word_embeddings:
+        inputs, outputs = (
+            next(f"{name}.weight" for name, module in bare.named_modules() if module is wanted)
+            for wanted in (bare.get_input_embeddings(), bare.get_output_embeddings())
+        )
+        weights[outputs] = weights[inputs].clone()
+    temporary = folder.with_name(folder.name + ".new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    bare.save_pretrained(temporary, state_dict=weights)
+    path = temporary / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"tie_word_embeddings": False, "dtype": str(dtype).removeprefix("torch.")}
+    path.write_text(json.dumps(config, indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+@contextmanager
+def rolled(model: CausalLM) -> Iterator[None]:
+    """Have the rows of every weight moved by one within the context: another function, and exactly undone."""
+    weights = [weight for weight in model.parameters() if weight.ndim]
+
+    @torch.no_grad()
+    def move(rows: int) -> None:
+        for weight in weights:
+            weight.copy_(weight.roll(rows, 0))
+
+    move(1)
+    try:
+        yield
+    finally:
+        move(-1)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Check that an engine has the weights of a model.
+
+    Args:
+        rows: token ids of the prompts that the engine continues.
+        temperature: temperature of the sampling.
+        tolerance: largest mean difference of log-probabilities, in nats.
+        seconds: deadline of an answer.
+        tokens: tokens sampled for each prompt.
+    """
+
+    rows: Sequence[Sequence[int]]
+    temperature: float
+    tolerance: float
+    seconds: float
+    tokens: int = 16
+
+    def __call__(self, engine: Engine, model: CausalLM, version: str) -> float:
+        """Return the mean difference.
+
+        Raises:
+            EngineError: it is larger than the tolerance.
+        """
+        apart: list[float] = []
+        for seed, row in enumerate(self.rows):
+            request = Request(list(row), version, (), self.tokens, self.temperature, seed, key=uuid.uuid4().hex)
+            answer = engine.generate(request, seconds=self.seconds)
+            checked(answer, request, engine=engine.name, vocabulary=model.config.vocab_size)
+            with torch.no_grad(), evaluating(model):
+                logps, _ = score(model, [[*row, *answer.ids]], temperature=self.temperature)
+            apart += (logps[0, len(row) - 1 :].double().cpu() - torch.tensor(answer.logps).double()).abs().tolist()
+        mean = float(np.mean(apart))
+        if not mean <= self.tolerance:
+            raise EngineError(
+                f"{engine.name} says that it has loaded the weights {version}, but its log-probabilities of "
+                f"{len(apart)} tokens differ from the trainer's by {mean:.2g} nats on average (largest: "
+                f"{max(apart):.2g}), and server_tolerance is {self.tolerance:g}: it serves another model, has kept "
+                "some of its weights (start it with a folder that python -m bpo_ref.sampling.weights writes), or "
+                "computes in another dtype"
+            )
+        return mean
+
+
+class Publisher:
+    """Weights of a run on their way to its engines.
+
+    Args:
+        fleet: the engines.
+        folder: shared with the engines, who see it under the same path.
+        proof: that they have the weights.
+        dtype: of the weights as written.
+    """
+
+    def __init__(self, fleet: Fleet, folder: Path, proof: Proof, *, dtype: torch.dtype) -> None:
+        self.fleet, self.folder, self.proof, self.dtype = fleet, folder.resolve(), proof, dtype
+        self._name = uuid.uuid4().hex[:12]
+        self._count = 0
+        self._published: tuple[CausalLM, int] | None = None
+
+    def current(self, model: CausalLM) -> bool:
+        """Whether the engines have these weights."""
+        found = self._published
+        return found is not None and found[0] is model and found[1] == weights_version(model)
+
+    def publish(self, model: CausalLM) -> str:
+        """Write the weights, have every engine load them, and prove it; returns their version.
+
+        Raises:
+            EngineError: an engine does not have them.
+        """
+        if self._published is None:
+            with rolled(model):
+                self._serve(model)
+        version = self._serve(model)
+        self._published = model, weights_version(model)
+        return version
+
+    def follow(self, model: CausalLM, version: str) -> None:
+        """Note what another process has published."""
+        self.fleet.serve(str(self.folder / version), version, self._verify(model, version), load=False)
+        self._published = model, weights_version(model)
+
+    def close(self) -> None:
+        """Remove the weights: no engine will need them again."""
+        for folder in self.folder.glob(f"{self._name}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _serve(self, model: CausalLM) -> str:
+        version = f"{self._name}-{self._count}"
+        self._count += 1
+        write_weights(model, self.folder / version, dtype=self.dtype)
+        self.fleet.serve(str(self.folder / version), version, self._verify(model, version))
+        for folder in self.folder.glob(f"{self._name}-*"):
+            if folder.name != version:
+                shutil.rmtree(folder, ignore_errors=True)
+        return version
+
+    def _verify(self, model: CausalLM, version: str) -> Verify:
+        def verify(engine: Engine) -> None:
+            self.proof(engine, model, version)
+
+        return verify
+
+
+def prompts_of(ids: Sequence[int], *, vocabulary: int, room: int, count: int = 4) -> list[list[int]]:
+    """Prompts for a `Proof`: the beginning of a conversation, continued by random tokens."""
+    rng = np.random.default_rng(0)
+    rest = max(1, min(48, room - len(ids)))
+    return [[*ids[: max(1, room - rest)], *rng.integers(vocabulary, size=rest).tolist()] for _ in range(count)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the folder that a server is started with."""
+    parser = argparse.ArgumentParser(prog="python -m bpo_ref.sampling.weights", description=main.__doc__)
+    parser.add_argument("model", help="folder or Hub name of a transformers causal model")
+    parser.add_argument("folder", help="folder to write, which must not be there yet")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    args = parser.parse_args(argv)
+    folder = Path(args.folder)
+    if folder.exists():
+        raise SystemExit(f"error: folder: expected one that is not there yet, found {folder}")
+    try:
+        model, tokenizer = load_policy(args.model, dtype=args.dtype)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+    write_weights(model, folder, dtype=getattr(torch, args.dtype))
+    tokenizer.save_pretrained(folder)
+    print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""A server in this process that speaks vLLM's API over HTTP, around a small model, and can go wrong in every way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+Alter = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Fault:
+    """What happens to a request for a turn: each part is left out by default."""
+
+    latency: float = 0.0
+    status: int = 200
+    body: bytes | None = None
+    drop: bool = False
+    """End the connection without an answer."""
+    cut: bool = False
+    """End it in the middle of the answer."""
+    trickle: bool = False
+    """Send a byte from time to time."""
+    alter: Alter | None = None
+    """Change the answer."""
+
+
+def choice(answer: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = answer["choices"][0]
+    return found
+
+
+def place(answer: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = choice(answer)["logprobs"]["content"][0]
+    return found
+
+
+@dataclass
+class FakeServer:
+    """A server with a copy of a model; weights that it is told to load are read from files."""
+
+    model: Any
+    tokenizer: Any = None
+    context: int = 256
+    logprobs_mode: str = "processed_logprobs"
+    missing: tuple[str, ...] = ()
+    """Paths that it does not know."""
+    fault: Callable[[int], Fault] = lambda number: Fault()
+    """What goes wrong with the n-th request for a turn, from 0."""
+    keeps: Callable[[str], bool] = lambda name: False
+    """Weights that it silently does not load."""
+    load_fault: Callable[[int], bool] = lambda number: False
+    """Whether the n-th loading of weights fails."""
+    port: int = 0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    loads: int = 0
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.start()
+
+    def start(self) -> None:
+        """Begin as a server that was just started: with the initial weights, of no run's version."""
+        self.weights = copy.deepcopy(self.model).eval()
+        if self.weights.config.tie_word_embeddings:  # as a server that was started from an untied copy
+            head = self.weights.get_output_embeddings()
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        self.version, self.paused, self.turns = "default", False, 0
+        self.changed = threading.Condition()
+        self.closing = threading.Event()
+        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
+        self.http.daemon_threads = False
+        self.http.fake = self  # type: ignore[attr-defined]
+        self.port = self.http.server_address[1]
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End at once: connections are closed without an answer."""
+        self.closing.set()
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def answer(self, path: str, body: Any) -> Any:
+        """The answer to anything but a request for a turn."""
+        if path == "/v1/models":
+            return {"data": [{"id": "policy", "max_model_len": self.context}]}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/tokenize":
+            return {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        if path == "/server_info":
+            return {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}}
+        if path in ("/pause", "/resume"):
+            with self.changed:
+                self.paused = path == "/pause"
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: not (self.paused and self.turns))  # mode=wait
+            return {"status": "paused"}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return {"success": True}
+        if path == "/collective_rpc" and body["method"] == "reload_weights":
+            assert self.paused
+            self.load(Path(body["kwargs"]["weights_path"]))
+            return {"results": [None]}
+        raise KeyError(path)
+
+    def load(self, folder: Path) -> None:
+        number, self.loads = self.loads, self.loads + 1
+        new = load_file(folder / "model.safetensors")
+        if self.load_fault(number):  # in the middle
+            new = dict(list(new.items())[: len(new) // 2])
+        with self.lock, torch.no_grad():
+            for name, weight in self.weights.named_parameters():
+                if name in new and not self.keeps(name):
+                    weight.copy_(new[name])
+        if self.load_fault(number):
+            raise RuntimeError("the file ended early")
+
+    def turn(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Sample a turn, once the server is not paused."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.paused)
+            self.turns += 1
+        try:
+            return self.sampled(body)
+        finally:
+            with self.changed:
+                self.turns -= 1
+                self.changed.notify_all()
+
+    def sampled(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Sample a turn by forward passes over all of the conversation."""
+        sampling, ids = body["sampling_params"], list(body["token_ids"])
+        assert sampling["ignore_eos"] and sampling["top_p"] == 1.0 and sampling["top_k"] == 0
+        rng, content = np.random.default_rng(sampling["seed"]), []
+        while True:
+            with self.lock, torch.no_grad():
+                logits = self.weights(torch.tensor([ids])).logits[0, -1].double()
+            logps = torch.log_softmax(logits / (sampling["temperature"] or 1.0), -1)
+            if sampling["temperature"]:
+                token = int(np.searchsorted(logps.exp().cumsum(-1).numpy(), rng.random()).clip(max=len(logps) - 1))
+            else:
+                token = int(logps.argmax())
+            ids.append(token)
+            content.append({"token_id": token, "logprob": float(logps[token]), "top_logprobs": []})
+            if token in sampling["stop_token_ids"] or len(content) == sampling["max_tokens"]:
+                break
+        found = ids[-len(content) :]
+        return {
+            "request_id": f"generate-tokens-{body['request_id']}",
+            "usage": {"prompt_tokens_details": None},
+            "choices": [
+                {
+                    "token_ids": found,
+                    "logprobs": {"content": content},
+                    "weight_versions": [{"version": self.version, "start": 0, "end": len(found)}],
+                }
+            ],
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        fake: FakeServer = self.server.fake  # type: ignore[attr-defined]
+        path = self.path.split("?")[0]
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(text) if text else None
+        self.close_connection = True
+        if path in fake.missing:
+            return self.send(404, b'{"detail":"Not Found"}')
+        fault = Fault()
+        try:
+            if path == "/inference/v1/generate":
+                with fake.lock:
+                    number = len(fake.requests)
+                    fake.requests.append(body)
+                fault = fake.fault(number)
+                if fault.drop:
+                    return None
+                if fault.latency and fake.closing.wait(fault.latency):
+                    return None
+                answer = fake.turn(body)
+                if fault.alter is not None:
+                    fault.alter(answer)
+            else:
+                answer = fake.answer(path, body)
+        except Exception as error:
+            return self.send(500, json.dumps({"error": {"message": str(error)}}).encode())
+        data = json.dumps(answer).encode() if fault.body is None else fault.body
+        if fake.closing.is_set():
+            return None
+        return self.send(fault.status, data, fault)
+
+    def send(self, status: int, data: bytes, fault: Fault | None = None) -> None:
+        fake: FakeServer = self.server.fake  # type: ignore[attr-defined]
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            if fault is not None and fault.trickle:
+                for i in range(len(data)):
+                    self.wfile.write(data[i : i + 1])
+                    if fake.closing.wait(0.1):
+                        return
+            self.wfile.write(data[: len(data) // 2] if fault is not None and fault.cut else data)
+        except OSError:
+            pass  # the client has gone
+
+
+def spoiled(change: Alter) -> Fault:
+    return Fault(alter=change)
+
+
+def nan(answer: dict[str, Any]) -> None:
+    place(answer)["logprob"] = math.nan
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,204 @@
+"""A real vLLM server on the CPU samples what the trainer would, also after it was killed and started again.
+
+``make test-vllm`` makes the environment of vLLM, whose python SANDBOXGYM_VLLM names, and runs these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from components import missing
+from fake_engine import wait_until
+from safetensors.torch import load_file, save_file
+from served_runs import assert_greedy_trees_are_equal, greedily, moved, pretrained, told, trainer_of
+
+from bpo_ref.config import ConfigError
+from bpo_ref.sampling import weights
+from bpo_ref.session import TrainingFailed
+
+PYTHON = os.environ.get("SANDBOXGYM_VLLM", "")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+OPTIONS = (
+    "--enable-scale-out", "--enable-prefix-caching", "--logprobs-mode", "processed_logprobs", "--dtype", "float32",
+    "--enforce-eager", "--max-model-len", "160", "--host", "127.0.0.1",
+)  # fmt: skip
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+class Server:
+    """A server process of its own session, which can be killed with all of its children."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.folder, self.log = folder, log
+        self.start()
+        self.ready()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [
+            PYTHON,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(self.folder),
+            *OPTIONS,
+            "--port",
+            str(self.port),
+        ]
+        path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env={**environment, **SETTINGS, "PATH": path}, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def ready(self) -> None:
+        end = time.monotonic() + 600
+        while True:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < end, self.log.read_text()[-3000:]
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def post(self, path: str, body: Any) -> None:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
+    def turns(self) -> int:
+        """Number of turns that it has sampled."""
+        return self.log.read_text(errors="replace").count("POST /inference/v1/generate HTTP/1.1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of heads that vLLM can compute on a CPU (32 numbers each), with tied embeddings."""
+    folder = tmp_path_factory.mktemp("model")
+    pretrained(folder, size="3M")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not PYTHON:
+        missing("vllm", "SANDBOXGYM_VLLM names no python with vLLM (make test-vllm makes one)")
+    served = tmp_path_factory.mktemp("served")
+    weights.main([str(folder), str(served / "untied")])
+    found = Server(served / "untied", served / "log")
+    yield found
+    found.kill()
+
+
+def test_greedy_trees_are_those_of_the_sampler_in_the_process(
+    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedily(monkeypatch)
+    here = trainer_of(folder, tmp_path / "here", backend="hf", algo="bpo-paper")
+    there = trainer_of(folder, tmp_path / "there", server, algo="bpo-paper")
+    assert_greedy_trees_are_equal(here, there)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"lora_r": 2}], ids=["full", "tempered", "adapters"])
+def test_a_run_learns_from_its_turns(server: Server, folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer_of(folder, tmp_path, server, **options).run()
+    updates = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    apart = [update["rollout/sampler_mismatch"] for update in updates if "rollout/sampler_mismatch" in update]
+    assert len(apart) == 2 and max(apart) < 1e-4
+
+
+def test_the_same_streams_give_the_same_turns(server: Server, folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path, server)
+    first, second, other = (told(trainer._rollouts((seed,))) for seed in (0, 0, 1))
+    trainer.session.close()
+    assert first == second != other
+
+
+def test_an_output_layer_that_is_not_in_the_file_is_noticed(
+    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault of vLLM 0.32: it answers that it has loaded the weights, and keeps what the file does not hold."""
+    write = weights.write_weights
+
+    def without_head(model: Any, folder: Path, *, dtype: torch.dtype) -> None:
+        write(model, folder, dtype=dtype)
+        path = folder / "model.safetensors"
+        kept = {name: weight.clone() for name, weight in load_file(path).items() if name != "lm_head.weight"}
+        save_file(kept, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(weights, "write_weights", without_head)
+    with pytest.raises(TrainingFailed, match="says that it has loaded the weights"):
+        trainer_of(folder, tmp_path, server, lr=1e-12).run()
+
+
+def test_weights_of_another_version_are_replaced_before_anything_is_learned(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(folder, tmp_path, server, server_retries=3)
+    trainer.session.player(1.0)
+    server.post("/update_weight_version", {"new_version": "of somebody else"})
+    edges = [edge for tree in trainer._rollouts((0,)) for edge in tree.edges()]
+    trainer.session.close()
+    assert edges
+    for edge in edges:
+        assert edge.action.data.sampler_logps == pytest.approx(edge.action.data.logps, abs=1e-4)
+
+
+def test_a_run_that_does_not_fit_is_refused(server: Server, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a context of at least 161 tokens, found 160"):
+        trainer_of(folder, tmp_path, server, context=161)
+
+
+def test_a_server_that_is_killed_in_a_rollout_and_started_again_gets_the_weights_again(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    """The last test: it takes another start of the server."""
+    trainer = trainer_of(folder, tmp_path, server, server_retries=12, prompts=8)
+    moved(trainer, 0)
+    trainer.session.player(1.0)
+    before = server.turns()
+
+    def restart() -> None:
+        wait_until(lambda: server.turns() > before + 8, 120)
+        server.kill()
+        server.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    trees = trainer._rollouts((0,))
+    thread.join()
+    trainer.session.close()
+    edges = [edge for tree in trees for edge in tree.edges()]
+    assert len(trees) == 8
+    for edge in edges:
+        assert edge.action.data.sampler_logps == pytest.approx(edge.action.data.logps, abs=1e-4)
+    assert server.log.read_text(errors="replace").count("Application startup complete") == 2
