@@ -284,7 +284,7 @@ class SnapshotStore:
             raise SnapshotCorrupt(f"the snapshot {key} in {self.place} is damaged: its digest differs")
         match serialization.unpack(data):
             case {"format": int(version), "header": str(header), "sections": dict(sections)} if version == FORMAT:
-                return _fields(header), {name: list(map(_entry, entries)) for name, entries in sections.items()}
+                return _fields(header), {name: _entries(entries) for name, entries in sections.items()}
             case other:
                 raise SnapshotCorrupt(f"expected a stored snapshot of format {FORMAT}, found {brief(other)}")
 
@@ -347,11 +347,11 @@ class Lease:
 
     def renew(self) -> None:
         """Let it last for its ``seconds`` from now."""
-        self._blobs.write([(self._path(_UNTIL), str(time.time() + self.seconds).encode())])
+        self._write(_UNTIL, str(time.time() + self.seconds).encode())
 
     def hold(self, key: str) -> None:
         """Hold a snapshot, which is there or will be at once."""
-        self._blobs.write([(self._path(_checked(key)), b"")])
+        self._write(_checked(key), b"")
 
     def drop(self, key: str) -> None:
         """Hold a snapshot no longer."""
@@ -366,6 +366,10 @@ class Lease:
         """End it now."""
         for found in self._blobs.list(f"leases/{self.name}"):
             self._blobs.delete(found.name)
+
+    def _write(self, last: str, data: bytes) -> None:
+        with self._blobs.lock(exclusive=False):
+            self._blobs.write([(self._path(last), data)])
 
     def _path(self, last: str) -> str:
         return f"leases/{self.name}/{last}"
@@ -386,7 +390,8 @@ def _open(place: str | os.PathLike[str]) -> Blobs:
     try:
         there = blobs.read(_MARK)
     except FileNotFoundError:
-        blobs.write([(_MARK, mark)])
+        with blobs.lock(exclusive=False):
+            blobs.write([(_MARK, mark)])
         return blobs
     if there != mark:
         raise SnapshotMismatch(f"expected a store of snapshots of version {FORMAT} in {text}, found {brief(there, 80)}")
@@ -425,6 +430,12 @@ def _listed(piece: Piece) -> bytes | list[Any]:
 
 def _inline(piece: Piece) -> bool:
     return piece.alone and piece.nbytes <= INLINE
+
+
+def _entries(entries: Any) -> list[Any]:
+    if not isinstance(entries, list):
+        raise SnapshotCorrupt(f"expected the pieces of a stored snapshot, found {brief(entries)}")
+    return list(map(_entry, entries))
 
 
 def _entry(entry: Any) -> Any:
