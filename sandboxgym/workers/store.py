@@ -113,12 +113,13 @@ class SnapshotStore:
         """Directory or URL."""
         return self._blobs.place
 
-    def put(self, snap: Snapshot, *, lease: Lease | None = None) -> Stored:
+    def put(self, snap: Snapshot, *, lease: Lease | None = None, name: str = "") -> Stored:
         """Store a snapshot; what the store has already is not written again.
 
         Args:
             snap: held until this returns.
             lease: that holds it; by default it is held until `delete`.
+            name: by which the lease shall know it, see `Lease.named`; empty: none.
 
         Raises:
             StoreFull: there is no room for it; what is there stays usable.
@@ -129,6 +130,8 @@ class SnapshotStore:
         listing = serialization.pack({"format": FORMAT, "header": json.dumps(header), "sections": listed})
         key = hashlib.sha256(listing).hexdigest()
         apart = {piece.digest: piece for pieces in sections.values() for piece in pieces if not _inline(piece)}
+        if name:
+            _check_name(name)
         lease = lease or self._kept()
         lease.hold(key)
         try:
@@ -137,6 +140,8 @@ class SnapshotStore:
             if key not in self:
                 lease.drop(key)
             raise
+        if name:
+            lease.call(name, key)
         return Stored(key, sum(piece.nbytes for pieces in sections.values() for piece in pieces), written)
 
     def get(self, key: str) -> Snapshot:
@@ -180,11 +185,15 @@ class SnapshotStore:
             name: letters, digits, dots, dashes and underscores; of a run, say.
             seconds: after which it ends unless it is renewed.
         """
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == KEPT:
-            raise ValueError(f"expected a name of at most 100 letters, digits and ._- for a lease, found {name!r}")
-        lease = Lease(self._blobs, name, seconds)
+        lease = self.existing_lease(name, seconds=seconds)
         lease.renew()
         return lease
+
+    def existing_lease(self, name: str, *, seconds: float = 86_400.0) -> Lease:
+        """A lease that another process renews."""
+        if name == KEPT:
+            raise ValueError(f"expected a name for a lease other than {KEPT!r}, that of what has none")
+        return Lease(self._blobs, _check_name(name), seconds)
 
     def nbytes(self) -> int:
         """Bytes of all that is there."""
@@ -314,12 +323,16 @@ class SnapshotStore:
             _, name, last = found.name.split("/")
             by_lease.setdefault(name, set()).add(last)
         held: set[str] = set()
+        live = {name for name in by_lease if name == KEPT or Lease(self._blobs, name, 0).live}
         for name, entries in by_lease.items():
-            if name == KEPT or Lease(self._blobs, name, 0).live:
+            if name in live:
                 held |= entries
             else:
                 for entry in entries:
                     self._blobs.delete(f"leases/{name}/{entry}")
+        for found in self._blobs.list("names"):
+            if found.name.split("/")[1] not in live:
+                self._blobs.delete(found.name)
         return held
 
     def _kept(self) -> Lease:
@@ -353,9 +366,23 @@ class Lease:
         """Hold a snapshot, which is there or will be at once."""
         self._write(_checked(key), b"")
 
-    def drop(self, key: str) -> None:
-        """Hold a snapshot no longer."""
+    def drop(self, key: str, *, name: str = "") -> None:
+        """Hold a snapshot no longer, and forget its name."""
+        if name:
+            self._blobs.delete(self._name_path(name))
         self._blobs.delete(self._path(_checked(key)))
+
+    def call(self, name: str, key: str) -> None:
+        """Give a snapshot a name."""
+        with self._blobs.lock(exclusive=False):
+            self._blobs.write([(self._name_path(name), _checked(key).encode())])
+
+    def named(self, name: str) -> str | None:
+        """Key of the snapshot with a name, which is there as a whole; None if there is none."""
+        try:
+            return self._blobs.read(self._name_path(name)).decode()
+        except FileNotFoundError:
+            return None
 
     def keys(self) -> list[str]:
         """Keys of the snapshots that it holds."""
@@ -364,8 +391,9 @@ class Lease:
 
     def release(self) -> None:
         """End it now."""
-        for found in self._blobs.list(f"leases/{self.name}"):
-            self._blobs.delete(found.name)
+        for folder in ("leases", "names"):
+            for found in self._blobs.list(f"{folder}/{self.name}"):
+                self._blobs.delete(found.name)
 
     def _write(self, last: str, data: bytes) -> None:
         with self._blobs.lock(exclusive=False):
@@ -373,6 +401,9 @@ class Lease:
 
     def _path(self, last: str) -> str:
         return f"leases/{self.name}/{last}"
+
+    def _name_path(self, name: str) -> str:
+        return f"names/{self.name}/{_check_name(name)}"
 
 
 def _open(place: str | os.PathLike[str]) -> Blobs:
@@ -415,6 +446,12 @@ def _checked(key: str) -> str:
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise ValueError(f"expected the key of a stored snapshot, 64 hexadecimal digits, found {brief(key, 80)}")
     return key
+
+
+def _check_name(name: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"expected a name of at most 100 letters, digits and ._-, found {name!r}")
+    return name
 
 
 def _read(piece: Piece) -> bytes:
