@@ -184,8 +184,8 @@ class Driver:
 
     def take(self, near: Any = None) -> gym.Env[Any, Any]:
         """A live environment in any state, to be restored to the snapshot ``near``, if that is given."""
-        there = near is not None and isinstance(self.envs, NearSource)
-        env = self.envs.take_near(near) if there else self.envs.take()
+        source = self.envs
+        env = source.take_near(near) if near is not None and isinstance(source, NearSource) else source.take()
         self.taken[id(env)] = env
         return env
 

@@ -1,9 +1,10 @@
 """Snapshots that stay in the worker that took them, with durable copies in a store, written in the background.
 
-1. The owner of a worker gets a `KeptSnapshot`, a few hundred bytes. A restore in the same worker needs nothing more; for
-   one in another worker the first writes it to the store and the second reads it there, what both have left out.
-2. A worker writes its snapshots to the store in a thread (`Keeper`) while it waits for its next call, the latest first.
-3. Where a worker was lost, a snapshot is what the store has of it; where it has nothing, `SnapshotMissing`.
+1. The owner of a worker gets a `KeptSnapshot`, a few hundred bytes. A restore in the same worker takes no more; for
+   one in another worker the first writes it to the store, what is new, and the second reads it there.
+2. A worker writes its snapshots to the store in a thread (`Keeper`) beside its calls, the latest first. One that is
+   dropped before its turn is not written.
+3. Of a worker that was lost there is what the store has; of a snapshot that it has not, `SnapshotMissing` is raised.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ def name_of(key: SnapKey) -> str:
 
 
 class Keeper:
-    """The worker's side: snapshots by key until their owner drops them, and the thread that writes them to the store."""
+    """The worker's side: snapshots until their owner drops them, and the thread that writes them to the store.
+
+    Args:
+        keeping: the settings.
+    """
 
     def __init__(self, keeping: Keeping) -> None:
         self.keeping = keeping
