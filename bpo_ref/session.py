@@ -73,7 +73,7 @@ SAME_SIGNAL_SECONDS = 1.0
 
 MAY_CHANGE = {  # on resuming
     "resume", "overwrite", "out", "threads", "envs", "env_workers",
-    "env_timeout", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
+    "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers",
 }  # fmt: skip
@@ -694,6 +694,7 @@ def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
         workers=args.env_workers,
         timeout=args.env_timeout,
         address=args.ray_address,
+        store=args.env_store,
         threads=args.env_threads,
     )
 

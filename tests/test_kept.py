@@ -99,16 +99,20 @@ def test_trees_are_those_of_local_environments_and_no_bytes_cross(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("wiped", [False, True], ids=["with durable copies", "without any"])
+@pytest.mark.parametrize("copies", ["whole", "missing", "damaged"])
 @pytest.mark.parametrize("every", [1, 1000])
 def test_workers_that_are_killed_change_no_tree(
-    place: Path, schedule: Schedule, wiped: bool, every: int, caplog: pytest.LogCaptureFixture
+    place: Path, schedule: Schedule, copies: str, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures: list[Failure] = []
 
     def before() -> None:
-        if wiped:
+        if copies == "missing":
             shutil.rmtree(place / "names", ignore_errors=True)
+        if copies == "damaged":
+            time.sleep(0.5)  # until some are there
+            for path in (place / "snapshots").iterdir():
+                path.write_bytes(path.read_bytes()[:-1])
 
     with PooledEnvs("toys/Dice-v0", 2, store=place, every_k_steps=every) as pool:
         whole = rollout(pool, Wanderer(), schedule, **TASKS)
@@ -116,7 +120,7 @@ def test_workers_that_are_killed_change_no_tree(
         trees = rollout(pool, policy, schedule, retries=3, failures=failures, **TASKS)
     assert sampled(trees) == sampled(whole)
     assert failures and not any(failure.dropped for failure in failures)
-    if wiped:
+    if copies != "whole":
         assert "a captured state of path" in caplog.text  # so that the task was reset to
 
 

@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils.env_checker import data_equivalence
 
-from sandboxgym.errors import SnapshotMissing
+from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
 from sandboxgym.tree.envs import EnvSource, NearSource, described, logger
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy
@@ -350,15 +350,15 @@ class Driver:
     def replay_to(self, run: LivePath, anchor: Checkpoint, go: Callable[[Begun], T]) -> T:
         """Replay a path's actions on an environment, from a captured state to its present node, then continue.
 
-        With ``retries``, a captured state that was lost with what kept it is replaced by an earlier one: that from
-        which the path started, or else the reset to the task.
+        With ``retries``, a captured state that was lost with what kept it, or damaged there, is replaced by an earlier
+        one: that from which the path started, or else the reset to the task.
         """
         first = run.anchors[0]
         for point in (first,) if anchor is first else (anchor, first):
             seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
             try:
                 begun = execute(EnvJob(run.env, restore=(point.snap, seed))).begun
-            except SnapshotMissing as error:
+            except (SnapshotMissing, SnapshotCorrupt) as error:
                 if not self.retries:
                     raise
                 logger.warning("a captured state of path %s is lost: %s", run.path.key, error)
