@@ -7,6 +7,7 @@ sandboxgym bench snapshots --store [--megabytes 20]     what a store writes for 
 from __future__ import annotations
 
 import argparse
+import pickle
 import platform
 import statistics
 import tempfile
@@ -19,6 +20,8 @@ import gymnasium as gym
 import sandboxgym
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxUnavailable
+from sandboxgym.workers.kept import Facts
+from sandboxgym.workers.pool import PooledEnvs
 from sandboxgym.workers.store import SnapshotStore
 
 SANDBOXES = ("overlay", "overlay-rootless", "copy")
@@ -122,6 +125,58 @@ def print_stored(megabytes: int) -> None:
                 print(f"| {backend} | {change} | {sizes} | {first * 1e3:,.0f} | {second * 1e3:,.0f} |", flush=True)
 
 
+def forked(backend: str, megabytes: int, store: str | None, repeats: int = 5) -> tuple[int, float, float, float]:
+    """Fork a SWE-bench sandbox in worker processes after a file was edited that is not the first.
+
+    Args:
+        backend: of the sandbox.
+        megabytes: that were written before.
+        store: of `PooledEnvs`.
+        repeats: of each fork, with an edit before.
+
+    Returns:
+        Bytes of a snapshot that reach its owner, and median seconds of a snapshot, of a restore in the same worker and
+        of one in another.
+    """
+    arguments: dict[str, Any] = {"dataset": "mini", "backend": backend, "allow_unsafe": backend == "copy"}
+    times: list[tuple[float, float, float]] = []
+    with PooledEnvs("sandboxgym/SWEBench-v0", 2, store=store, max_episode_steps=1000, **arguments) as pool:
+        here, there = pool.take(), pool.take()
+        for env in (here, there):
+            env.reset(options={"task": 0})
+        here.step(f"for i in $(seq {megabytes}); do head -c 1000000 /dev/urandom > $i.bin; done")
+        there.restore(here.snapshot())  # type: ignore[attr-defined]
+        for _ in range(repeats):
+            here.step("echo edited >> README.md")
+            began = time.perf_counter()
+            snap = here.snapshot()  # type: ignore[attr-defined]
+            taken = time.perf_counter()
+            here.restore(snap)  # type: ignore[attr-defined]
+            same = time.perf_counter()
+            there.restore(snap)  # type: ignore[attr-defined]
+            times.append((taken - began, same - taken, time.perf_counter() - same))
+        facts = Facts(snap.header, snap.layers, snap.id, snap.parent)
+        nbytes = len(pickle.dumps(facts)) if store else len(snap.to_bytes())
+    first, second, third = (statistics.median(each) for each in zip(*times, strict=True))
+    return nbytes, first, second, third
+
+
+def print_forked(megabytes: int) -> None:
+    """Print what a fork in worker processes moves and takes, with and without a store."""
+    print("\n| sandbox | snapshots | bytes to the owner | snapshot, ms | restore there, ms | in another worker, ms |")
+    print("|---|---|---|---|---|---|")
+    for backend in SANDBOXES:
+        try:
+            backends.check(backend)
+        except SandboxUnavailable:
+            continue
+        for way in ("as bytes", "kept"):
+            with tempfile.TemporaryDirectory(prefix="sandboxgym-bench-") as folder:
+                nbytes, *seconds = forked(backend, megabytes, folder if way == "kept" else None)
+            each = " | ".join(f"{second * 1e3:,.0f}" for second in seconds)
+            print(f"| {backend} | {way} | {nbytes:,} | {each} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: prints a Markdown table.
 
@@ -138,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.store:
         print_stored(arguments.megabytes)
+        print_forked(arguments.megabytes)
         return
     rows = measure(arguments.games, repeats=arguments.repeats)
     snapshot = dict(rows)["snapshot"]
