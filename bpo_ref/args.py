@@ -76,6 +76,9 @@ class Args:
     """Seconds after which a step in a worker, or ten times as many after which a reset, counts as lost. 0: no limit."""
     ray_address: str | None = None
     """Address of the Ray cluster, such as ``ray://host:10001``. None: ``$RAY_ADDRESS``, else one of this machine."""
+    env_store: str | None = None
+    """Directory or URL that all workers reach: snapshots stay in their worker, with durable copies there, made in the
+    background. For sandboxes. None: every snapshot is sent as bytes."""
     env_threads: int = 1
     """Environments that step at the same time. More than 1 helps with sandboxes and browsers."""
     env_overlap: bool = False
@@ -578,6 +581,8 @@ def check_ranges(args: Args) -> None:
             VllmEngine(url)
         except ValueError as error:
             raise ConfigError(f"server: {error}") from None
+    if args.env_store is not None and args.envs == "local":
+        raise ConfigError("env_store: environments of this process have no workers; set envs to process or ray")
     if args.ray_address is not None and args.envs != "ray":
         raise ConfigError(f"ray_address: expected it with envs=ray alone, found envs={args.envs}")
 

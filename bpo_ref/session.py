@@ -75,7 +75,7 @@ SAME_SIGNAL_SECONDS = 1.0
 
 MAY_CHANGE = {  # on resuming
     "resume", "overwrite", "out", "threads", "envs", "env_workers",
-    "env_timeout", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
+    "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
 }  # fmt: skip

@@ -61,6 +61,7 @@ from sandboxgym.errors import (
     SnapshotReleased,
     from_outside,
 )
+from sandboxgym.serialization import Piece
 
 ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
@@ -148,7 +149,7 @@ class Snapshot:
         layers: the wrappers' states, outermost first; empty when taken from the bare environment.
     """
 
-    __slots__ = ("_blob", "_body", "_encode", "header", "id", "layers", "parent")
+    __slots__ = ("_blob", "_body", "_encode", "_pieces", "header", "id", "layers", "parent")
 
     def __init__(
         self,
@@ -156,6 +157,7 @@ class Snapshot:
         body: _Body | None,
         *,
         encode: Callable[[Any], bytes] | None = None,
+        pieces: Callable[[Any], Sequence[Piece]] | None = None,
         blob: dict[str, bytes] | None = None,
         layers: tuple[Layer, ...] = (),
         id: str | None = None,
@@ -167,6 +169,7 @@ class Snapshot:
         self.layers = layers
         self._body = body
         self._encode = encode
+        self._pieces = pieces
         self._blob = blob  # the encoded sections; made when first asked for
 
     @property
@@ -193,7 +196,14 @@ class Snapshot:
         """A copy of this capture with other wrapper states around it."""
         blob = None if self._blob is None else {**self._blob, "layers": _pack_layers(layers)}
         return Snapshot(
-            self.header, self._body, encode=self._encode, blob=blob, layers=layers, id=self.id, parent=self.parent
+            self.header,
+            self._body,
+            encode=self._encode,
+            pieces=self._pieces,
+            blob=blob,
+            layers=layers,
+            id=self.id,
+            parent=self.parent,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -219,13 +229,36 @@ class Snapshot:
 
     def to_bytes(self) -> bytes:
         """The snapshot as the bytes that `save` writes."""
-        header = {**_as_dict(self.header), "id": self.id, "parent": self.parent}
-        return serialization.dumps(header, self._sections())
+        return serialization.dumps(self._fields(), self._sections())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Snapshot:
         """Decode a snapshot from the bytes of `to_bytes`."""
-        header, sections = serialization.loads(data)
+        return cls.from_sections(*serialization.loads(data))
+
+    def to_pieces(self) -> tuple[dict[str, Any], dict[str, Sequence[Piece]]]:
+        """The snapshot for a store that keeps equal bytes once: a small header, and sections as pieces.
+
+        The pieces of a section, joined, are arguments of `from_sections`. An environment that has no `_encode_pieces`
+        has one piece per section.
+
+        Raises:
+            SnapshotReleased, SnapshotNotSupported: as by `save`.
+        """
+        self._check_held()
+        if self._body is None or self._pieces is None:
+            return self._fields(), {name: [Piece.of(data, alone=True)] for name, data in self._sections().items()}
+        sections: dict[str, Sequence[Piece]] = {"state": self._pieces(self._body.state)}
+        small = {name: [Piece.of(data, alone=True)] for name, data in self._small_sections().items()}
+        return self._fields(), sections | small
+
+    @classmethod
+    def from_sections(cls, header: dict[str, Any], sections: dict[str, bytes]) -> Snapshot:
+        """Decode a snapshot from its header and sections, whose bytes were verified.
+
+        Raises:
+            SnapshotCorrupt: they are not those of a snapshot.
+        """
         try:
             fits = Header(**{name: header[name] for name in Header.__slots__})
             for name, kind in _HEADER_TYPES.items():
@@ -281,13 +314,19 @@ class Snapshot:
         self._check_held()
         if self._blob is None:
             assert self._body is not None and self._encode is not None
-            self._blob = {
-                "state": self._encode(self._body.state),
-                "rng": serialization.pack(randomness.compact(self._body.rng)),
-                "transition": serialization.pack(self._body.transition and list(self._body.transition)),
-                "layers": _pack_layers(self.layers),
-            }
+            self._blob = {"state": self._encode(self._body.state), **self._small_sections()}
         return self._blob
+
+    def _small_sections(self) -> dict[str, bytes]:
+        assert self._body is not None
+        return {
+            "rng": serialization.pack(randomness.compact(self._body.rng)),
+            "transition": serialization.pack(self._body.transition and list(self._body.transition)),
+            "layers": _pack_layers(self.layers),
+        }
+
+    def _fields(self) -> dict[str, Any]:
+        return {**_as_dict(self.header), "id": self.id, "parent": self.parent}
 
     def _open(self, decode: Callable[[bytes], Any]) -> _Body:
         """The captured body, decoded by the environment's own decoder if it came from bytes."""
@@ -357,6 +396,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     - `_transition`, if the last transition can be recomputed from the state (it is not stored then);
     - `_encode`/`_decode`, if the state is not plain data (None, bool, int, float, str, bytes, list, tuple, dict,
       set, NumPy arrays and scalars);
+    - `_encode_pieces`, if the state is large and most of it is what earlier snapshots held;
     - `_config`, what else must be equal for a snapshot to fit (default: the constructor's arguments, as `comparable`
       sees them: of an object that is neither data, an array, a path, a class, a function nor a dataclass, only the
       type is compared);
@@ -421,7 +461,15 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     def _snapshot(self, layers: tuple[Layer, ...]) -> Snapshot:
         """Capture this environment, with the states of the wrappers around it."""
         self._check_reset("a snapshot")
-        snap = Snapshot(self._header(), self._body(), encode=type(self)._encode, layers=layers, parent=self._lineage)
+        kind = type(self)
+        snap = Snapshot(
+            self._header(),
+            self._body(),
+            encode=kind._encode,
+            pieces=kind._encode_pieces,
+            layers=layers,
+            parent=self._lineage,
+        )
         self._lineage = snap.id
         return snap
 
@@ -550,6 +598,14 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     @classmethod
     def _encode(cls, state: Any) -> bytes:
         return serialization.pack(state)
+
+    @classmethod
+    def _encode_pieces(cls, state: Any) -> Sequence[Piece]:
+        """Encode a state as pieces whose concatenation `_decode` accepts (optional).
+
+        For states that are large and mostly what an earlier snapshot held too: a store keeps each piece once.
+        """
+        return [Piece.of(cls._encode(state), alone=True)]
 
     @classmethod
     def _decode(cls, data: bytes) -> Any:

@@ -19,8 +19,10 @@ __all__ = [
     "SnapshotCorrupt",
     "SnapshotError",
     "SnapshotMismatch",
+    "SnapshotMissing",
     "SnapshotNotSupported",
     "SnapshotReleased",
+    "StoreFull",
     "from_outside",
 ]
 
@@ -45,6 +47,10 @@ class SnapshotCorrupt(SnapshotError):
     """The bytes are not an intact snapshot: bad magic, version, length, checksum or content."""
 
 
+class SnapshotMissing(SnapshotError):
+    """A store lacks the snapshot of a key, or a piece of it."""
+
+
 _OUTSIDE = (MemoryError, TimeoutError, DependencyNotInstalled)
 _MACHINE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -53,6 +59,10 @@ class OutsideError(Exception):
     """Base class of errors that concern this machine, never the content that was read: see `from_outside`."""
 
     from_outside: ClassVar[bool] = True
+
+
+class StoreFull(OutsideError, SnapshotError):
+    """A store of snapshots has no room for another one; the message says how much it would take."""
 
 
 def from_outside(error: BaseException) -> bool:

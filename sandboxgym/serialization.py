@@ -23,9 +23,10 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 import numpy as np
@@ -59,6 +60,58 @@ _KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) o
 _MAX_DTYPE = 32  # characters of its name; NumPy's parser of long ones is slow
 _MAX_DIMENSIONS = 64
 _LOSSY = (bytearray, memoryview, msgpack.Timestamp, msgpack.ExtType)  # msgpack takes these and returns something else
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of an encoding, named by their digest and read when they are needed.
+
+    A store that has bytes of this digest need not read them.
+    """
+
+    digest: str
+    """sha256, in hexadecimal digits."""
+    nbytes: int
+    read: Callable[[], bytes]
+    """Return the bytes."""
+    alone: bool = False
+    """No other encoding is likely to have it: what is small need not be stored by itself."""
+
+    @classmethod
+    def of(cls, data: bytes, *, alone: bool = False) -> Self:
+        """The piece of bytes that are at hand."""
+        return cls(hashlib.sha256(data).hexdigest(), len(data), lambda: data, alone)
+
+
+def pack_around(value: Callable[[bytes], Any], inside: Sequence[Piece]) -> list[Piece]:
+    """Encode plain data with bytes in it that are not at hand: pieces whose concatenation is what `pack` returns.
+
+    Args:
+        value: called with bytes, once; returns the data with these in place of those of ``inside``, within lists and
+            maps only.
+        inside: pieces of the bytes in that place.
+
+    Raises:
+        SnapshotNotSupported: as by `pack`.
+    """
+    mark = os.urandom(16)
+    before, _, after = pack(value(mark)).partition(msgpack.packb(mark))
+    total = sum(piece.nbytes for piece in inside)
+    before += _bytes_header(total)
+    return [Piece.of(before, alone=True), *inside, Piece.of(after, alone=True)]
+
+
+def _bytes_header(nbytes: int) -> bytes:
+    """What msgpack writes before bytes."""
+    for code, form, most in ((0xC4, ">BB", 2**8), (0xC5, ">BH", 2**16), (0xC6, ">BI", 2**32)):
+        if nbytes < most:
+            return struct.pack(form, code, nbytes)
+    raise SnapshotNotSupported(f"cannot encode {nbytes:,} bytes in one value, expected less than {2**32:,}")
+
+
+def join(pieces: Iterable[Piece]) -> bytes:
+    """Read and concatenate pieces."""
+    return b"".join([piece.read() for piece in pieces])
 
 
 def pack(value: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -146,6 +147,26 @@ def test_a_killed_node_changes_no_tree(nodes: Nodes, local: Any, number: int) ->
         lost: list[Failure] = []
         assert grown(envs, At(number, lambda: nodes.kill(doomed, workers_of(envs))), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
+
+
+@pytest.mark.parametrize("wiped", [False, True], ids=["with durable copies", "without any"])
+def test_a_killed_node_whose_workers_kept_their_snapshots_changes_no_tree(
+    nodes: Nodes, local: Any, tmp_path: Path, wiped: bool
+) -> None:
+    doomed = nodes.with_two()[0]
+
+    def kill() -> None:
+        if wiped:
+            shutil.rmtree(tmp_path / "store" / "names", ignore_errors=True)
+        nodes.kill(doomed, workers_of(envs))
+
+    with fleet_of(4, store=tmp_path / "store") as envs:
+        await_all(envs)
+        assert grown(envs) == local
+        lost: list[Failure] = []
+        assert grown(envs, At(9, kill), lost) == local
+        assert lost and not any(failure.dropped for failure in lost)
+        assert all(worker.snapshots_shipped == 0 for worker in workers_of(envs))
 
 
 def test_a_killed_worker_is_replaced_and_changes_no_tree(nodes: Nodes, local: Any) -> None:

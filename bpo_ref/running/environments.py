@@ -32,6 +32,7 @@ def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
         workers=args.env_workers,
         timeout=args.env_timeout,
         address=args.ray_address,
+        store=args.env_store,
         threads=args.env_threads,
     )
 

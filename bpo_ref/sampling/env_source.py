@@ -19,6 +19,7 @@ def env_source(
     workers: int = 0,
     timeout: float = 0.0,
     address: str | None = None,
+    store: str | None = None,
     threads: int = 1,
 ) -> Envs:
     """A source of a run's environments.
@@ -31,6 +32,7 @@ def env_source(
         workers: number of workers in other processes; 0: one per core.
         timeout: seconds that a step may take there; 0: no limit.
         address: of the Ray cluster; see `sandboxgym.workers.fleet.connect`.
+        store: of `PooledEnvs`, for workers in other processes.
         threads: environments of this process that step at the same time.
 
     Raises:
@@ -40,7 +42,7 @@ def env_source(
     make = env_maker(env_id, max_episode_steps=max_turns, **parse_arguments(kwargs))
     if place == "local":
         return Envs(make, threads=threads)
-    limits: dict[str, Any] = {"threads": threads if threads > 1 else None, "timeout": timeout or None}
+    limits: dict[str, Any] = {"threads": threads if threads > 1 else None, "timeout": timeout or None, "store": store}
     if place == "process":
         from sandboxgym.workers.pool import PooledEnvs
 

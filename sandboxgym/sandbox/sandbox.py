@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from sandboxgym import serialization
 from sandboxgym.brief import brief
@@ -44,11 +44,13 @@ from sandboxgym.sandbox.base import (
     SandboxUnavailable,
     SnapshotLossy,
 )
+from sandboxgym.sandbox.files.pieces import pieces_of
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.sandbox.shell.aftermath import Moment, births_of, end_started, started_since
 from sandboxgym.sandbox.shell.exec import collect
 from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell.state import ShellState
+from sandboxgym.serialization import Piece
 
 log = logging.getLogger("sandboxgym")
 
@@ -130,19 +132,35 @@ class SandboxSnapshot:
         Raises:
             SnapshotNotSupported: it holds running processes, which belong to this machine.
         """
+        return serialization.pack(self._content(self._portable().pack()))
+
+    def pieces(self) -> list[Piece]:
+        """`pack` for a store that keeps equal bytes once: joined, they are arguments of `Sandbox.unpack`.
+
+        Files that did not change since an earlier snapshot are in pieces that are equal to its own. They can be read
+        for as long as the snapshot is held.
+
+        Raises:
+            SnapshotNotSupported: it holds running processes, which belong to this machine.
+        """
+        return serialization.pack_around(self._content, pieces_of(self._portable()))
+
+    def _portable(self) -> FileTree:
         if self.checkpoint is not None:
             raise SnapshotNotSupported(
                 "a snapshot with running processes cannot leave this process: end them, or take the snapshot with "
                 'snapshot(mode="filesystem")'
             )
-        content = {
+        return self.tree
+
+    def _content(self, tree: bytes) -> dict[str, Any]:
+        return {
             "version": VERSION,
             "base": self.tree.base,
-            "tree": self.tree.pack(),
+            "tree": tree,
             "shell": None if self.shell is None else self.shell.to_plain(),
             "lossy": list(self.lossy),
         }
-        return serialization.pack(content)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import gymnasium as gym
 
@@ -39,6 +39,14 @@ class EnvSource(Protocol):
         As `call` would with a function per job; a source whose environments are elsewhere sends those that share a
         worker in one message.
         """
+
+
+@runtime_checkable
+class NearSource(EnvSource, Protocol):
+    """Source of environments in several places, some of which a snapshot is cheaper to restore in."""
+
+    def take_near(self, snap: Any, /) -> gym.Env[Any, Any]:
+        """A live environment in any state, to be restored to a snapshot."""
 
 
 class Envs:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils.env_checker import data_equivalence
 
-from sandboxgym.tree.envs import EnvSource, described, logger
+from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
+from sandboxgym.tree.envs import EnvSource, NearSource, described, logger
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy
 from sandboxgym.tree.schedules import Schedule
@@ -181,9 +182,10 @@ class Driver:
 
     # Environments.
 
-    def take(self) -> gym.Env[Any, Any]:
-        """A live environment in any state."""
-        env = self.envs.take()
+    def take(self, near: Any = None) -> gym.Env[Any, Any]:
+        """A live environment in any state, to be restored to the snapshot ``near``, if that is given."""
+        source = self.envs
+        env = source.take_near(near) if near is not None and isinstance(source, NearSource) else source.take()
         self.taken[id(env)] = env
         return env
 
@@ -346,17 +348,52 @@ class Driver:
         return EnvJob(run.env, restore=(run.anchors[0].snap, _seed(self.seed, run.tree.index, run.path.key)))
 
     def replay_to(self, run: LivePath, anchor: Checkpoint, go: Callable[[Begun], T]) -> T:
-        """Replay a path's actions on an environment, from a captured state to its present node, then continue."""
-        started = anchor is run.anchors[0]
-        seed = _seed(self.seed, run.tree.index, run.path.key) if started else None
-        begun = execute(EnvJob(run.env, restore=(anchor.snap, seed))).begun
+        """Replay a path's actions on an environment, from a captured state to its present node, then continue.
+
+        With ``retries``, a captured state that was lost with what kept it, or damaged there, is replaced by an earlier
+        one: that from which the path started, or else the reset to the task.
+        """
+        first = run.anchors[0]
+        for point in (first,) if anchor is first else (anchor, first):
+            seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
+            try:
+                begun = execute(EnvJob(run.env, restore=(point.snap, seed))).begun
+            except (SnapshotMissing, SnapshotCorrupt) as error:
+                if not self.retries:
+                    raise
+                logger.warning("a captured state of path %s is lost: %s", run.path.key, error)
+                continue
+            break
+        else:
+            begun = self.replay_to_start(run)
         assert begun is not None
         for edge in run.path.edges:
-            if edge.parent.depth >= anchor.node.depth:
-                observation, *_ = run.env.step(edge.action.text)
-                if not data_equivalence(observation, edge.child.observation):
-                    raise Diverged(f"after {edge.action.text!r}, at step {edge.child.depth}")
+            if edge.parent.depth >= point.node.depth:
+                repeat(run.env, edge)
         return go(begun)
+
+    def replay_to_start(self, run: LivePath) -> Begun:
+        """Lead an environment from the reset to the task to the start of a path, by the paths before it."""
+        reset, tree, env = self.resetting(run.tree.task, run.tree.index), run.tree, run.env
+        begun = execute(replace(reset.job(env), capture=False, look=None)).begun
+        assert begun is not None
+        if not data_equivalence(begun[0], tree.root.observation):
+            raise Diverged(f"after the reset to task {tree.task!r}")
+        key, start = run.path.key, run.path.start
+        edges = run.path.from_root()[: start.depth]
+        starts = {key[end - 2]: key[:end] for end in range(2, len(key) + 1, 2)}
+        for depth in range(start.depth + 1):
+            if depth in starts:  # where each path drew from a stream of its own
+                here = execute(EnvJob(env, capture=True)).snap
+                seed = _seed(self.seed, tree.index, starts[depth])
+                try:
+                    begun = execute(EnvJob(env, restore=(here, seed))).begun
+                finally:
+                    here.release()
+                assert begun is not None
+            if depth < start.depth:
+                repeat(env, edges[depth])
+        return begun
 
     def note(self, failure: Failure) -> None:
         """Record a failure for the caller."""
@@ -504,7 +541,7 @@ class Lockstep(Driver):
     def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> None:
         """Restore an environment for each of these paths."""
         for tree, point in wave:
-            cohort.live.append(self.begun(tree, point, self.take()))
+            cohort.live.append(self.begun(tree, point, self.take(point.snap)))
         began = time.perf_counter()
         done = self.envs.execute_all([self.restoring(run) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
@@ -603,6 +640,17 @@ def noted(done: Sequence[EnvResult | Exception], notes: Sequence[Callable[[EnvRe
     """Results of jobs after each was recorded by its function; an exception stays in a result's place."""
     pairs = zip(done, notes, strict=True)
     return [found if isinstance(found, Exception) else note(found) for found, note in pairs]
+
+
+def repeat(env: gym.Env[Any, Any], edge: Edge) -> None:
+    """Execute a step of a path once more.
+
+    Raises:
+        Diverged: it shows something else than it did.
+    """
+    observation, *_ = env.step(edge.action.text)
+    if not data_equivalence(observation, edge.child.observation):
+        raise Diverged(f"after {edge.action.text!r}, at step {edge.child.depth}")
 
 
 def same(begun: Begun) -> Begun:

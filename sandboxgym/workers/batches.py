@@ -28,6 +28,11 @@ def execute_all(jobs: Sequence[EnvJob]) -> list[Answer]:
         worker = job.env.worker
         by_worker.setdefault(id(worker), (worker, []))[1].append(index)
     answers: dict[int, Answer] = {}
+    for index, job in enumerate(jobs):
+        try:
+            env_of(job).prepare_snapshot(job)
+        except Exception as error:
+            answers[index] = error
     with ExitStack() as locks:
         batches = []
         for _, (worker, indices) in sorted(by_worker.items()):  # one order, so that two callers cannot block each other
@@ -63,6 +68,8 @@ class _Batch:
     def post(self) -> None:
         """Send the jobs of the environments that live, after those that begin anew have been made where needed."""
         for index, job in self.jobs.items():
+            if index in self.answers:
+                continue
             try:
                 env_of(job).prepare(job)
             except Exception as error:

@@ -23,6 +23,7 @@ from sandboxgym import randomness
 from sandboxgym.core import Snapshot, SnapshotSpec
 from sandboxgym.errors import SnapshotError
 from sandboxgym.task_env import EnvCard, Expert, Task, has_expert
+from sandboxgym.workers.kept import Facts, Keeper, Keeping, SnapKey
 from sandboxgym.wrappers import fork, restore, snapshot
 from sandboxgym.wrappers.jobs import EnvJob, execute
 
@@ -105,16 +106,16 @@ class Outcome(NamedTuple):
         return self.value
 
 
-SnapKey = tuple[str, int]
-"""Key of a snapshot kept by a worker: (id, number of wrappers' states)."""
-
-
 class Shipped(NamedTuple):
     """A snapshot in transit between an owner and a worker: its bytes, the object, or only the key of a kept one."""
 
     key: SnapKey | None
     data: bytes | None = None
     handle: Any = None
+    facts: Facts | None = None
+    """To the owner: the worker keeps it."""
+    stored: bool = False
+    """To a worker: the store has it."""
 
 
 class Executed(NamedTuple):
@@ -168,13 +169,21 @@ class Host:
         self._kept: OrderedDict[SnapKey, Snapshot] = OrderedDict()
         self._keep = keep
         self._ships = ships
+        self._keeper: Keeper | None = None
+        self._since: dict[int, int] = {}
+        """Steps in a slot since a snapshot was given to the keeper to write; none since a reset."""
 
     def perform(self, call: Call) -> Any:
         """Execute one call."""
         return getattr(self, call.method)(call.slot, *call.args)
 
-    def make(self, slot: int, make: MakeEnv) -> Description:
-        """Make a new environment in the slot, and close the one that was there."""
+    def make(self, slot: int, make: MakeEnv, keeping: Keeping | None = None) -> Description:
+        """Make a new environment in the slot, and close the one that was there.
+
+        With ``keeping`` the worker's snapshots stay here from now on.
+        """
+        if keeping is not None and self._keeper is None:
+            self._keeper = Keeper(keeping)
         with contextlib.suppress(Exception):  # of one that is done with
             self.close(slot)
         self._makes[slot] = make
@@ -197,20 +206,24 @@ class Host:
 
     def reset(self, slot: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """See ``gymnasium.Env.reset``."""
+        self._since.pop(slot, None)
         return self._envs[slot].reset(seed=seed, options=options)
 
     def step(self, slot: int, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """See ``gymnasium.Env.step``."""
+        self._count_step(slot)
         return self._envs[slot].step(action)
 
-    def snapshot(self, slot: int, streams: bool = False, drawn: Any = None) -> Any:
+    def snapshot(self, slot: int, streams: bool = False, drawn: Any = None, dropped: Sequence[SnapKey] = ()) -> Any:
         """Capture the whole stack, with ``streams`` also the present random streams of the spaces.
 
-        ``drawn`` are those streams as they are on the owner's side, where the owner has drawn from them.
+        ``drawn`` are those streams as they are on the owner's side, where the owner has drawn from them; ``dropped``
+        are snapshots that the owner needs no more.
         """
+        self._drop(dropped)
         env = self._envs[slot]
         self._put_streams(env, drawn)
-        shipped = self._ship(snapshot(env))
+        shipped = self._ship(slot, snapshot(env))
         return (shipped, self.streams(slot)) if streams else shipped
 
     def restore(self, slot: int, shipped: Shipped, seed: int | None, streams: bool = False) -> Any:
@@ -237,6 +250,7 @@ class Host:
         drawn: Any,
         capture: bool,
         step: tuple[Any] | None,
+        dropped: Sequence[SnapKey] = (),
     ) -> Executed:
         """Execute an `sandboxgym.tree.EnvJob`: reset or restore, snapshot, step, each if it is asked for.
 
@@ -248,16 +262,22 @@ class Host:
             drawn: as of `snapshot`.
             capture: take a snapshot.
             step: the action of a step.
+            dropped: snapshots that the owner needs no more.
 
         Raises:
             NotKept: of the snapshot to restore, before anything else was done.
         """
+        self._drop(dropped)
         env = self._envs[slot]
         self._put_streams(env, drawn)
+        if reset is not None:
+            self._since.pop(slot, None)
         snap = None if shipped is None else (self._receive(shipped), seed)
         done = execute(EnvJob(env, reset=reset, restore=snap, capture=capture, step=step))
         streams = self.streams(slot) if capture or snap is not None else None
-        taken = self._ship(done.snap) if capture else None
+        taken = self._ship(slot, done.snap) if capture else None
+        if step is not None:
+            self._count_step(slot)
         return Executed(done.begun, taken, done.stepped, done.capturing, done.stepping, streams)
 
     def render(self, slot: int) -> Any:
@@ -337,6 +357,8 @@ class Host:
         for slot in list(self._envs):
             with contextlib.suppress(Exception):
                 self.close(slot)
+        if self._keeper is not None:
+            self._keeper.close()
         self._kept.clear()
 
     def _tasks(self, slot: int, split: str | None) -> Sequence[Task]:
@@ -347,21 +369,45 @@ class Host:
             rows[split] = base.tasks(split)
         return rows[split]
 
-    def _ship(self, snap: Any) -> Shipped:
+    def store_now(self, slot: int, key: SnapKey) -> None:
+        """Write a snapshot that this worker keeps to the store, so that another worker can read it."""
+        if self._keeper is None:
+            raise NotKept(key)
+        self._keeper.store_now(key)
+
+    def _count_step(self, slot: int) -> None:
+        if slot in self._since:
+            self._since[slot] += 1
+
+    def _drop(self, keys: Sequence[SnapKey]) -> None:
+        if self._keeper is not None and keys:
+            self._keeper.drop(list(keys))
+
+    def _ship(self, slot: int, snap: Any) -> Shipped:
         key = snapshot_key(snap)
         if key is None or not self._ships:
             return Shipped(key, handle=snap)
+        if self._keeper is not None:
+            due = self._since.get(slot, self._keeper.keeping.every) >= self._keeper.keeping.every
+            if due:
+                self._since[slot] = 0
+            self._keeper.keep(key, snap, durable=due)
+            return Shipped(key, facts=Facts(snap.header, snap.layers, snap.id, snap.parent))
         self._remember(key, snap)
         return Shipped(key, data=snap.to_bytes())
 
     def _receive(self, shipped: Shipped) -> Any:
-        key, data, handle = shipped
+        key, data, handle = shipped.key, shipped.data, shipped.handle
         if handle is not None or key is None:
             return handle
+        if self._keeper is not None and (kept := self._keeper.get(key)) is not None:
+            return kept
         if data is not None:
             snap = Snapshot.from_bytes(data)
         elif key in self._kept:
             snap = self._kept[key]
+        elif shipped.stored and self._keeper is not None:
+            snap = self._keeper.load(key)
         else:
             raise NotKept(key)
         self._remember(key, snap)

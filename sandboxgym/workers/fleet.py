@@ -258,7 +258,10 @@ class RayEnvs(PooledEnvs):
         timeout: of `RemoteEnv`; the deadline by which a frozen node counts as lost.
         reset_timeout: see there.
         create_timeout: see there; also the time that a cluster without room is given.
-        threads: of `PooledEnvs`.
+        threads: of `PooledEnvs`, as are ``store``, which all nodes have to reach, ``every_k_steps`` and ``bandwidth``.
+        store: see there.
+        every_k_steps: see there.
+        bandwidth: see there.
         **kwargs: of ``gym.make`` or of the function.
 
     Raises:
@@ -277,6 +280,9 @@ class RayEnvs(PooledEnvs):
         reset_timeout: float | None = None,
         create_timeout: float | None = 300.0,
         threads: int | None = None,
+        store: str | os.PathLike[str] | None = None,
+        every_k_steps: int = 1,
+        bandwidth: float | None = None,
         **kwargs: Any,
     ) -> None:
         connect(address)
@@ -290,6 +296,9 @@ class RayEnvs(PooledEnvs):
             timeout=timeout,
             reset_timeout=reset_timeout,
             create_timeout=create_timeout,
+            store=store,
+            every_k_steps=every_k_steps,
+            bandwidth=bandwidth,
             **kwargs,
         )
         self._patience = create_timeout

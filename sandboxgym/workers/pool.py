@@ -44,6 +44,7 @@ from sandboxgym.workers.env_host import (
     env_maker,
     snapshot_key,
 )
+from sandboxgym.workers.kept import KeptLease, KeptSnapshot
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult
@@ -468,6 +469,10 @@ class EnvPool:
             job.future.set_exception(error)
 
 
+NEAR = 4
+"""Environments that a worker may have in use beyond the others where it keeps the snapshots that they start from."""
+
+
 class PooledEnvs(Envs):
     """Live environments for `sandboxgym.tree.rollout` that step side by side in worker processes.
 
@@ -482,6 +487,11 @@ class PooledEnvs(Envs):
         timeout: of `RemoteEnv`, as are ``reset_timeout`` and ``create_timeout``.
         reset_timeout: see there.
         create_timeout: see there.
+        store: of a directory or URL that all workers can reach (`SnapshotStore`): snapshots stay in the workers that
+            took them, and durable copies are written to the store in the background. Default: each comes here as bytes.
+        every_k_steps: with a store, steps of an environment between snapshots that get a durable copy at once. After
+            a loss more actions are repeated if it is large.
+        bandwidth: with a store, bytes per second that each worker writes in the background; None: no limit.
         **kwargs: of ``gym.make`` or of the function.
     """
 
@@ -494,8 +504,15 @@ class PooledEnvs(Envs):
         timeout: float | None = None,
         reset_timeout: float | None = None,
         create_timeout: float | None = 300.0,
+        store: str | os.PathLike[str] | None = None,
+        every_k_steps: int = 1,
+        bandwidth: float | None = None,
         **kwargs: Any,
     ) -> None:
+        if every_k_steps < 1:
+            raise ValueError(f"expected every_k_steps to be at least 1, found {every_k_steps}")
+        if bandwidth is not None and not bandwidth > 0:
+            raise ValueError(f"expected a bandwidth of more than 0 bytes per second, or None, found {bandwidth}")
         count = workers if workers is not None else os.cpu_count() or 1
         if count < 1:
             raise ValueError(f"expected at least one worker, found {workers=}")
@@ -504,8 +521,12 @@ class PooledEnvs(Envs):
             "reset_timeout": reset_timeout,
             "create_timeout": create_timeout,
         }
+        self._lease: KeptLease | None = None
+        if store is not None:
+            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth)
         self._slots = [WorkerSlots(self.new_worker(), keep_on=True) for _ in range(count)]
         for shared in self._slots:
+            shared.worker.keeping = None if self._lease is None else self._lease.keeping
             shared.worker.start()
         self._taken = [0] * count
         self._at: dict[int, int] = {}
@@ -519,6 +540,15 @@ class PooledEnvs(Envs):
     def take(self) -> gym.Env[Any, Any]:
         """A live environment in any state, on the worker with the fewest in use, to be reset or restored."""
         return self.take_at(min(range(len(self._slots)), key=self._taken.__getitem__))
+
+    def take_near(self, snap: Any) -> gym.Env[Any, Any]:
+        """A live environment as `take` gives it, on the worker that keeps a snapshot if it has few more in use."""
+        if isinstance(snap, KeptSnapshot):
+            place = next((at for at, shared in enumerate(self._slots) if snap.kept.at(shared.worker)), None)
+            if place is not None and self._taken[place] < min(self._taken) + NEAR:
+                with contextlib.suppress(WorkerDied):  # it was lost, and nobody knew
+                    return self.take_at(place)
+        return self.take()
 
     def take_at(self, place: int) -> gym.Env[Any, Any]:
         """A live environment on the worker with a number."""
@@ -555,6 +585,8 @@ class PooledEnvs(Envs):
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""
         with contextlib.ExitStack() as stack:
+            if self._lease is not None:
+                stack.callback(self._lease.close)
             stack.callback(close_workers, [shared.worker for shared in self._slots])
             super().close()
         self._free = [[] for _ in self._slots]

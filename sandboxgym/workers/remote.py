@@ -178,6 +178,15 @@ class RemoteEnv(gym.Env[Any, Any]):
         if job.reset is not None or job.restore is not None:
             self._revive()
 
+    def prepare_snapshot(self, job: EnvJob) -> None:
+        """Have the snapshot that a job restores written to the store, if another worker keeps it; holding no lock.
+
+        Raises:
+            SnapshotMissing: that worker is gone, and the store has nothing of it.
+        """
+        if job.restore is not None:
+            self.worker.prepare(job.restore[0], self._reset_timeout)
+
     def packed(self, job: EnvJob) -> Call:
         """A job as the call of its worker; hold the worker's lock until its outcome is taken.
 
@@ -189,7 +198,8 @@ class RemoteEnv(gym.Env[Any, Any]):
         self._check_living()
         shipped, seed = (None, None) if job.restore is None else (self.worker.ship(job.restore[0]), job.restore[1])
         drawn = self._drawn() if job.capture else None
-        return Call(self._slot, "execute", (job.reset, shipped, seed, drawn, job.capture, job.step))
+        dropped = self.worker.take_dropped()
+        return Call(self._slot, "execute", (job.reset, shipped, seed, drawn, job.capture, job.step, dropped))
 
     def unpacked(self, done: Executed) -> EnvResult:
         """Result of a job, from what its call returned."""
@@ -274,12 +284,14 @@ class RemoteEnv(gym.Env[Any, Any]):
     def snapshot(self) -> Any:
         """Capture the whole stack in the worker; see `sandboxgym.snapshot`."""
         with self._slots.worker.lock:
-            shipped, streams = self._call("snapshot", True, self._drawn(), timeout=self._reset_timeout)
+            dropped = self.worker.take_dropped()
+            shipped, streams = self._call("snapshot", True, self._drawn(), dropped, timeout=self._reset_timeout)
             self._put_streams(streams)
             return self._slots.worker.receive(shipped)
 
     def restore(self, snap: Any, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Return to a captured state, in place; see `sandboxgym.restore`."""
+        self.worker.prepare(snap, self._reset_timeout)
         with self._slots.worker.lock:
             self._revive()
             self._check_open()
@@ -366,7 +378,9 @@ class RemoteEnv(gym.Env[Any, Any]):
 
     def _create(self) -> Description:
         with self._slots.worker.lock:
-            described = self._slots.worker.call(self._slot, "make", self._make, timeout=self._create_timeout)
+            worker, keeping = self._slots.worker, self._slots.worker.keeping
+            arguments = (self._make,) if keeping is None else (self._make, keeping)
+            described = worker.call(self._slot, "make", *arguments, timeout=self._create_timeout)
             self._generation = self._slots.worker.generation
         return described  # type: ignore[no-any-return]
 

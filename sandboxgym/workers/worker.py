@@ -43,12 +43,13 @@ from sandboxgym.workers.env_host import (
     Outcome,
     RemoteTraceback,
     Shipped,
-    SnapKey,
     WorkerDied,
     remember,
     snapshot_key,
 )
+from sandboxgym.workers.kept import Keeping, Kept, KeptSnapshot, SnapKey
 from sandboxgym.workers.process import GRACE, dumps
+from sandboxgym.workers.store import Lease, SnapshotStore
 
 Mode = Literal["sync", "thread", "process"]
 
@@ -73,16 +74,22 @@ class Worker(ABC):
         self.lock = threading.RLock()
         self.bytes_shipped = 0
         self.snapshots_shipped = 0
+        self.keeping: Keeping | None = None
+        """Settings by which the worker keeps its snapshots; None: they come here as bytes."""
+        self.dropped: deque[SnapKey] = deque()
+        """Snapshots kept in the worker that nobody here needs any more."""
         self._keep = keep
         self._held: OrderedDict[SnapKey, None] = OrderedDict()
         self._since = 0.0
         self._pending = 0
+        self._opened: tuple[SnapshotStore, Lease] | None = None
 
     def start(self) -> None:
         """Start the worker, without waiting until it is ready. No effect on one that runs."""
         if not self.alive:
             self.generation += 1
             self._held.clear()
+            self.dropped.clear()
             self._pending = 0
             self._start()
 
@@ -138,6 +145,10 @@ class Worker(ABC):
         key = snapshot_key(snap)
         if key is None or not self.ships:
             return Shipped(key, handle=snap)
+        if isinstance(snap, KeptSnapshot) and self.keeping is not None and key == snap.kept.key and not snap.released:
+            if not snap.kept.at(self):
+                snap.kept.prepare()
+            return Shipped(key, stored=True)
         if snap.released or key not in self._held or not self.alive:
             data = snap.to_bytes()
             self.start()  # before it is noted: a start forgets what the worker before it held
@@ -150,11 +161,41 @@ class Worker(ABC):
 
     def receive(self, shipped: Shipped) -> Any:
         """The snapshot that a call of `Host.snapshot` returned."""
+        if shipped.facts is not None:
+            assert shipped.key is not None and self.keeping is not None
+            return KeptSnapshot(Kept(self, shipped.key, *self._places()), shipped.facts)
         if shipped.data is None:
             return shipped.handle
         assert shipped.key is not None
         remember(self._held, shipped.key, None, self._keep)
         return Snapshot.from_bytes(shipped.data)
+
+    def take_dropped(self) -> list[SnapKey]:
+        """Snapshots that the worker is to be told to drop, which is done with this."""
+        found = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(self.dropped.popleft())
+        return found
+
+    def prepare(self, snap: Any, timeout: float | None = None) -> None:
+        """See to it that a snapshot which another worker keeps can be read here; holding no worker's lock.
+
+        Args:
+            snap: of any kind.
+            timeout: seconds that the other worker has for writing it to the store.
+
+        Raises:
+            SnapshotMissing: that worker is gone, and the store has nothing of it.
+        """
+        if isinstance(snap, KeptSnapshot) and not snap.released and not snap.kept.at(self):
+            snap.kept.prepare(timeout)
+
+    def _places(self) -> tuple[SnapshotStore, Lease]:
+        assert self.keeping is not None
+        if self._opened is None:
+            self._opened = self.keeping.opened()
+        return self._opened
 
     @property
     def pid(self) -> int | None:

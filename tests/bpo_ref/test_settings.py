@@ -72,6 +72,7 @@ APART = {
     "algo": "drawn every time",
     "out": "a folder of the test",
     "envs": "other processes: test_train.py, test_fleet.py",
+    "env_store": "the same",
     "ray_address": "the same",
 }
 """Fields that are not among them, and why."""

@@ -172,11 +172,19 @@ def test_environments_in_worker_processes_give_the_same_run(finished: Path, tmp_
     assert_same_weights(tmp_path, finished)
 
 
+@pytest.mark.slow
+def test_snapshots_that_stay_in_worker_processes_give_the_same_run(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "run", envs="process", env_workers=2, env_store=str(tmp_path / "store"))
+    assert metrics(tmp_path / "run") == metrics(finished)
+    assert_same_weights(tmp_path / "run", finished)
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
         ({"env_workers": 2}, "env_workers"),
         ({"env_timeout": 9.0}, "env_timeout"),
+        ({"env_store": "snapshots"}, "env_store"),
         ({"ray_address": "auto"}, "ray_address"),
     ],
 )

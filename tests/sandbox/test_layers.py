@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from sandbox.overlay_boxes import Maker, box, make, rootless, run, sh  # noqa: F401 - fixtures
 
+from sandboxgym import serialization
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
-from sandboxgym.sandbox.base import RootFS, SandboxClosed
-from sandboxgym.sandbox.files import archive
+from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxError, SandboxFull
+from sandboxgym.sandbox.files import archive, pieces
+from sandboxgym.sandbox.files.pieces import pieces_of
 from sandboxgym.sandbox.layers import squash
-from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree
+from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.overlay.runtime import runtime
 
@@ -110,7 +112,12 @@ def test_merged_and_packed_trees_show_the_same(make: Maker, tmp_path: Path, seed
     squash.squash(merged, deepest=1, kept=rng.choice([0, 0, 2]))
     if backend.rootless:
         assert len(merged.layers) <= 3
-    for other in (merged, backend.unpack(tree.pack()), backend.unpack(backend.unpack(merged.pack()).pack())):
+    parts, of_merged = (backend.unpack(serialization.join(pieces_of(one))) for one in (tree, merged))
+    assert len(parts.layers) == len(tree.layers) > 1
+    for one, same in ((tree, parts), (merged, of_merged)):  # so that nothing is stored again on another machine
+        assert [piece.digest for piece in pieces_of(one)] == [piece.digest for piece in pieces_of(same)]
+    packed = (backend.unpack(tree.pack()), backend.unpack(backend.unpack(merged.pack()).pack()))
+    for other in (merged, parts, of_merged, *packed):
         backend.start(other)
         assert sh(backend, EVERYTHING) == expected
         # what is merged must also behave: nothing that was deleted shines through after more changes
@@ -281,6 +288,132 @@ def test_archives_that_reach_out_are_refused(store: _Store, members: Members, tm
     assert not list(tmp_path.rglob("escaped"))
 
 
+LOWEST = _member("layer", kind=tarfile.DIRTYPE, mode=0o755)
+PARTS = {"version": archive.OF_PARTS, "layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("members", "head"),
+    [
+        ([_member("layer/f")], PARTS),
+        ([LOWEST, _member("layers/0/f")], PARTS),
+        ([LOWEST, _member("layer2/f")], PARTS),
+        ([LOWEST, _member("f")], PARTS),
+        ([LOWEST, LOWEST], PARTS),
+        ([LOWEST], {**PARTS, "layers": 2}),
+        ([LOWEST], {**PARTS, "layers": 0}),
+        ([LOWEST, _member("layer/../../escaped")], PARTS),
+        ([LOWEST, _member("layer/hard", kind=tarfile.LNKTYPE, linkname="/etc/passwd")], PARTS),
+        ([LOWEST, _member("layer/hard", kind=tarfile.LNKTYPE, linkname="layer/../../../../etc/passwd")], PARTS),
+        ([LOWEST, _member("layer/l", kind=tarfile.SYMTYPE, linkname="/tmp"), _member("layer/l/escaped")], PARTS),
+        (  # a link to a file of another layer
+            [LOWEST, _member("layer/f"), LOWEST, _member("layer/hard", kind=tarfile.LNKTYPE, linkname="layer/f")],
+            {**PARTS, "layers": 2},
+        ),
+        ([LOWEST, _member("layer/su", mode=0o4755)], PARTS),
+        ([LOWEST, _member("layer/disk", kind=tarfile.BLKTYPE)], PARTS),
+    ],
+)
+def test_archives_of_parts_that_reach_out_are_refused(
+    store: _Store, members: Members, head: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(SnapshotCorrupt):
+        archive.unpack(_archive(members, head=head), store, RootFS("test", (tmp_path,)), rootless=os.geteuid() != 0)
+    assert sorted(store.removed) == sorted(str(path) for path in (store.directory / "layers").iterdir())
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def test_an_archive_of_parts_counts_what_it_shows_against_the_limit(store: _Store, tmp_path: Path) -> None:
+    big = _member("layer/f", data=bytes(300_000))
+    head = {**PARTS, "layers": 3}
+
+    def takes(members: Members, limit: int) -> None:
+        data, rootfs = _archive(members, head=head), RootFS("test", (tmp_path,))
+        archive.unpack(data, store, rootfs, rootless=os.geteuid() != 0, limit=limit).release()
+
+    takes([LOWEST, big, LOWEST, big, LOWEST, big], 350_000)
+    takes([LOWEST, big, LOWEST, _member("layer/f", whiteout="1"), LOWEST], 50_000)
+    folder = _member("layer/d", kind=tarfile.DIRTYPE, mode=0o755)
+    hidden = _member("layer/d/f", data=bytes(300_000))
+    opaque = _member("layer/d", kind=tarfile.DIRTYPE, mode=0o755, opaque="1")
+    takes([LOWEST, folder, hidden, LOWEST, opaque, LOWEST, folder], 50_000)
+    takes([LOWEST, folder, hidden, LOWEST, _member("layer/d", whiteout="1"), LOWEST], 50_000)
+    linked = _member("layer/g", kind=tarfile.LNKTYPE, linkname="layer/f")
+    for members in (
+        [LOWEST, big, LOWEST, LOWEST],
+        [LOWEST, folder, hidden, LOWEST, folder, LOWEST, folder],
+        [LOWEST, big, linked, LOWEST, _member("layer/f", whiteout="1"), LOWEST],  # its other name shows
+    ):
+        with pytest.raises(SandboxFull, match="allowed"):
+            takes(members, 200_000)
+
+
+def test_a_layer_is_packed_once_and_only_new_ones_are_new(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make()
+    backend.start()
+    packed: list[str] = []
+    pack_layer = archive.pack_layer
+
+    def counted(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
+        packed.append(layer.path.name)
+        return pack_layer(layer, rootless=rootless)
+
+    monkeypatch.setattr(archive, "pack_layer", counted)
+    known: dict[str, bytes] = {}
+    new = []
+    for command in ("head -c 3000000 /dev/urandom > /big; echo > /small", "echo edited > /small", "rm /big"):
+        sh(backend, command)
+        tree = backend.freeze()
+        found = pieces_of(tree)
+        fresh = {piece.digest: piece.read() for piece in found if piece.digest not in known}
+        known |= fresh
+        new.append(sum(map(len, fresh.values())))
+        backend.start(tree)
+    assert len(packed) == len(set(packed)) == 3
+    assert new[0] > 3_000_000
+    assert max(new[1:]) < 20_000
+    # who lacks a piece of an older layer still gets it
+    assert {piece.digest: piece.read() for piece in found}.items() <= known.items()
+    assert len(packed) > 3
+
+
+def test_merging_layers_makes_few_new_pieces(make: Maker) -> None:
+    backend = make()
+    backend.start()
+    for number in range(6):
+        sh(backend, f"head -c 1000000 /dev/urandom > /{number}; echo > /s{number}")
+        tree = backend.freeze()
+        backend.start(tree)
+    before = {piece.digest for piece in pieces_of(tree)}
+    squash.squash(tree, deepest=1, kept=0)
+    new = [piece for piece in pieces_of(tree) if piece.digest not in before]
+    assert sum(piece.nbytes for piece in new) < 50_000
+
+
+def test_more_files_in_all_layers_than_an_archive_has_are_merged(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make()
+    backend.start()
+    for _ in range(6):
+        sh(backend, "mkdir -p /d; for i in {1..20}; do echo > /d/$i; done")
+        tree = backend.freeze()
+        backend.start(tree)
+    monkeypatch.setattr(archive, "MOST", 60)
+    again = backend.unpack(serialization.join(pieces_of(tree)))
+    assert len(again.layers) == 1
+    backend.start(again)
+    assert sh(backend, "ls /d | wc -l") == "20"
+    sh(backend, "for i in {1..60}; do echo > /d/x$i; done")
+    with pytest.raises(SandboxError, match="at most 58 files"):
+        pieces_of(backend.freeze())
+
+
+def test_an_archive_of_another_form_is_cut_into_pieces_all_the_same() -> None:
+    data = os.urandom(700_000)
+    cut = pieces._cut(data, ())
+    assert len(cut) > 2
+    assert serialization.join(cut) == data
+
+
 def test_a_renamed_directory_in_an_archive_stays_inside(make: Maker, rootless: bool) -> None:
     backend = make()
     for redirect in ("Li4v", "Lw==", "L2EvLi4vYg==", "YS9i"):  # ../  /  /a/../b  a/b
@@ -301,7 +434,7 @@ def test_what_is_no_archive_is_refused(make: Maker) -> None:
         backend.unpack(_archive([TOP], number=2))
     with pytest.raises(SnapshotMismatch, match="another"):
         backend.unpack(_archive([TOP], head={"base": "another"}))
-    for head in ({"version": 2}, {"layers": 10**9}, {"layers": None}, {"format": None}):
+    for head in ({"version": 2}, {"version": 3}, {"layers": 10**9}, {"layers": None}, {"format": None}):
         with pytest.raises(SnapshotCorrupt):
             backend.unpack(_archive([TOP], head=head))
 

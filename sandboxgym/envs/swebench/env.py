@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -9,7 +10,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, SupportsIndex, get_args
 
@@ -732,14 +733,17 @@ class SWEBenchEnv(TaskEnv[str, str]):
 
     @classmethod
     def _encode(cls, state: EpisodeState) -> bytes:
-        try:
-            packed = state.sandbox if isinstance(state.sandbox, bytes) else state.sandbox.pack()
-        except SandboxError as error:  # such as directories nested deeper than a path can be long
-            raise SnapshotNotSupported(f"this snapshot stays in its process: {_cause(error)}") from error
-        gone = [state.gone] if state.gone else []
-        return durable.pack(
-            [state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests, *gone]
-        )
+        if isinstance(state.sandbox, bytes):
+            return durable.pack(_fields(state, state.sandbox))
+        with _leaving():
+            return durable.pack(_fields(state, state.sandbox.pack()))
+
+    @classmethod
+    def _encode_pieces(cls, state: EpisodeState) -> Sequence[durable.Piece]:
+        if isinstance(state.sandbox, bytes):
+            return [durable.Piece.of(cls._encode(state), alone=True)]
+        with _leaving():
+            return durable.pack_around(lambda packed: _fields(state, packed), state.sandbox.pieces())
 
     @classmethod
     def _decode(cls, data: bytes) -> EpisodeState:
@@ -776,6 +780,19 @@ class SWEBenchEnv(TaskEnv[str, str]):
 
 
 _MOST_STEPS = 2**31
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    try:
+        yield
+    except SandboxError as error:  # such as directories nested deeper than a path can be long
+        raise SnapshotNotSupported(f"this snapshot stays in its process: {_cause(error)}") from error
+
+
+def _fields(state: EpisodeState, packed: bytes) -> list[Any]:
+    gone = [state.gone] if state.gone else []
+    return [state.task_id, state.task_digest, packed, state.steps, state.editor.plain(), state.tests, *gone]
 
 
 def _row(task: Task) -> Row:

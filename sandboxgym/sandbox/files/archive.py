@@ -6,6 +6,10 @@ headers: ``SANDBOXGYM.whiteout`` (the name was deleted), ``.opaque`` (a director
 ``.xattr.<name>`` in base64. Sockets are left out, and so are set-user-id bits and file capabilities, which have no
 effect in a sandbox.
 
+Of version 1 are archives of whole trees, in which few layers are left. Version 2 is made of parts, one for each layer
+of a stack as it is, lowest first, that are equal for equal layers whatever is above and below: so they can be stored
+once (``pieces.py``). Members are ``layer/<path>`` there, and each ``layer`` begins another layer.
+
 An archive is read and bounded completely before anything of it is written (``members.py``).
 """
 
@@ -18,7 +22,7 @@ import json
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from sandboxgym.brief import brief
@@ -29,10 +33,14 @@ from sandboxgym.sandbox.files.members import LARGEST_FILE, LARGEST_HEADERS, LONG
 from sandboxgym.sandbox.layers.squash import extents, is_whiteout, mark_deletions, own_attribute, prefix, squash
 from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
 
-FORMAT, VERSION = "sandboxgym-overlay", 1
+FORMAT, VERSION, OF_PARTS = "sandboxgym-overlay", 1, 2
 
 _HEAD, _END = "sandboxgym.json", "sandboxgym.end"
 _KEY = "SANDBOXGYM."
+PREFIXES = (_KEY,)
+"""Prefixes of the extended headers of its members."""
+_PART = "layer"
+"""Name of the root of each layer of an archive of parts."""
 _SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
 _CHUNK = 1 << 20
 _LONGEST_IDENTITY = 200
@@ -49,25 +57,80 @@ def pack(tree: OverlayTree) -> bytes:
     squash(tree, deepest=1, kept=0)
     layers = tree.layers
     out = io.BytesIO()
-    head = {"format": FORMAT, "version": VERSION, "base": tree.base, "id": tree.id, "layers": len(layers)}
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive:
-        _add_json(archive, _HEAD, head)
+    with _packing(out) as archive:
+        _add_json(archive, _HEAD, _head(tree, VERSION))
         number = 0
-        try:
-            for at, layer in enumerate(layers):
-                linked: dict[tuple[int, int], str] = {}
-                for path, name in _walk(str(layer.files), f"layers/{at}"):
-                    number += _add(archive, path, name, linked, rootless=tree.rootless)
-                    archive.members.clear()  # type: ignore[attr-defined]  # of no use in writing
-                    if number > MOST - 2 or len(os.fsencode(name)) >= LONGEST_NAME:
-                        raise SandboxError(
-                            f"what was written cannot be packed: expected at most {MOST - 2} files, with paths of "
-                            f"less than {LONGEST_NAME} bytes"
-                        )
-        except OSError as error:
-            raise SandboxError(f"what was written cannot be packed: {os.strerror(error.errno or 0)}") from error
+        for at, layer in enumerate(layers):
+            number = _add_layer(archive, layer, f"layers/{at}", number, rootless=tree.rootless)
         _add_json(archive, _END, {"members": number})
     return out.getvalue()
+
+
+def pack_layer(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
+    """Pack a layer as a part of an archive of parts, which depends on its files only; returns it and its members.
+
+    Raises:
+        SandboxError: as by `pack`.
+    """
+    out = io.BytesIO()
+    with _packing(out) as archive:
+        members = _add_layer(archive, layer, _PART, 0, rootless=rootless)
+        end = archive.offset
+    return out.getvalue()[:end], members
+
+
+def around_parts(tree: OverlayTree, layers: Sequence[Layer], members: int) -> tuple[bytes, bytes]:
+    """What comes before and after the parts of all ``layers``, lowest first, in an archive of a tree.
+
+    Args:
+        tree: with an identity of its own.
+        layers: of it.
+        members: number in all parts.
+
+    Raises:
+        SandboxError: it is more than `unpack` would take.
+    """
+    if members > MOST - 2 or len(layers) > _DEEPEST:
+        raise SandboxError(_too_many())
+    before, after = io.BytesIO(), io.BytesIO()
+    with _packing(before) as archive:
+        _add_json(archive, _HEAD, {**_head(tree, OF_PARTS), "layers": len(layers)})
+        end = archive.offset
+    with _packing(after) as archive:
+        _add_json(archive, _END, {"members": members})
+        closed = archive.offset + 2 * tarfile.BLOCKSIZE
+    return before.getvalue()[:end], after.getvalue()[:closed]
+
+
+def _head(tree: OverlayTree, version: int) -> dict[str, object]:
+    return {"format": FORMAT, "version": version, "base": tree.base, "id": tree.id, "layers": len(tree.layers)}
+
+
+@contextlib.contextmanager
+def _packing(out: io.BytesIO) -> Iterator[tarfile.TarFile]:
+    try:
+        with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive:
+            yield archive
+    except OSError as error:
+        raise SandboxError(f"what was written cannot be packed: {os.strerror(error.errno or 0)}") from error
+
+
+def _add_layer(archive: tarfile.TarFile, layer: Layer, top: str, number: int, *, rootless: bool) -> int:
+    """Add a layer's files below the name ``top``; returns ``number`` and that of its members."""
+    linked: dict[tuple[int, int], str] = {}
+    for path, name in _walk(str(layer.files), top):
+        number += _add(archive, path, name, linked, rootless=rootless)
+        archive.members.clear()  # type: ignore[attr-defined]  # of no use in writing
+        if number > MOST - 2 or len(os.fsencode(name)) >= LONGEST_NAME:
+            raise SandboxError(_too_many())
+    return number
+
+
+def _too_many() -> str:
+    return (
+        f"what was written cannot be packed: expected at most {MOST - 2} files, with paths of less than "
+        f"{LONGEST_NAME} bytes"
+    )
 
 
 def _add_json(archive: tarfile.TarFile, name: str, content: dict[str, object]) -> None:
@@ -98,6 +161,7 @@ def _add(archive: tarfile.TarFile, path: str, name: str, linked: dict[tuple[int,
     headers = {"mtime": str(status.st_mtime_ns)}
     content: IO[bytes] | None = None
     if is_whiteout(status):
+        info.mode = info.uid = info.gid = info.mtime = 0  # of the name, there is nothing but that it is gone
         headers = {"whiteout": "1"}
     elif stat.S_ISDIR(status.st_mode):
         info.type = tarfile.DIRTYPE
@@ -142,7 +206,7 @@ def _portable(name: str) -> bool:
 
 
 def _attributes(path: str) -> dict[str, str]:
-    names = filter(_portable, os.listxattr(path, follow_symlinks=False))
+    names = sorted(filter(_portable, os.listxattr(path, follow_symlinks=False)))
     return {name: base64.b64encode(os.getxattr(path, name, follow_symlinks=False)).decode() for name in names}
 
 
@@ -169,7 +233,7 @@ class _Pieces:
 
 
 def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool, limit: int | None = None) -> OverlayTree:
-    """Unpack an archive of `pack` as a tree.
+    """Unpack an archive of `pack`, or one of parts, as a tree.
 
     Args:
         data: the archive.
@@ -207,7 +271,7 @@ class _Unpacking:
         limit: int | None,
     ) -> None:
         self.data = memoryview(data)
-        self.members = checked.read(data, prefixes=(_KEY,))
+        self.members = checked.read(data, prefixes=PREFIXES)
         self.store = store
         self.rootfs = rootfs
         self.layers = layers
@@ -222,8 +286,10 @@ class _Unpacking:
         """Write all members; returns the identity of the tree."""
         members = self.members
         head = self._json(members[0] if members else None, _HEAD)
-        if head.get("format") != FORMAT or head.get("version") != VERSION:
-            raise SnapshotCorrupt(f"expected an archive of {FORMAT} version {VERSION}, found {brief(head)}")
+        if head.get("format") != FORMAT or head.get("version") not in (VERSION, OF_PARTS):
+            raise SnapshotCorrupt(
+                f"expected an archive of {FORMAT} version {VERSION} or {OF_PARTS}, found {brief(head)}"
+            )
         depth, identity = head.get("layers"), head.get("id")
         if type(depth) is not int or not 0 <= depth <= _DEEPEST or not isinstance(identity, str):
             raise SnapshotCorrupt(f"expected a name and at most {_DEEPEST} layers, found {brief(head)}")
@@ -236,7 +302,11 @@ class _Unpacking:
             raise SnapshotCorrupt("the archive was cut short")
         files = members[1:-1]
         nbytes = sum(map(_nbytes, files))
-        checked.check_fits(nbytes, self.limit)
+        if head["version"] == OF_PARTS:
+            _number_layers(files, depth)
+            checked.check_fits(_shown(files), self.limit)
+        else:
+            checked.check_fits(nbytes, self.limit)
         self.store.check_room(nbytes)
         self.layers += [self.store.new() for _ in range(depth)]
         self.numbers = frozenset(map(str, range(depth)))
@@ -346,6 +416,51 @@ class _Unpacking:
         os.utime(path, ns=(mtime, mtime), follow_symlinks=False)
         if member.kind == tarfile.DIRTYPE:
             self.folders.append((path, mtime))
+
+
+def _number_layers(members: Sequence[Member], depth: int) -> None:
+    """Give the members of an archive of parts the names that they have in one of whole trees, topmost layer first."""
+    at = depth
+    for member in members:
+        if member.name == _PART:
+            at -= 1
+        names = [member.name, member.linkname] if member.kind == tarfile.LNKTYPE else [member.name]
+        if at == depth or any(name.partition("/")[0] != _PART for name in names):
+            raise SnapshotCorrupt(f"the member {brief(member.name)} belongs to no layer")
+        member.name = f"layers/{at}{member.name.removeprefix(_PART)}"
+        if member.kind == tarfile.LNKTYPE:
+            member.linkname = f"layers/{at}{member.linkname.removeprefix(_PART)}"
+    if at != 0:
+        raise SnapshotCorrupt(f"expected an archive of {depth} layers, found {depth - at}")
+
+
+def _shown(members: Sequence[Member]) -> int:
+    """Bytes on disk of the members of all layers that no layer above hides.
+
+    A stack of layers as it is may hold a file many times; the limit of a sandbox is on what it shows.
+    """
+    layers: dict[str, list[Member]] = {}
+    for member in members:
+        layers.setdefault(member.name.split("/", 2)[1], []).append(member)
+    by_name = {member.name: member for member in members}
+    counted, seen, closed = set[str](), set[str](), set[str]()
+    for at in sorted(layers, key=int):
+        top = f"layers/{at}"
+        covered: dict[str, bool] = {}
+        closed_here = set[str]()
+        for member in layers[at]:
+            path = member.name.removeprefix(top)
+            folder = path.rpartition("/")[0]
+            covered[path] = covered.get(folder, False) or (path != "" and folder in closed)
+            if covered[path]:
+                continue
+            if path not in seen:
+                seen.add(path)
+                counted.add(member.linkname if member.kind == tarfile.LNKTYPE else member.name)
+            if member.kind != tarfile.DIRTYPE or _KEY + "opaque" in member.headers:
+                closed_here.add(path)
+        closed |= closed_here
+    return sum(_nbytes(by_name[name]) for name in counted if name in by_name)
 
 
 def _pieces(member: Member) -> tuple[int, list[tuple[int, int]]]:

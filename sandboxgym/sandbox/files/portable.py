@@ -33,8 +33,9 @@ log = logging.getLogger("sandboxgym")
 FORMAT = 1
 _HEADER = ".sandboxgym-tree.json"
 _XATTR = "SCHILY.xattr."
-_PREFIXES = (_XATTR, "LIBARCHIVE.xattr.")
-_OWN = tuple(prefix + "user." for prefix in _PREFIXES)
+PREFIXES = (_XATTR, "LIBARCHIVE.xattr.")
+"""Prefixes of the extended headers of its members, beside those of POSIX."""
+_OWN = tuple(prefix + "user." for prefix in PREFIXES)
 _CHUNK = 1 << 16
 _LARGEST_HEADER = 16 * 2**20
 
@@ -133,7 +134,7 @@ class Reader:
 
     def __init__(self, archive: bytes, *, base: str) -> None:
         with checked.refusing():
-            first, *members = checked.read(archive, prefixes=_PREFIXES)
+            first, *members = checked.read(archive, prefixes=PREFIXES)
             if first.name != _HEADER or first.kind != tarfile.REGTYPE or first.size > _LARGEST_HEADER:
                 raise SnapshotCorrupt(f"expected {_HEADER} first, found {brief(first.name)}")
             self._archive = memoryview(archive)
@@ -288,7 +289,7 @@ def _check(members: Iterable[Member]) -> None:
             raise SnapshotCorrupt(f"{name}: expected a directory, for an earlier member lies in it")
         if member.mode & (stat.S_ISUID | stat.S_ISGID) and kind != tarfile.DIRTYPE:
             raise SnapshotCorrupt(f"{name}: setuid or setgid (mode {member.mode:04o})")
-        if any(key.startswith(_PREFIXES) and not key.startswith(_OWN) for key in member.headers):
+        if any(key.startswith(PREFIXES) and not key.startswith(_OWN) for key in member.headers):
             raise SnapshotCorrupt(f"{name}: an extended attribute outside user.*")
         checked.nanoseconds(member.mtime)
         if kind == tarfile.LNKTYPE and kinds.get(member.linkname) != tarfile.REGTYPE:

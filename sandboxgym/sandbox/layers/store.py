@@ -18,6 +18,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxFull
@@ -29,6 +30,15 @@ FLOOR = 512 * 2**20
 """Free bytes that a store's file system must have for a new container."""
 FLOOR_FILES = 10_000
 """Free files that a store's file system must have, if it counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Facts about a frozen layer's part of an archive."""
+
+    pieces: tuple[tuple[str, int], ...]
+    """Digest and length of each piece, in order."""
+    members: int
 
 
 class Layer:
@@ -47,6 +57,8 @@ class Layer:
         self.holds = 1
         self.redirects: bool | None = None
         """True if a directory in it was renamed; None until that is known."""
+        self.packed: Packed | None = None
+        """Its part of an archive, once it was packed."""
         self._nbytes: int | None = None
         self._dress: tuple[int, ...] = ()
 

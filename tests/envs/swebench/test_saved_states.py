@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sandboxgym
+from sandboxgym.workers.store import SnapshotStore
 
 MAKE_BYTES = (
     "cd /testbed; export V=$'\\xff\\xfe'; W=$'a\\xc3'; f() { echo $'\\xfd'; }; printf '\\xfa' > $'n\\xf9'; "
@@ -43,6 +45,34 @@ def test_bytes_that_are_no_text_are_saved_exactly(
         assert sandboxgym.restore(env, loaded)[1]["patch"] == info["patch"]
 
 
+@pytest.mark.parametrize(
+    "backend", ["overlay", "overlay-rootless", "copy", pytest.param("docker", marks=pytest.mark.slow)]
+)
+def test_a_stored_task_continues_as_it_was_and_an_edit_adds_little(
+    backend: str, backend_of: Callable[[str], dict[str, Any]], make_env: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = make_env(**backend_of(backend), max_episode_steps=-1)
+    store = SnapshotStore(tmp_path)
+    env.reset(options={"task": 0})
+    env.step("cd /testbed; export V=1; head -c 3000000 /dev/urandom > large")
+    with sandboxgym.snapshot(env) as taken:
+        assert store.put(taken).written > 3_000_000
+    env.step("echo edited >> README.md")
+    show = "echo $V; pwd; git status --short; md5sum large"
+    with sandboxgym.snapshot(env) as taken:
+        stored = store.put(taken)
+    assert stored.written < 150_000
+    shown, *_, info = env.step(show)
+    env.reset(options={"task": 1})
+    with store.get(stored.key) as loaded:
+        sandboxgym.restore(env, loaded)
+        again, *_, after = env.step(show)
+        assert again == shown and after["state_hash"] == info["state_hash"]
+        assert sandboxgym.Snapshot.from_bytes(loaded.to_bytes()).digest == loaded.digest
+    with sandboxgym.snapshot(env) as taken:  # another machine's sandbox finds everything there
+        assert SnapshotStore(tmp_path).put(taken).written < 150_000
+
+
 @pytest.mark.parametrize("backend", ["overlay", "copy"])
 def test_trees_deeper_than_a_path_are_refused_in_a_short_sentence(
     backend: str, backend_of: Callable[[str], dict[str, Any]], make_env: Callable[..., Any]
@@ -55,6 +85,8 @@ def test_trees_deeper_than_a_path_are_refused_in_a_short_sentence(
         with pytest.raises(sandboxgym.SnapshotNotSupported, match="File name too long") as caught:
             taken.to_bytes()
         assert len(str(caught.value)) < 200
+        with pytest.raises(sandboxgym.SnapshotNotSupported, match="File name too long"):
+            taken.to_pieces()
         env.reset(options={"task": 0})
         sandboxgym.restore(env, taken)
         assert env.step("cd deep/deep/deep/deep && pwd")[4]["returncode"] == 0
