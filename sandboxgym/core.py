@@ -246,11 +246,12 @@ class Snapshot:
             SnapshotReleased, SnapshotNotSupported: as by `save`.
         """
         self._check_held()
+        header = {**self._fields(), "format": serialization.FORMAT_VERSION}
         if self._body is None or self._pieces is None:
-            return self._fields(), {name: [Piece.of(data, alone=True)] for name, data in self._sections().items()}
+            return header, {name: [Piece.of(data, alone=True)] for name, data in self._sections().items()}
         sections: dict[str, Sequence[Piece]] = {"state": self._pieces(self._body.state)}
         small = {name: [Piece.of(data, alone=True)] for name, data in self._small_sections().items()}
-        return self._fields(), sections | small
+        return header, sections | small
 
     @classmethod
     def from_sections(cls, header: dict[str, Any], sections: dict[str, bytes]) -> Snapshot:
@@ -268,6 +269,9 @@ class Snapshot:
             if not all(isinstance(layer.name, str) and isinstance(layer.config, dict) for layer in layers):
                 raise TypeError("expected the name and the configuration of every wrapper")
             blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
+            if header["format"] not in (1, serialization.FORMAT_VERSION):
+                expected = f"expected snapshot format {serialization.FORMAT_VERSION} or 1"
+                raise SnapshotCorrupt(f"{expected}, found {brief(header['format'], 40)}")
             if header["format"] == 1:  # as it is written today: equal content has an equal digest
                 blob["rng"] = _rng_of_format_1(blob["rng"])
             return cls(fits, None, blob=blob, layers=layers, id=header["id"], parent=header["parent"])

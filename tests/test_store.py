@@ -575,11 +575,11 @@ with make_sandbox({sandbox.backend.capabilities.name!r}, allow_unsafe=True) as b
 
 
 def test_running_processes_stay_on_their_machine() -> None:
-    from sandboxgym.sandbox.checkpoint.image import Checkpoint
+    from sandboxgym.sandbox.checkpoint.image import CriuCheckpoint
 
     snap = SandboxSnapshot.__new__(SandboxSnapshot)
     snap._tree, snap.shell, snap.lossy = None, None, ()
-    snap.checkpoint = Checkpoint.__new__(Checkpoint)
+    snap.checkpoint = CriuCheckpoint.__new__(Checkpoint)
     with pytest.raises(SnapshotNotSupported, match="a snapshot with running processes cannot leave this process"):
         snap.pieces()
 
