@@ -579,7 +579,7 @@ def test_running_processes_stay_on_their_machine() -> None:
 
     snap = SandboxSnapshot.__new__(SandboxSnapshot)
     snap._tree, snap.shell, snap.lossy = None, None, ()
-    snap.checkpoint = CriuCheckpoint.__new__(Checkpoint)
+    snap.checkpoint = CriuCheckpoint.__new__(CriuCheckpoint)
     with pytest.raises(SnapshotNotSupported, match="a snapshot with running processes cannot leave this process"):
         snap.pieces()
 
