@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -267,7 +267,7 @@ def run(domain: str, out: Path, data: Path, *, hours: float, dry_run: bool = Fal
     data.mkdir(parents=True, exist_ok=True)
     for stage in ("tuning", "final"):
         (out / stage).mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = _Stop()
     for stage, label, seed, command in queue(domain, out, data):
         if dry_run or time.monotonic() > until:
             print(f"next: {stage} {label} seed {seed}: {shlex.join(command)}")
@@ -275,18 +275,38 @@ def run(domain: str, out: Path, data: Path, *, hours: float, dry_run: bool = Fal
         print(time.strftime("%H:%M:%S"), stage, label, seed, flush=True)
         folder = folder_of(command)
         with (out / f"{domain}.log").open("a") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
-            try:
-                status = process.wait()
-            except KeyboardInterrupt:
-                process.terminate()
-                process.wait()
-                raise
+            status = stop.run(command, log)
+        if stop.asked:
+            raise KeyboardInterrupt
         if status or not (folder / "results.json").exists():
             raise SystemExit(f"error: {shlex.join(command)} ended with {status}: see {out / f'{domain}.log'}")
         if stage != "start":
             with (data / f"{domain}-{stage}.jsonl").open("a") as file:
                 file.write(json.dumps(record(stage, label, seed, folder), separators=(",", ":")) + "\n")
+
+
+class _Stop:
+    """SIGINT and SIGTERM ask the run that is under way to save and end; no moment loses a child."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def run(self, command: Sequence[str], log: IO[str]) -> int:
+        """Run a command to its end; returns its status."""
+        self._process = process = subprocess.Popen(command, stdout=log, stderr=log)
+        if self.asked:  # while it was started
+            process.terminate()
+        status = process.wait()
+        self._process = None
+        return status
 
 
 # What it says.
