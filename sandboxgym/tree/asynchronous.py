@@ -111,6 +111,8 @@ class _Walk:
     """The policy is being asked."""
     cancelled: int = 0
     """Number of times that the task was cancelled because the path was dropped."""
+    broken: Exception | None = None
+    """What the environment raised when it was captured while the policy was asked."""
     point: Checkpoint | None = None
     """State being captured for the present step."""
     departed: bool = False
@@ -253,6 +255,8 @@ class Asynchronous(Driver):
                 raise
             if walk.point is not None and walk.point.snap is not None:  # captured while the policy was asked
                 walk.point.snap.release()
+            if walk.broken is not None:
+                await self.lose(run, walk.broken)
         self.depart(walk)
         self.end(run)
         if run.dropped:
@@ -313,7 +317,7 @@ class Asynchronous(Driver):
 
         The seconds that capturing took and what it raised come with the action, the state is ``walk.point``.
         """
-        run, capturing = walk.run, None
+        run, capturing, walk.broken = walk.run, None, None
         if self.schedule.watches(run.path):
             walk.point = Checkpoint(run.node, run.context.memory)
             capturing = asyncio.create_task(self.in_thread(partial(walk.point.capture, run.env)))
@@ -336,6 +340,8 @@ class Asynchronous(Driver):
                 since = self.waits.begin()
                 await _ended(capturing)
                 self.clock.snapshots += self.waits.end(since)
+                if not capturing.cancelled() and isinstance(failed := capturing.result(), Exception):
+                    walk.broken = failed  # for a path that is dropped at this moment, too
         if self.ending(walk):  # the policy has kept the cancellation to itself
             raise asyncio.CancelledError
         captured = capturing.result() if capturing is not None else 0.0
