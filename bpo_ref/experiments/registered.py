@@ -320,13 +320,18 @@ def p_value(differences: NDArray[np.float64]) -> float:
 
 
 def interval(differences: NDArray[np.float64], level: float = 0.95) -> tuple[float, float]:
-    """The mean differences that the permutation test does not reject, to a thousandth of their range."""
+    """The mean differences that the permutation test does not reject, by bisection."""
     centre, reach = float(differences.mean()), float(np.ptp(differences)) or 1e-9
-    grid = np.linspace(0.0, 2 * reach, 2001)
 
     def end(sign: float) -> float:
-        kept = [shift for shift in grid if p_value(differences - (centre + sign * shift)) > 1 - level]
-        return centre + sign * float(max(kept))
+        kept, rejected = 0.0, 2 * reach
+        for _ in range(30):
+            middle = (kept + rejected) / 2
+            if p_value(differences - (centre + sign * middle)) > 1 - level:
+                kept = middle
+            else:
+                rejected = middle
+        return centre + sign * kept
 
     return end(-1.0), end(1.0)
 
