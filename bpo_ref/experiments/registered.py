@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from bpo_ref.experiments.plots import read_scores
 from bpo_ref.experiments.sweep import commands, folder_of
+from sandboxgym.conformance.stats.tests import holm
 
 RATES = (1e-4, 3e-4, 1e-3)
 """Learning rates, constant after a warm-up of three updates."""
@@ -336,15 +337,6 @@ def interval(differences: NDArray[np.float64], level: float = 0.95) -> tuple[flo
     return end(-1.0), end(1.0)
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """P-values corrected for their number by Holm's procedure."""
-    adjusted, largest = [0.0] * len(p), 0.0
-    for rank, index in enumerate(np.argsort(p, kind="stable")):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
-        adjusted[index] = largest
-    return adjusted
-
-
 def counts(data: Path, domain: str) -> str:
     """How many runs of the study are there."""
     design = DOMAINS[domain]
@@ -379,7 +371,9 @@ def tables(data: Path, domain: str) -> str:
     lines += ["", "| comparison | difference [95 % interval] | p, exact | p, corrected |", "|---|---|---|---|"]
     differences = [found[first] - found[second] for first, second in COMPARISONS]
     values = [p_value(each) for each in differences]
-    for (first, second), each, p, corrected in zip(COMPARISONS, differences, values, holm(values)):
+    by_name = holm({str(index): value for index, value in enumerate(values)})
+    adjusted = [by_name[str(index)] for index in range(len(values))]
+    for (first, second), each, p, corrected in zip(COMPARISONS, differences, values, adjusted):
         low, high = interval(each)
         lines.append(
             f"| {first} - {second} | {each.mean():+.3f} [{low:+.3f}, {high:+.3f}] | {p:.4f} | {corrected:.4f} |"

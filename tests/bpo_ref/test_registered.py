@@ -25,7 +25,6 @@ from bpo_ref.experiments.registered import (
     best,
     by_start,
     chosen,
-    holm,
     interval,
     label_of,
     p_value,
@@ -35,7 +34,6 @@ from bpo_ref.experiments.registered import (
     tuning_labels,
     words_of,
 )
-from sandboxgym.conformance.stats.tests import holm as other_holm
 
 DOMAIN = Domain("alfworld-tiny", "success", "", "--budget 1", "--budget 2", (100, 101), (200, 201, 202))
 
@@ -136,6 +134,15 @@ def test_an_interrupted_queue_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_every_comparison_has_its_own_p_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "COMPARISONS", [("grpo", "grpo"), ("bpo", "grpo")])  # the second is significant
+    out, data = tmp_path / "out", tmp_path / "data"
+    played(out, data, {"bpo.g4.lr3e-4": 0.6})
+    rows = [line for line in tables(data, "alfworld").splitlines() if " - " in line]
+    assert rows[0].endswith("| 1.0000 | 1.0000 |") and rows[1].endswith("| 0.2500 | 0.5000 |")
+
+
+@pytest.mark.usefixtures("small")
 def test_nothing_is_tested_while_runs_are_missing(tmp_path: Path) -> None:
     out, data = tmp_path / "out", tmp_path / "data"
     played(out, data, {})
@@ -168,12 +175,6 @@ def test_the_interval_contains_the_truth_as_often_as_it_says() -> None:
         low, high = interval(rng.normal(0.5, 1.0, size=6))
         inside += low <= 0.5 <= high
     assert 180 <= inside <= 199
-
-
-def test_p_values_are_corrected_as_elsewhere() -> None:
-    p = [0.01, 0.04, 0.03, 0.005, 0.8]
-    theirs = other_holm({str(index): value for index, value in enumerate(p)})
-    assert holm(p) == pytest.approx([theirs[str(index)] for index in range(5)])
 
 
 PROGRAM = """
