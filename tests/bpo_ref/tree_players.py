@@ -31,7 +31,9 @@ class TinyEngine:
     model: Any
     log: dict[tuple[int, PathKey], list[tuple[list[int], list[int], list[float]]]] = field(default_factory=dict)
 
-    def sample(self, ids: Sequence[int], limit: int, stop_ids: Sequence[int], seed: int) -> tuple[list[int], list[float]]:
+    def sample(
+        self, ids: Sequence[int], limit: int, stop_ids: Sequence[int], seed: int
+    ) -> tuple[list[int], list[float]]:
         """Sampled ids and their log-probabilities."""
         generator, sampled, logps = torch.Generator().manual_seed(seed), [], []
         cache, following = None, list(ids)
