@@ -363,3 +363,59 @@ def test_verls_own_loss_with_our_advantages_has_our_gradient(
     assert sum(float(g.abs().sum()) for g in expected) > 1e-3
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_batch_goes_through_verls_own_queue_buffer_padding_and_advantages(player: Players) -> None:
+    """On a Ray cluster of this process, from `generate_sequences` to what verl's actors would be given."""
+    real()
+    import ray
+    import transfer_queue as tq
+    from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils import tensordict_utils as tu
+
+    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False)  # as many as the queue's actors ask for
+    try:
+        tq.init()
+        client = Client(player.model)
+        made = type(manager(player, client)).create(config=configuration(), llm_client=client)
+        uids = ["a-0", "a-1", "a-2"]
+        asked = {"uid": uids, "extra_info": [{"task": i} for i in range(3)], "raw_prompt": [[{"role": "user"}]] * 3}
+        arrays = {name: np.empty(3, dtype=object) for name in asked}
+        for name, values in asked.items():
+            arrays[name][:] = values
+        prompts = tu.get_tensordict(arrays)
+        tu.assign_non_tensor_data(prompts, "global_steps", 7)
+        pending = [{"is_prompt": True, "status": "pending", "global_steps": 7}] * 3
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=pending)
+        made.generate_sequences(prompts)
+        buffer = ReplayBuffer("sync", Dict(), None, "drop", Dict(), poll_interval=0.2)
+        chosen, _ = buffer.sample(global_steps=7, partition_id="train", batch_size=3)
+        rows = len(chosen.keys)
+        assert rows > 6
+        chosen = upsample_batch_to_divisible_size(chosen, rows + 5, player.tokenizer.eos_token_id)
+        assert len(chosen.keys) == rows + 5
+        config = configuration(n=1)
+        config["algorithm"] = Dict(use_kl_in_reward=False, adv_estimator="sandboxgym", gamma=1.0, lam=1.0)
+        PPOTrainer._compute_advantage(SimpleNamespace(config=config), chosen, {})
+        names = ["advantages", "response_mask", "responses", "input_ids", "position_ids", "extra_fields"]
+        found = tq.kv_batch_get(keys=chosen.keys, partition_id="train", select_fields=names)
+        trained = 0
+        for i in range(rows + 5):
+            advantages, mask = found["advantages"][i], found["response_mask"][i]
+            assert len(advantages) == len(mask) == len(found["responses"][i])
+            assert found["position_ids"][i].tolist() == list(range(len(found["input_ids"][i])))
+            if i >= rows:
+                assert not mask.any()
+                assert not advantages.any()
+                continue
+            extra = found["extra_fields"][i]
+            extra = getattr(extra, "data", extra)
+            assert advantages.tolist() == pytest.approx(extra[ADVANTAGES])
+            assert not advantages[mask == 0].any()
+            trained += int(advantages.abs().sum() > 0)
+        assert trained > 3
+    finally:
+        ray.shutdown()
