@@ -147,7 +147,7 @@ class TreeGenerator:
         uids = list(repeats)  # in the order of the batch
         tasks = [self._task(extras[first[uid]]) for uid in uids]
         async with self._one_at_a_time:
-            seed = (self._seed, self._batches, int(training))
+            seed = (self._seed, about.global_step if about else 0, self._batches, int(training))
             self._batches += 1
             counts = {i: repeats[uid] for i, uid in enumerate(uids)}
             schedule = self._algorithm.schedule(seed, tasks) if training else Schedule(counts)

@@ -330,7 +330,8 @@ class TreeRollouts:
         """Roll out the trees of a batch, in which every prompt is repeated: one row for each of ``prompts``.
 
         Raises:
-            ValueError: there are several training processes, or trees of more rows than the batch has.
+            ValueError: there are several training processes, trees of more rows than the batch has, or prompts that are
+                not repeated.
             RuntimeError: all trees were lost.
         """
         processes = trainer.accelerator.num_processes
@@ -338,8 +339,10 @@ class TreeRollouts:
             raise ValueError(f"expected one training process, for credit needs all trees; found {processes}")
         training = trainer.model.training
         repeats = trainer.num_generations if training else trainer.num_generations_eval
+        if len(prompts) % repeats or any(prompts[i] != prompts[i - i % repeats] for i in range(len(prompts))):
+            raise ValueError(f"expected every prompt {repeats} times in a row, found {len(prompts)} otherwise")
         tasks = [self._task(prompt) for prompt in prompts[::repeats]]
-        seed = (self._seed, self._batches, int(training))
+        seed = (self._seed, trainer.state.global_step, self._batches, int(training))
         self._batches += 1
         schedule = self._algorithm.schedule(seed, tasks) if training else Schedule(repeats)
         policy = TokenPolicy(

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Self
 from sandboxgym.adapters.chat_format import ChatFormat
 from sandboxgym.adapters.prompts import Prompt
 from sandboxgym.adapters.token_trees import Algorithm, Sample, TokenPolicy, TokenRow, token_rows
-from sandboxgym.tree import EnvSource, RolloutTree, Schedule, rollout_async
+from sandboxgym.tree import EnvSource, Failure, RolloutTree, Schedule, rollout_async
 from sandboxgym.tree.envs import described, logger
 from sandboxgym.tree.nodes import PathKey
 
@@ -145,7 +145,8 @@ class TreeManager:
             prompts: a TensorDict of verl, with a ``uid`` per row, ``global_steps`` and in validation ``validate``.
         """
         rows = rows_of_batch(prompts)
-        seed = (int(self.config.actor_rollout_ref.rollout.get("seed", 0) or 0), self._batches)
+        base, step = self.config.actor_rollout_ref.rollout.get("seed", 0) or 0, rows[0]["global_steps"]
+        seed = (int(base), int(step), self._batches)  # a resumed run draws other numbers than its first batches
         self._batches += 1
         asyncio.run_coroutine_threadsafe(self._serve(rows, seed), self._loop)
 
@@ -181,8 +182,12 @@ class TreeManager:
         length = config.prompt_length + config.response_length
         policy = TokenPolicy(engine, self._chat, self.prompt, context=length, max_new_tokens=self.max_new_tokens)
         schedule = Schedule(config.val_kwargs.n) if validate else self._algorithm.schedule(seed, tasks)
-        limits: dict[str, Any] = {"max_live": self.max_live, "retries": self.retries}
+        lost: list[Failure] = []
+        limits: dict[str, Any] = {"max_live": self.max_live, "retries": self.retries, "failures": lost}
         trees = await rollout_async(self._envs, policy, schedule, tasks=tasks, seed=seed, **limits)
+        if lost:
+            dropped = sum(failure.dropped for failure in lost)
+            logger.warning("environments lost: %d, paths dropped: %d; last: %s", len(lost), dropped, lost[-1].error)
         return trees if validate else self._algorithm.credit(trees)
 
     def rows(self, asked: Sequence[Mapping[str, Any]], trees: Sequence[RolloutTree]) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ def stub(player: Players, *, generations: int = 12, processes: int = 1, training
         args=SimpleNamespace(temperature=1.0),
         processing_class=player.tokenizer,
         num_generations=generations,
+        state=SimpleNamespace(global_step=4),
         num_generations_eval=2,
     )
 
@@ -102,6 +103,8 @@ def test_an_evaluation_has_independent_rollouts(player: Players, rows: list[Toke
 def test_what_trl_cannot_do_with_trees_is_refused(player: Players) -> None:
     with pytest.raises(ValueError, match=r"at most 4 rows from 2 trees, found \d+: num_generations has to be at least"):
         rollouts(player)(prompts([0, 1], 2), stub(player, generations=2))
+    with pytest.raises(ValueError, match="expected every prompt 12 times in a row, found 24 otherwise"):
+        rollouts(player)(prompts([0, 1, 0, 1], 6), stub(player))
     with pytest.raises(ValueError, match="expected one training process, for credit needs all trees; found 2"):
         rollouts(player)(prompts([0], 12), stub(player, processes=2))
     with pytest.raises(ValueError, match="expected a prompt whose last message is the number of a task, found 'hello'"):

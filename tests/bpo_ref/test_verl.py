@@ -262,6 +262,37 @@ def test_a_rollout_that_fails_is_reported_to_verl_and_the_next_one_goes_on(
     assert "expected rows with extra_info['task'], found extra_info={}" in caplog.text
 
 
+class Fragile:
+    """A source of environments of which the first one that is asked for cannot be stepped."""
+
+    threads = 1
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.broken, self.calls = inner, True, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def call(self, jobs: Sequence[Any]) -> list[Any]:
+        """Lose every job after the reset and the first restore, once."""
+        self.calls += 1
+        if self.broken and self.calls == 3:
+            self.broken = False
+            return [ConnectionError("the environment is gone") for _ in jobs]
+        return list(self.inner.call(jobs))
+
+
+def test_lost_environments_are_logged_and_cost_no_path(
+    player: Players, queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = manager(player, Client(player.model), "rloo")
+    made._envs = Fragile(player.envs)  # type: ignore[assignment]
+    made.generate_sequences(batch([0]))
+    assert until_settled(queue, ["prompt-0"]) == ["finished"]
+    assert "environments lost: 1, paths dropped: 0; last: ConnectionError: the environment is gone" in caplog.text
+    assert len(queue.rows["train"]) > 2
+
+
 def test_what_a_manager_has_to_say_is_named(player: Players) -> None:
     with pytest.raises(NotImplementedError, match=r"TreeManager has to implement environments\(\)"):
         TreeManager(configuration(), None)
