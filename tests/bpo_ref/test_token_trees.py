@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sandboxgym.adapters.prompts import Prompt
 from sandboxgym.adapters.token_trees import EngineError, Sample, TokenPolicy, TokenRow, token_rows
 from sandboxgym.tree import RolloutTree, rollout_async
 
+Grown = tuple[list[RolloutTree], TinyEngine]
 ALGORITHMS = ["bpo-forest", "rloo-pooled", "grpo", "gigpo"]
 
 
@@ -30,10 +32,21 @@ def player() -> Iterator[Players]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def grown(player: Players) -> Callable[[str, int], Grown]:
+    """Trees of an algorithm with prompts of this history, made once."""
+
+    @functools.cache
+    def made(algo: str, history: int) -> Grown:
+        return player.grow(algorithm(algo, history=history), prompt=Prompt(history=history))
+
+    return made
+
+
 def ours(trees: Sequence[RolloutTree]) -> list[Any]:
     """Rows of this package's trainer for the same trees."""
     for edge in (edge for tree in trees for edge in tree.edges()):
-        sample: Sample = edge.action.data
+        sample: Sample | Generation = edge.action.data
         edge.action.data = Generation(sample.ids, list(sample.logps or ()), [], edge.action.memory.truncated)
     return rows_of(trees)
 
@@ -57,9 +70,9 @@ def mean_loss(model: Any, rows: Sequence[TokenRow]) -> torch.Tensor:
 @pytest.mark.parametrize("history", [0, 2])
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_a_row_holds_exactly_the_ids_that_the_engine_was_given_and_returned(
-    player: Players, algo: str, history: int
+    grown: Callable[[str, int], Grown], algo: str, history: int
 ) -> None:
-    trees, engine = player.grow(algorithm(algo, history=history), prompt=Prompt(history=history))
+    trees, engine = grown(algo, history)
     rows = token_rows(trees)
     seen: Counter[tuple[int, Any]] = Counter()
     for row in rows:
@@ -122,8 +135,10 @@ def test_rows_to_evaluate_keep_all_paths_without_advantages(player: Players) -> 
 
 @pytest.mark.parametrize("history", [0, 2])
 @pytest.mark.parametrize("algo", ALGORITHMS)
-def test_advantages_are_those_of_our_batches_token_by_token(player: Players, algo: str, history: int) -> None:
-    trees, _ = player.grow(algorithm(algo, history=history), prompt=Prompt(history=history))
+def test_advantages_are_those_of_our_batches_token_by_token(
+    grown: Callable[[str, int], Grown], algo: str, history: int
+) -> None:
+    trees, _ = grown(algo, history)
     rows, mine = token_rows(trees), ours(trees)
     batch = collate(mine, "cpu")
     assert len(rows) == len(mine) > 3
@@ -139,9 +154,11 @@ def test_advantages_are_those_of_our_batches_token_by_token(player: Players, alg
 
 
 @pytest.mark.parametrize("algo", ["bpo-forest", "rloo-pooled", "grpo"])
-def test_the_mean_over_sampled_tokens_has_the_gradient_of_our_loss(player: Players, algo: str) -> None:
+def test_the_mean_over_sampled_tokens_has_the_gradient_of_our_loss(
+    player: Players, grown: Callable[[str, int], Grown], algo: str
+) -> None:
     rule = algorithm(algo)
-    trees, _ = player.grow(rule)
+    trees, _ = grown(algo, 0)
     rows, mine = token_rows(trees), ours(trees)
     batch = collate(mine, "cpu")
     logps = token_logps(player.model, batch.ids, batch.lengths, temperature=1.0)[0]
