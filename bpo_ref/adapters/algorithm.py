@@ -2,7 +2,7 @@
 
     algorithm = TreeAlgorithm(Args(algo="bpo", env_id="sandboxgym/ALFWorld-v0", max_turns=30))
 
-It is what `sandboxgym.adapters.verl` and `sandboxgym.adapters.skyrl` ask for (`sandboxgym.adapters.token_trees`).
+It is what `sandboxgym.adapters.verl` and `sandboxgym.adapters.skyrl` ask for (`sandboxgym.adapters.tokens.trees`).
 Settings of trees, credit and baselines apply; loss, optimizer, sampling and model are the other trainer's.
 """
 
@@ -21,7 +21,7 @@ from sandboxgym.tree import RolloutTree, Schedule
 
 
 class TreeAlgorithm:
-    """One algorithm with its memory of earlier batches (`sandboxgym.adapters.token_trees.Algorithm`).
+    """One algorithm with its memory of earlier batches (`sandboxgym.adapters.tokens.trees.Algorithm`).
 
     Args:
         args: settings; ``algo`` is the preset, ``max_turns`` the step limit of the environment.

@@ -16,8 +16,8 @@ from bpo_ref.learning.packing import common_prefix
 from bpo_ref.sampling.backends import Backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generation
-from sandboxgym.adapters.chat_format import Turn as Turn  # for importers of this module
 from sandboxgym.adapters.prompts import Exchange, Prompt
+from sandboxgym.adapters.tokens.chat_format import Turn as Turn  # for importers of this module
 from sandboxgym.task_env import Expert, has_expert, task_count
 from sandboxgym.tree import Action, Context, Envs, Path, PathKey
 from sandboxgym.tree.envs import described, logger

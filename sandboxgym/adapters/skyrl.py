@@ -15,7 +15,7 @@ of `register` before SkyRL checks its configuration. What this module promises:
 2. Rows hold the ids that SkyRL's engines sampled. The prompt ends before the first sampled turn; observations, and
    turns before the fork, are in the response with a loss mask of 0.
 3. A row's reward is that of its whole episode, at its last token. Its advantages stay in this process, where SkyRL's
-   trainer asks the estimator for them: `sandboxgym.adapters.token_trees` says what they are. With
+   trainer asks the estimator for them: `sandboxgym.adapters.tokens.trees` says what they are. With
    ``loss_reduction="token_mean"`` and one mini-batch per step SkyRL's loss is then the algorithm's.
 4. In evaluations there are independent rollouts, as many as SkyRL asks for.
 5. A prompt that lost its tree has no row; if all did, `generate` raises.
@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sandboxgym.adapters.chat_format import ChatFormat
 from sandboxgym.adapters.prompts import Prompt
-from sandboxgym.adapters.token_trees import Algorithm, Sample, TokenPolicy, TokenRow, token_rows
+from sandboxgym.adapters.tokens.chat_format import ChatFormat
+from sandboxgym.adapters.tokens.trees import Algorithm, Sample, TokenPolicy, TokenRow, token_rows
 from sandboxgym.tree import EnvSource, Failure, RolloutTree, Schedule, rollout_async
 from sandboxgym.tree.nodes import PathKey
 
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 class SkyRLEngine:
-    """Engine of `TokenPolicy` that asks SkyRL's inference engines (`sandboxgym.adapters.token_trees.Engine`).
+    """Engine of `TokenPolicy` that asks SkyRL's inference engines (`sandboxgym.adapters.tokens.trees.Engine`).
 
     Args:
         client: SkyRL's ``InferenceEngineInterface``.

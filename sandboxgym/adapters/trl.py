@@ -20,7 +20,7 @@ What this module promises:
    (TRL itself shows a tool's exception to the model and continues).
 
 4. `TreeRollouts`, a ``rollout_func``, rolls out a tree per prompt, with any number of branch points, and with
-   `tree_trainer` every token has the advantage of its action (`sandboxgym.adapters.token_trees` says which). With
+   `tree_trainer` every token has the advantage of its action (`sandboxgym.adapters.tokens.trees` says which). With
    ``loss_type="dapo"``, TRL's default, the loss over all rows is then the algorithm's. Rows that TRL needs beyond those
    of the trees train nothing.
 
@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any, Self
 import gymnasium as gym
 import numpy as np
 
-from sandboxgym.adapters.chat_format import ChatFormat
 from sandboxgym.adapters.prompts import Choice, Prompt
-from sandboxgym.adapters.token_trees import Algorithm, Engine, Sample, TokenPolicy, token_rows
+from sandboxgym.adapters.tokens.chat_format import ChatFormat
+from sandboxgym.adapters.tokens.trees import Algorithm, Engine, Sample, TokenPolicy, token_rows
 from sandboxgym.tree import EnvSource, Schedule, rollout_async
 from sandboxgym.tree.nodes import PathKey
 from sandboxgym.wrappers import restore, snapshot

@@ -17,7 +17,7 @@ together with ``algorithm.adv_estimator=sandboxgym``. What this module promises:
 2. Rows hold the ids that verl's servers sampled. The prompt ends before the first sampled turn; observations, and turns
    before the fork, are in the response with a mask of 0.
 3. A row's reward is that of its whole episode. Its advantages travel with it (`ADVANTAGES` among its extra fields), and
-   the estimator hands them to verl as they are: `sandboxgym.adapters.token_trees` says what they are. With
+   the estimator hands them to verl as they are: `sandboxgym.adapters.tokens.trees` says what they are. With
    ``loss_agg_mode="token-mean"`` and one mini-batch per step verl's loss is then the algorithm's.
 4. In validation there are independent rollouts, ``val_kwargs.n`` of each prompt.
 5. A rollout that fails is logged, and its prompts are reported to verl as failed; so is a prompt that lost its tree.
@@ -32,9 +32,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from sandboxgym.adapters.chat_format import ChatFormat
 from sandboxgym.adapters.prompts import Prompt
-from sandboxgym.adapters.token_trees import Algorithm, Sample, TokenPolicy, TokenRow, token_rows
+from sandboxgym.adapters.tokens.chat_format import ChatFormat
+from sandboxgym.adapters.tokens.trees import Algorithm, Sample, TokenPolicy, TokenRow, token_rows
 from sandboxgym.tree import EnvSource, Failure, RolloutTree, Schedule, rollout_async
 from sandboxgym.tree.envs import described, logger
 from sandboxgym.tree.nodes import PathKey
@@ -49,7 +49,7 @@ ADVANTAGES = "tree_advantages"
 
 
 class VerlEngine:
-    """Engine of `TokenPolicy` that asks verl's servers (`sandboxgym.adapters.token_trees.Engine`).
+    """Engine of `TokenPolicy` that asks verl's servers (`sandboxgym.adapters.tokens.trees.Engine`).
 
     Args:
         client: verl's ``LLMServerClient``.

@@ -18,7 +18,7 @@ from tree_players import Players, TinyEngine, algorithm, players
 
 from sandboxgym.adapters import skyrl as adapter
 from sandboxgym.adapters.skyrl import TreeGenerator, estimate
-from sandboxgym.adapters.token_trees import TokenRow
+from sandboxgym.adapters.tokens.trees import TokenRow
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from bpo_ref.learning.batch import collate, rows_of
 from bpo_ref.sampling.generate import Generation, token_logps
 from bpo_ref.train import aggregate, denominator_of, policy_loss
 from sandboxgym.adapters.prompts import Prompt
-from sandboxgym.adapters.token_trees import EngineError, Sample, TokenPolicy, TokenRow, token_rows
+from sandboxgym.adapters.tokens.trees import EngineError, Sample, TokenPolicy, TokenRow, token_rows
 from sandboxgym.tree import RolloutTree, rollout_async
 
 Grown = tuple[list[RolloutTree], TinyEngine]

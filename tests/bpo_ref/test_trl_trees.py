@@ -16,7 +16,7 @@ from tree_players import Parity, Players, algorithm, players
 
 from bpo_ref.adapters.algorithm import TreeAlgorithm
 from sandboxgym.adapters import trl as adapter
-from sandboxgym.adapters.token_trees import TokenRow
+from sandboxgym.adapters.tokens.trees import TokenRow
 from sandboxgym.adapters.trl import TrainerEngine, TreeRollouts, tree_return, tree_trainer
 
 

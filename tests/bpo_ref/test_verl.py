@@ -17,7 +17,7 @@ from components import missing
 from tree_players import Players, TinyEngine, algorithm, players
 
 from sandboxgym.adapters import verl as adapter
-from sandboxgym.adapters.token_trees import token_rows
+from sandboxgym.adapters.tokens.trees import token_rows
 from sandboxgym.adapters.verl import ADVANTAGES, TreeManager, VerlEngine, estimate, rows_of_batch, verl_row
 from sandboxgym.tree import RolloutTree
 

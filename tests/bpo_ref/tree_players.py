@@ -14,9 +14,9 @@ from bpo_ref.adapters.algorithm import TreeAlgorithm
 from bpo_ref.args import Args
 from bpo_ref.eval import make_env
 from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer, words_of
-from sandboxgym.adapters.chat_format import ChatFormat
 from sandboxgym.adapters.prompts import Prompt
-from sandboxgym.adapters.token_trees import Sample, TokenPolicy
+from sandboxgym.adapters.tokens.chat_format import ChatFormat
+from sandboxgym.adapters.tokens.trees import Sample, TokenPolicy
 from sandboxgym.tree import Envs, RolloutTree, rollout_async
 from sandboxgym.tree.nodes import PathKey
 

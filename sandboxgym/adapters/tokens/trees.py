@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sandboxgym.adapters.chat_format import ChatFormat, Turn
 from sandboxgym.adapters.prompts import Exchange, Prompt
+from sandboxgym.adapters.tokens.chat_format import ChatFormat, Turn
 from sandboxgym.tree import Action, Context, Edge, Path, PathKey, RolloutTree, Schedule
 
 
