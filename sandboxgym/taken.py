@@ -1,4 +1,4 @@
-"""Names with an underscore that a base class uses itself, and the refusal of authors' classes that use them otherwise."""
+"""Names with an underscore that a base class uses itself, and the refusal of classes that use them otherwise."""
 
 from __future__ import annotations
 

@@ -947,7 +947,7 @@ class TestNamesTaken:
                     setattr(self, name, value)
                 return super().reset(seed=seed)
 
-        with pytest.raises(TypeError, match=f"Sets sets self.{name} to .*, but SnapshotEnv uses {name} itself"):
+        with pytest.raises(TypeError, match=rf"Sets sets self\.{name} to .*, but SnapshotEnv uses {name} itself"):
             Sets().reset(seed=0, options={"clash": True})
 
     def test_a_step_that_overwrites_the_last_transition_is_refused(self):
@@ -959,7 +959,7 @@ class TestNamesTaken:
 
         env = Forgets()
         env.reset(seed=0)
-        with pytest.raises(TypeError, match="sets self._last to"):
+        with pytest.raises(TypeError, match=r"sets self\._last to"):
             env.step(env.action_space.sample())
 
 

@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, finds, own_future, points_of
+from sandboxgym.conformance.checks.restore.runs import SHORT, controls, finds, own_future, points_of
 from sandboxgym.conformance.checks.snapshot import identity
 from sandboxgym.conformance.harness import other_process
 from sandboxgym.conformance.harness.coverage import coverage

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
+from sandboxgym.conformance.checks.restore.diverging import diverging
+from sandboxgym.conformance.checks.restore.runs import SHORT, controls, finds, in_time, own_future, points_of
 from sandboxgym.conformance.harness import seeds as seeding
 from sandboxgym.conformance.harness.branching import branches
 from sandboxgym.conformance.harness.canonical import show

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, in_time, points_of
+from sandboxgym.conformance.checks.restore.runs import controls, in_time, points_of
 from sandboxgym.conformance.harness.canonical import literal
 from sandboxgym.conformance.harness.scenario import Scene, Walk, opened, outcome_difference, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, layers
