@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sandboxgym.conformance.checks.restore import again, diverging, lasting, live_source, reseeded
+from sandboxgym.conformance.checks.restore import again, diverging, lasting, live_source, refused, reseeded
 
-__all__ = ["again", "diverging", "lasting", "live_source", "reseeded"]
+__all__ = ["again", "diverging", "lasting", "live_source", "refused", "reseeded"]
