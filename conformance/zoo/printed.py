@@ -16,6 +16,7 @@ from zoo.mutant import good, mutant
 
 THINGS = ("sword", "lamp", "apple", "key")
 COMMANDS = (*(f"take {thing}" for thing in THINGS), "drop", "write hello", "read")
+LENGTH = 20
 Output = tuple[str, dict[str, Any]]
 
 
@@ -23,7 +24,8 @@ Output = tuple[str, dict[str, Any]]
 class Satchel(SnapshotEnv[str, str]):
     """Things are taken and the first one dropped; notes are written and read."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
         self.observation_space, self.action_space = Unicode(), Unicode(COMMANDS)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
@@ -48,7 +50,7 @@ class Satchel(SnapshotEnv[str, str]):
             self.notes.append(text)
         elif verb == "read":
             told = " ".join(self.notes)
-        return told, float(sum(self.bag.values())), False, self.clock >= 20, self.info()
+        return told, float(sum(self.bag.values())), False, self.clock >= self.length, self.info()
 
     def _capture(self) -> Any:
         return {"bag": self.bag, "notes": self.notes, "price": self.price, "clock": self.clock}
@@ -71,7 +73,7 @@ class InfoTurned(Satchel):
 
     def _transition(self) -> Transition:
         info = dict(reversed(self.info().items())) if self.returning else self.info()
-        return Transition(self.told, self.paid, False, self.clock >= 20, info)
+        return Transition(self.told, self.paid, False, self.clock >= self.length, info)
 
     returning = False
     told, paid = "an empty satchel", 0.0
@@ -143,8 +145,9 @@ class PlainSatchel(gym.Env[str, str]):
 
     snapshot_spec = SnapshotSpec(cross_process=False, cross_host=False)
 
-    def __init__(self) -> None:
-        self.inner = Satchel()
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.inner = Satchel(length)
         self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
         self.began = False
 
@@ -175,11 +178,32 @@ class PlainSatchel(gym.Env[str, str]):
     def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
         children = []
         for inner in self.inner.fork(k, seed=seed):
-            child = type(self)()
+            child = type(self)(self.length)
             child.inner, child.began = inner, True
             child.observation_space, child.action_space = inner.observation_space, inner.action_space
             children.append(child)
         return children
+
+
+@mutant("a log of all steps is part of every snapshot", "cost.written")
+class KeptLog(Satchel):
+    """Each episode alone is short, and the log is never cleared."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        super().__init__(length)
+        self.log: list[str] = []
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        result = super().step(action)
+        self.log.append(f"{self.clock}: {action}")
+        return result
+
+    def _capture(self) -> Any:
+        return {**super()._capture(), "log": self.log}
+
+    def _apply(self, state: Any) -> None:
+        super()._apply(state)
+        self.log = state["log"]
 
 
 @mutant("a state is applied although the seed is refused", "restore.refused")
@@ -213,3 +237,14 @@ class RefusalSpoils(PlainSatchel):
             if isinstance(snap, Parcel):
                 snap.state["snap"] = self.inner.snapshot()
             raise
+
+
+@mutant("forks are made with the default arguments", "fork.arguments")
+class ForksByDefault(PlainSatchel):
+    """Where another length was given, the episodes of forks have the usual one."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for child in children:
+            child.inner.length = LENGTH
+        return children
