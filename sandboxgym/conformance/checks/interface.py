@@ -13,6 +13,7 @@ import numpy as np
 from sandboxgym.conformance.check import Budget, Skipped, check
 from sandboxgym.conformance.checks.restore.runs import controls, in_time, points_of
 from sandboxgym.conformance.harness import other_process
+from sandboxgym.conformance.harness.arguments import Watched
 from sandboxgym.conformance.harness.canonical import literal
 from sandboxgym.conformance.harness.scenario import (
     Scene,
@@ -227,44 +228,10 @@ def options(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 _MARK = "no such option"
 
 
-class _Watched(dict[str, Any]):
-    """Options that note which keys are looked up, with their defaults."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.asked: dict[str, Any] = {}
-
-    def _ask(self, key: Any, default: Any = None) -> None:
-        if isinstance(key, str) and (key not in self.asked or self.asked[key] is None):
-            self.asked[key] = super().get(key, default)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._ask(key, default)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._ask(key, *default)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        self._ask(key)
-        return super().__contains__(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        self._ask(key)
-        return super().__getitem__(key)
-
-    def __bool__(self) -> bool:  # `if options` is the way to what is looked up
-        return True
-
-    def __deepcopy__(self, _: Any) -> _Watched:
-        return self
-
-
 def _found(subject: Subject) -> Iterator[tuple[str, Any]]:
     """Options that ``reset`` looks up, or merges into a dict of its own, and other values for each."""
     with opened(subject) as env:
-        watched = _Watched(subject.options(0) or {})
+        watched = Watched(subject.options(0) or {})
         subject.call(env, Op("reset", (1, watched)))
         asked = dict(watched.asked)
     with opened(subject) as env:

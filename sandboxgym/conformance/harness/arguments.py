@@ -1,16 +1,16 @@
-"""The environment of a subject, made with one argument changed."""
+"""Arguments of an environment: of its constructor, one changed at a time, and reset options that note what is read."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 
 from sandboxgym.conformance.harness.scenario import opened
-from sandboxgym.conformance.subject import Subject, layers
+from sandboxgym.conformance.subject import Op, Subject, layers
 from sandboxgym.core import constructor_signature
 
 
@@ -55,3 +55,73 @@ def reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tupl
             except Exception:  # not a value that it takes
                 continue
             yield f"{parameter.name}={changed} instead of {value}", other
+
+
+class Watched(dict[str, Any]):
+    """Options that note which keys are looked up, with their defaults."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.asked: dict[str, Any] = {}
+
+    def _ask(self, key: Any, default: Any = None) -> None:
+        if isinstance(key, str) and (key not in self.asked or self.asked[key] is None):
+            self.asked[key] = super().get(key, default)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict, and noted."""
+        self._ask(key, default)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dict, and noted."""
+        self._ask(key, *default)
+        return super().pop(key, *default)
+
+    def __contains__(self, key: object) -> bool:
+        self._ask(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._ask(key)
+        return super().__getitem__(key)
+
+    def __bool__(self) -> bool:  # `if options` is the way to what is looked up
+        return True
+
+    def __deepcopy__(self, _: Any) -> Watched:
+        return self
+
+
+class Noted(Watched):
+    """Options that also note whether they are read as a whole: copied, merged, iterated over."""
+
+    whole = False
+
+    def __iter__(self) -> Iterator[str]:
+        self.whole = True
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """As of a dict, and noted."""
+        self.whole = True
+        return super().keys()
+
+    def items(self) -> Any:
+        """As of a dict, and noted."""
+        self.whole = True
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        """As of a dict, and noted."""
+        self.whole = True
+        return super().copy()
+
+
+def options_looked_up(subject: Subject, given: Mapping[str, Any], steps: Sequence[Op]) -> set[str] | None:
+    """Names that a reset and some steps look up in the reset options; None if nothing looks into them at all."""
+    options = Noted(given)
+    with opened(subject) as env:
+        for op in (Op("reset", (1, options)), *steps):
+            subject.call(env, op)
+    return set(options.asked) if options.asked or options.whole else None
