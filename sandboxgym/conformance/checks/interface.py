@@ -291,12 +291,13 @@ Orders = dict[str, tuple[str, ...]]
 def order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """The keys of dicts in observations and info are in the order of an uninterrupted run: in what ``restore`` returns
     and in the calls after it, in the environment that went on, in a new one, in a fork, and from saved bytes. Only
-    dicts are compared that have one order in three runs from the same seed.
+    dicts are compared that have one order in several runs from the same seed.
     """
     compared, seen = 0, set[str]()
+    calls = 4 if budget.waits else 12
     pool = [each for each in controls(subject, budget) if each.repeatable]
     for control in in_time(budget, pool[: 1 if budget.waits else None]):
-        expected = _orders_of_runs(subject, control)
+        expected = _orders_of_runs(subject, control, 2 if budget.waits else 3)
         seen.update(place for orders in expected for place in orders)
         if not any(expected):
             continue
@@ -304,7 +305,7 @@ def order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
             moments = [point for point in points_of(control, rng, 2) if point <= control.last]
             walk = scene.walk(control, moments)
             points = sorted(walk.points, key=lambda point: (point * 7919) % 101)
-            for number, point in enumerate(points[: 2 if budget.waits else None]):
+            for number, point in enumerate(points[: 1 if budget.waits else None]):
                 targets = {"restored": walk.env, "restored in a new environment": scene.start(control)}
                 handle = walk.snaps[point]
                 if number == 0 and (loaded := _carried(scene, handle, folder)) is not None:
@@ -314,24 +315,20 @@ def order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
                     raw = scene.restore(env, given)
                     found = _orders(subject, (raw[0], 0.0, False, False, raw[1]))
                     _same_order(scene, expected[point - 1], found, f"{what}, right after restore()")
-                    compared += _followed(scene, env, control, expected, point, what)
+                    compared += _followed(scene, env, control, expected, point, what, calls)
                 scene.restore(walk.env, walk.snaps[point])
                 (child,) = scene.fork(walk.env, 1)
-                compared += _followed(scene, child, control, expected, point, "in a fork")
+                compared += _followed(scene, child, control, expected, point, "in a fork", calls)
                 scene.forget(child)
     if not seen:
         raise Skipped("neither observations nor info have a dict of two or more keys, in one order in several runs")
     return {"calls compared": compared, "dicts": sorted(seen)[:20]}
 
 
-_FOLLOWED = 12
-"""Calls after a restore whose orders are compared."""
-
-
-def _orders_of_runs(subject: Subject, control: Control) -> list[Orders]:
-    """Orders after each call, of the dicts whose order is that of two other runs too."""
+def _orders_of_runs(subject: Subject, control: Control, count: int) -> list[Orders]:
+    """Orders after each call, of the dicts that have one order in several runs."""
     runs = []
-    for _ in range(3):
+    for _ in range(count):
         with opened(subject) as env:
             seed_spaces(env, control.seed)
             raws = [subject.call(env, op)[1] for op in control.ops[: control.last]]
@@ -368,9 +365,11 @@ def _orders(subject: Subject, raw: tuple[Any, ...]) -> Orders:
 _MOST_DICTS, _DEEPEST = 1000, 12
 
 
-def _followed(scene: Scene, env: AnyEnv, control: Control, expected: list[Orders], point: int, what: str) -> int:
+def _followed(
+    scene: Scene, env: AnyEnv, control: Control, expected: list[Orders], point: int, what: str, calls: int
+) -> int:
     """Play the control's calls from ``point`` on and compare orders; the number of calls."""
-    end = min(point + _FOLLOWED, len(expected))
+    end = min(point + calls, len(expected))
     for index in range(point, end):
         _, raw = scene.perform(env, control.ops[index])
         if raw is not None:
@@ -426,7 +425,7 @@ def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
             if not new or first_difference(own.outcomes, scene.alone(control, 0, ops).outcomes):
                 continue
             env = scene.start(control)
-            points = {1 + len(ops) // 3, 1 + 2 * len(ops) // 3, len(ops)}
+            points = {1 + len(ops) // 3, 1 + 2 * len(ops) // 3, len(ops)} if not budget.waits else {1 + len(ops) // 2}
             snaps = {}
             for count, op in enumerate(ops, start=1):
                 scene.call(env, op)
