@@ -206,26 +206,6 @@ class KeptLog(Satchel):
         self.log = state["log"]
 
 
-@mutant("a state is applied although the seed is refused", "restore.refused")
-class AppliedThenRefused(PlainSatchel):
-    """Whoever handles the error continues elsewhere."""
-
-    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
-        if isinstance(snap, Parcel) and seed is not None:
-            self.inner.restore(snap.state["snap"])
-        return super().restore(snap, seed=seed)
-
-
-@mutant("streams are renewed although the seed is refused", "restore.refused")
-class DrawsThenRefused(PlainSatchel):
-    """The state stays; the next price is drawn from another stream."""
-
-    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
-        if seed is not None:
-            self.inner.np_random.integers(9)
-        return super().restore(snap, seed=seed)
-
-
 @mutant("a refused seed releases the snapshot", "restore.refused")
 class RefusalSpoils(PlainSatchel):
     """The handle whose restore raised holds the state of where the environment was."""

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from sandboxgym import SnapshotEnv, Unicode
 from sandboxgym.conformance import Subject, run
 from sandboxgym.conformance.check import Budget, Result
+from sandboxgym.conformance.reports.caveats import caveats
 
 SMALL = Budget("quick", 2, 12, 10, 2, 4, 8, 100, 0.2)
 
@@ -103,9 +104,13 @@ class Late(toy_envs.Corridor):
         return found
 
 
-def test_a_restore_that_raises_changes_nothing() -> None:
+def test_a_restore_that_raises_changes_nothing_or_is_a_caveat() -> None:
     assert result(toy_envs.Dice, "restore.refused").verdict == "PASS"
-    assert result(Late, "restore.refused").verdict == "FAIL"
+    late = result(Late, "restore.refused")
+    assert late.verdict == "PASS" and "with seed='seven'" in late.evidence["changed"]
+    (told,) = caveats({"results": [{"id": late.id, "message": late.message, "evidence": late.evidence}]})
+    assert told.startswith("a restore with seed=") and told.endswith("whoever handles it is elsewhere")
+    assert result(toy_envs.Dice, "restore.refused").evidence["changed"] == {}
     found = result(Lenient, "restore.refused")
     assert found.verdict == "PASS" and list(found.evidence["raised"]) == ["of a released snapshot"]
 

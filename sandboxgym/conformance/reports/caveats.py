@@ -32,6 +32,10 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
     held = results.get("restore.many_held", {}).get("evidence", {}).get("held")
     if isinstance(held, int) and held < MANY:
         found.append(f"no more than {held} snapshots were held at once")
+    if changed := results.get("restore.refused", {}).get("evidence", {}).get("changed"):
+        found.append(
+            f"a restore {min(changed)} raises when the environment is changed already: whoever handles it is elsewhere"
+        )
     return found
 
 
