@@ -63,6 +63,7 @@ from bpo_ref.sampling.vllm import VllmEngine
 from bpo_ref.sampling.weights import Proof, Publisher, prompts_of
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.system.atomic import write_atomic
 from sandboxgym.tree import Envs, Failure
 
 Item = TypeVar("Item")
@@ -465,9 +466,7 @@ class TrainingSession:
             bar.close()
             if not episodes:
                 raise ConfigError(f"sft_episodes: none of {args.sft_episodes} is good enough (sft_reward)")
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
-            temporary.replace(path)
+            write_atomic(path, "".join(json.dumps(episode) + "\n" for episode in episodes).encode())
         self.accelerator.wait_for_everyone()
         return [json.loads(line) for line in path.read_text().splitlines()]
 

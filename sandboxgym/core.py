@@ -62,6 +62,7 @@ from sandboxgym.errors import (
     from_outside,
 )
 from sandboxgym.serialization import Piece
+from sandboxgym.system.atomic import write_atomic
 
 ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
@@ -213,7 +214,7 @@ class Snapshot:
             SnapshotReleased: it was released.
             SnapshotNotSupported: the state, or a wrapper's, is not plain data.
         """
-        serialization.write_atomic(path, self.to_bytes())
+        write_atomic(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Snapshot:

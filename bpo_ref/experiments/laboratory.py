@@ -35,6 +35,7 @@ from bpo_ref.schedules import make_schedule
 from bpo_ref.session import MAY_CHANGE, gives_key
 from bpo_ref.train import aggregate, assign_credit, policy_loss
 from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.system.atomic import atomic_file
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Failure, RolloutTree, rollout
 
@@ -110,15 +111,14 @@ class Laboratory:
                 return Samples(method, gradients, kept["spent"], float(kept["moving"]), float(kept["seconds"]))
         samples = self.measure(method, repeats=repeats, key=key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(
-            partial,
-            gradients=samples.gradients.astype(np.float32),
-            spent=samples.spent,
-            moving=samples.moving,
-            seconds=samples.seconds,
-        )
-        partial.replace(path)
+        with atomic_file(path) as temporary, open(temporary, "xb") as file:
+            np.savez_compressed(
+                file,
+                gradients=samples.gradients.astype(np.float32),
+                spent=samples.spent,
+                moving=samples.moving,
+                seconds=samples.seconds,
+            )
         return samples
 
     def measure(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:

@@ -20,6 +20,7 @@ import yaml
 
 from bpo_ref.config import ConfigError
 from sandboxgym import __version__
+from sandboxgym.system.atomic import write_atomic
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -128,9 +129,7 @@ def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> N
         f"# Filled in by algo: {filled.algo}",
         *(f"# {line}" for line in yaml.safe_dump(preset, sort_keys=False).splitlines() if preset),
     ]
-    temporary = out / f"{SETTINGS}.tmp"
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(out / SETTINGS)
+    write_atomic(out / SETTINGS, ("\n".join(lines) + "\n").encode())
 
 
 def _plain(args: Args) -> Mapping[str, Any]:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sandboxgym.bench.tools import against, cost, page
@@ -34,6 +33,7 @@ from sandboxgym.sandbox.files.rootfs import resolve
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import make_sandbox
 from sandboxgym.sandbox.shell.bash import ARGV
+from sandboxgym.system import proc
 
 AMOUNTS = (
     ("1 file", "echo 1 > /root/f"),
@@ -259,16 +259,9 @@ def memory_of(boxes: Sequence[OverlayBackend]) -> tuple[int, int, int]:
         box = backend.container
         if box is not None:
             pids = [box.pid, *(info.pid for info in backend.processes())]
-            shares += sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
+            shares += sum(proc.nbytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
             charged += (box.group and box.group.memory()) or 0
-    return shares, charged, _kilobytes("/proc/meminfo", "MemAvailable")
-
-
-def _kilobytes(path: str, name: str) -> int:
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return shares, charged, proc.nbytes("/proc/meminfo", "MemAvailable")
 
 
 def memory(rootfs: RootFS, number: int) -> list[str]:

@@ -33,8 +33,8 @@ from sandboxgym.adapters.prompts import Exchange, Prompt
 from sandboxgym.cli import CommandError
 from sandboxgym.cli.play import parse_action
 from sandboxgym.cli.support.history import CannotGo
-from sandboxgym.serialization import write_atomic
 from sandboxgym.spaces import Unicode
+from sandboxgym.system.atomic import write_atomic
 
 FORMAT = "sandboxgym.evaluation/1"
 Task = int | str

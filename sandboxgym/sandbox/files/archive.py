@@ -29,8 +29,9 @@ from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.sandbox.base import RootFS, SandboxError
 from sandboxgym.sandbox.files import members as checked
+from sandboxgym.sandbox.files.copy import extents
 from sandboxgym.sandbox.files.members import LARGEST_FILE, LARGEST_HEADERS, LONGEST_NAME, MOST, Member, number
-from sandboxgym.sandbox.layers.squash import extents, is_whiteout, mark_deletions, own_attribute, prefix, squash
+from sandboxgym.sandbox.layers.squash import is_whiteout, mark_deletions, own_attribute, prefix, squash
 from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
 
 FORMAT, VERSION, OF_PARTS = "sandboxgym-overlay", 1, 2
