@@ -102,7 +102,7 @@ class TrainingSession:
     """State of a run: its step, what it has spent, and its scores."""
 
     lower_once: bool | None = None
-    """Whether sampling uses a copy of the weights in the compute dtype, cast once after each optimizer step rather than
+    """True if sampling uses a copy of the weights in the compute dtype, cast once after each optimizer step rather than
     at every token. None: on CUDA only, where casting dominates the time per token."""
 
     lr = 0.0
@@ -270,13 +270,13 @@ class TrainingSession:
             raise TrainingFailed(f"{what}; {self.kept()}") from error
 
     def kept(self) -> str:
-        """What is saved of the run, and how to continue it."""
+        """Sentence about the saved part of the run, and how to continue it."""
         if not self.saved_at:
             return "nothing was saved before"
         return f"what was learned up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume continues from there)"
 
     def catch_signals(self) -> None:
-        """On SIGINT or SIGTERM finish the step, save and stop; at a second SIGINT, at once."""
+        """Finish the step, save and stop on SIGINT or SIGTERM; stop at once on a second SIGINT."""
         first = 0.0
 
         def interrupt(number: int, _: object) -> None:
@@ -740,7 +740,7 @@ def token_in(folder: Path, name: str | None) -> Iterator[None]:
 
 
 def appears(path: Path, *, seconds: float) -> bool:
-    """Whether a file exists or appears in time: network file systems show new files late."""
+    """True if a file exists or appears in time: network file systems show new files late."""
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
@@ -750,7 +750,7 @@ def appears(path: Path, *, seconds: float) -> bool:
 
 
 def gives_key(envs: Envs) -> bool:
-    """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key` for valid ones."""
+    """True if the environment's ``info`` holds a ``progress_key``; see `plain_key` for valid ones."""
     return plain_key(first_info(envs).get("progress_key")) is not None
 
 

@@ -101,7 +101,7 @@ def pack_around(value: Callable[[bytes], Any], inside: Sequence[Piece]) -> list[
 
 
 def _bytes_header(nbytes: int) -> bytes:
-    """What msgpack writes before bytes."""
+    """Header that msgpack writes before bytes."""
     for code, form, most in ((0xC4, ">BB", 2**8), (0xC5, ">BH", 2**16), (0xC6, ">BI", 2**32)):
         if nbytes < most:
             return struct.pack(form, code, nbytes)

@@ -101,7 +101,7 @@ def sandboxgym_target(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def snapshot_subject(request: pytest.FixtureRequest, sandboxgym_target: str) -> Any:
-    """What is certified: override it to certify a `Subject` of your own."""
+    """Subject that is certified: override the fixture to certify a `Subject` of your own."""
     from sandboxgym.arguments import parse_arguments
     from sandboxgym.conformance.__main__ import parse_hooks, parse_reset_options
     from sandboxgym.conformance.subject import Subject

@@ -66,11 +66,11 @@ def copies_exactly(tree: ast.AST) -> bool:
 def reads_processes(tree: ast.AST) -> bool:
     """True if a line of /proc/PID/stat is taken apart, or memory is read from statm or smaps_rollup."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "rpartition":
-            if node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value in (")", b")"):
+        match node:
+            case ast.Call(ast.Attribute(attr="rpartition"), [ast.Constant(")" | b")")]):
                 return True
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith("/statm"):
-            return True
+            case ast.Constant(str(value)) if value.endswith("/statm"):
+                return True
     return False
 
 

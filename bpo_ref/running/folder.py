@@ -52,13 +52,13 @@ def named(args: Args) -> Args:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether a folder holds training or evaluation results that a new run would overwrite."""
+    """True if a folder holds training or evaluation results that a new run would overwrite."""
     events = any((out / "tensorboard").rglob("events.*"))
     return events or any(_holds_something(out / name) for name in (*CHECKPOINTS, *LOGS))
 
 
 def resumable(out: Path) -> bool:
-    """Whether ``--resume`` finds a checkpoint in a folder."""
+    """True if ``--resume`` finds a checkpoint in a folder."""
     return any((out / name).exists() for name in ("checkpoint", "checkpoint.old"))
 
 
@@ -139,7 +139,7 @@ def _plain(args: Args) -> Mapping[str, Any]:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether a file or folder is there and not empty."""
+    """True if a file or folder is there and not empty."""
     return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 

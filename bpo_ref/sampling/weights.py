@@ -154,7 +154,7 @@ class Publisher:
         self._published: tuple[CausalLM, int] | None = None
 
     def current(self, model: CausalLM) -> bool:
-        """Whether the engines have these weights."""
+        """True if the engines have these weights."""
         found = self._published
         return found is not None and found[0] is model and found[1] == weights_version(model)
 

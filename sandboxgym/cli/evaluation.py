@@ -203,7 +203,7 @@ class Subject:
 
     tasks: tuple[Task, ...]
     named: bool
-    """Whether ``reset`` takes the task; otherwise the seed determines the episode."""
+    """True if ``reset`` takes the task; otherwise the seed determines the episode."""
     available: int | None
     limit: int
     space: gym.Space[Any]

@@ -451,8 +451,8 @@ class Sandbox:
         # In "full" mode the shell's history, say, must not be lost either; and where a tree is a copy, it may lack what
         # the live files have.
         if lost or self.mode == "full" or self.backend.capabilities.snapshot_cost != "constant":
-            return SandboxSnapshot(self.backend.freeze(keep_processes=True), state, lost)
-        tree = self.backend.freeze()
+            return SandboxSnapshot(self.backend.commit(keep_processes=True), state, lost)
+        tree = self.backend.commit()
         self._start_from(tree.retain(), state)
         return SandboxSnapshot(tree, state)
 

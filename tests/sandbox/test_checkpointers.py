@@ -72,7 +72,7 @@ class Counters(Checkpointer):
         if reasons := self.obstacles(shell):
             raise NotCaptured(reasons)
         number = int(shell.execute(PEEK, timeout=SECONDS).output)
-        return self.backend.freeze(keep_processes=True), Count(number)
+        return self.backend.commit(keep_processes=True), Count(number)
 
     def restore(
         self, tree: FileTree, checkpoint: Checkpoint, *, env: Mapping[str, str], cwd: str, output: int

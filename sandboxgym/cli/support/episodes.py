@@ -170,7 +170,7 @@ def _episode(
 
 
 def _action(space: gym.Space[Any], text: str, complaint: str) -> tuple[Any, str]:
-    """What to give to ``step``, and what to tell the model; an action of None: there is none, ask again."""
+    """Action for ``step`` and complaint for the model; without an action (None) the model is asked again."""
     if isinstance(space, (Unicode, spaces.Text)):
         return (text, complaint) if not complaint or isinstance(space, Unicode) else (None, complaint)
     if complaint:
@@ -303,7 +303,7 @@ class Store:
         self.records[key] = record
 
     def ended(self, key: Key) -> bool:
-        """Whether an episode was played to its end."""
+        """True if an episode was played to its end."""
         return key in self.records and self.records[key]["error"] is None
 
     def write(self, name: str, text: str) -> None:
@@ -318,7 +318,7 @@ class Store:
             raise CommandError(f"{self.folder / name}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Let go of the folder. Idempotent."""
+        """Release the folder. Idempotent."""
         for file in (self._file, self._lock):
             if file is not None:
                 file.close()

@@ -29,7 +29,7 @@ SPACES = ("action_space", "observation_space")
 )
 def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Actions and reset options belong to the caller, who overwrites them as soon as the call has returned: the
-    environment, snapshots of it that are restored, and forks go on like an uninterrupted run whose arguments stay.
+    environment, snapshots of it that are restored, and forks continue like an uninterrupted run whose arguments stay.
     """
     compared = overwritten = 0
     pool = controls(subject, budget)

@@ -47,7 +47,7 @@ class Job:
     restored: Any = None
     """A snapshot as made by `carried`."""
     points: tuple[int, ...] = ()
-    """For `save`: numbers of calls after which a snapshot is saved."""
+    """Numbers of calls after which a snapshot is saved, for `save`."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def stopped_jobs(leader: int) -> frozenset[int]:
 
 
 def resume(backend: OverlayBackend, *, but: frozenset[int] = frozenset()) -> None:
-    """Let captured processes continue; the shell last, for it is notified of its children."""
+    """Continue captured processes; the shell last, for it is notified of its children."""
     assert backend.container is not None
     for info in reversed(offspring(backend.container.pid)):
         if info.pid not in but:

@@ -81,7 +81,7 @@ def pack_layer(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
 
 
 def around_parts(tree: OverlayTree, layers: Sequence[Layer], members: int) -> tuple[bytes, bytes]:
-    """What comes before and after the parts of all ``layers``, lowest first, in an archive of a tree.
+    """Bytes before and after the parts of all ``layers``, lowest first, in an archive of a tree.
 
     Args:
         tree: with an identity of its own.

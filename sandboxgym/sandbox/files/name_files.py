@@ -29,7 +29,7 @@ HOST = "sandbox"
 OWN_ADDRESS = "127.0.1.1"
 """Address of the host name, a loopback address of its own: a reverse look-up finds the name."""
 FILES = ("hosts", "hostname", "resolv.conf")
-"""Their names in ``/etc``."""
+"""Names of the files in ``/etc``."""
 LONGEST = 1 << 16
 """Bytes of one file that are read or recorded."""
 _LINKS = 40  # that are followed, as the kernel does
