@@ -613,7 +613,7 @@ class TrainingSession:
         if not math.isfinite(self.grad_norm):
             raise TrainingFailed(
                 f"the gradient of {self.stage} step {self.step + 1} has the norm {self.grad_norm}. The same settings "
-                "come to the same end: try a smaller lr, with --init-from and a new --out"
+                "end the same way: try a smaller lr, with --init-from and a new --out"
             )
 
     def set_lr(self, lr: float) -> None:
@@ -631,7 +631,7 @@ class TrainingSession:
             raise TrainingFailed(
                 f"all {ends['episodes']:.0f} episodes of {self.args.env_id} ended masked ({told}): see the log"
             )
-        raise TrainingFailed(f"no environment of {self.args.env_id} came to an end: {described_failures(failures)}")
+        raise TrainingFailed(f"every environment of {self.args.env_id} failed: {described_failures(failures)}")
 
     def sum(self, value: float) -> float:
         """Add up a number over all processes."""

@@ -256,7 +256,7 @@ def endpoint(options: argparse.Namespace) -> ChatClient:
     """
     fields = {"temperature": options.temperature, "max_tokens": options.max_tokens, **parse_kwargs(options.option)}
     if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
-        raise CommandError(f"--option {taken[0]}: this is not for you to choose", status=USAGE)
+        raise CommandError(f"--option {taken[0]}: it is set by the evaluation", status=USAGE)
     try:
         return ChatClient(
             options.base_url,

@@ -705,7 +705,7 @@ def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> C
     try:
         checkpointer.prepare(lazy_pages)
     except SandboxUnavailable as error:
-        raise SandboxUnavailable(f"snapshot={mode!r} cannot be had here: {error}") from error
+        raise SandboxUnavailable(f"snapshot={mode!r} is not available here: {error}") from error
     return checkpointer
 
 

@@ -237,7 +237,7 @@ class Store:
         if self.folder.is_dir() and not about.exists():
             begun = ("lock", ".settings.json.")  # of a process that was killed before it had begun
             if not all(path.name.startswith(begun) for path in self.folder.iterdir()):
-                raise CommandError(f"{self.folder} holds something else than an evaluation; choose another --out")
+                raise CommandError(f"{self.folder} holds files that are not of an evaluation; choose another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
         episodes = self.folder / "episodes.jsonl"
@@ -355,7 +355,9 @@ def _same(
         found, kept = content["format"], dict(content["settings"])
         earlier = {str(name): list(values) for name, values in dict(content.get("earlier", {})).items()}
     except (ValueError, LookupError, TypeError) as error:
-        raise CommandError(f"{about} is no settings of an evaluation: {error!r}; choose another --out") from error
+        raise CommandError(
+            f"{about} does not hold the settings of an evaluation: {error!r}; choose another --out"
+        ) from error
     if found != FORMAT:
         raise CommandError(f"{about}: expected the format {FORMAT!r}, found {found!r:.80}; choose another --out")
     names = sorted({*kept, *settings})

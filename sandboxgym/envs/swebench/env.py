@@ -704,7 +704,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         try:
             task = self.task_set[self.task_set.index(state.task_id)]
         except TaskNotFound as error:
-            raise SnapshotMismatch(f"the snapshot plays a task that is not here: {error}") from error
+            raise SnapshotMismatch(f"the snapshot is of a task that is not available here: {error}") from error
         if task.digest != state.task_digest:
             raise SnapshotMismatch(
                 f"the task {task.instance_id} has digest {task.digest[:16]}…, in the snapshot {state.task_digest[:16]}…"

@@ -92,7 +92,7 @@ def snapshot(
         NotCaptured: there are obstacles.
         CriuError: it cannot be done; everything continues, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
-        SandboxClosed: the container was ended, for its memory could not be brought.
+        SandboxClosed: the container was ended, for its memory could not be loaded.
     """
     leader, container = shell.pid, backend.container
     if leader is None:

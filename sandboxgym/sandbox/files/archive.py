@@ -337,7 +337,7 @@ class _Unpacking:
         if len(parts) < 2 or parts[0] != "layers" or parts[1] not in self.numbers:
             raise SnapshotCorrupt(f"the member {name!r} belongs to no layer")
         if name in self.kinds:
-            raise SnapshotCorrupt(f"the member {name!r} comes twice")
+            raise SnapshotCorrupt(f"the member {name!r} occurs twice")
         if len(parts) > 2 and self.kinds.get("/".join(parts[:-1])) != tarfile.DIRTYPE:
             raise SnapshotCorrupt(f"the directory of the member {name!r} is missing")
         return os.path.join(self.layers[int(parts[1])].files, "/".join(parts[2:]))
@@ -365,7 +365,9 @@ class _Unpacking:
         elif kind == tarfile.LNKTYPE:
             same_layer = member.linkname.split("/")[:2] == member.name.split("/")[:2]
             if not same_layer or self.kinds.get(member.linkname) != tarfile.REGTYPE:
-                raise SnapshotCorrupt(f"the member {member.name!r} is a link to {member.linkname!r}, which is no file")
+                raise SnapshotCorrupt(
+                    f"the member {member.name!r} is a link to {member.linkname!r}, which is not a file"
+                )
             first = member.linkname.split("/")
             os.link(os.path.join(self.layers[int(first[1])].files, "/".join(first[2:])), path, follow_symlinks=False)
             self.kinds[member.name] = kind

@@ -79,7 +79,7 @@ def chosen_executable(named: str | os.PathLike[str] | None) -> str:
     found = shutil.which(path)
     if found is None:
         who = "the argument executable" if named is not None else f"${VARIABLE}"
-        raise DependencyNotInstalled(f"{who} names {path!r}, which is no executable. Run: {_INSTALL}")
+        raise DependencyNotInstalled(f"{who} names {path!r}, which is not executable. Run: {_INSTALL}")
     return found
 
 
