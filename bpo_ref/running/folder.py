@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import yaml
 
 from bpo_ref.config import ConfigError
 from sandboxgym import __version__
-from sandboxgym.system.atomic import write_atomic
+from sandboxgym.system.atomic import is_temporary, write_atomic
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -30,7 +31,7 @@ LOCK = ".lock"
 CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
 LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
-    SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "demonstrations.tmp", "results.md",
+    SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "results.md",
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
@@ -82,7 +83,8 @@ def refusal(args: Args) -> str | None:
 
 def clear(out: Path) -> None:
     """Remove the files of a run from its folder, and nothing else."""
-    for path in (out / name for name in OWN):
+    unfinished = [path for path in out.glob(".*") if any(is_temporary(path.name, of=name) for name in OWN)]
+    for path in [*(out / name for name in OWN), *unfinished]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -108,6 +110,29 @@ def lock(out: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+@contextmanager
+def token_in(folder: Path, name: str | None) -> Iterator[None]:
+    """Keep a file in the folder within the context; None: no file."""
+    path = None if name is None else folder / name
+    if path is not None:
+        path.touch()
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def appears(path: Path, *, seconds: float) -> bool:
+    """True if a file exists or appears in time: network file systems show new files late."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> None:

@@ -470,9 +470,9 @@ def test_a_removed_container_is_a_typed_error(backend: DockerBackend) -> None:
     assert run(backend, "echo again") == (0, "again\n")
 
 
-def test_what_is_closed_or_frozen_says_so(backend: DockerBackend) -> None:
+def test_what_is_closed_or_committed_says_so(backend: DockerBackend) -> None:
     tree = backend.commit()
-    with pytest.raises(SandboxClosed, match="frozen"):
+    with pytest.raises(SandboxClosed, match="committed"):
         backend.processes()
     backend.close()
     backend.close()
