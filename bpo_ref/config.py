@@ -137,7 +137,7 @@ def _described(hint: Any) -> str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of a field."""
+    """True if a value has the type of a field."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return value in options

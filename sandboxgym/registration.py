@@ -94,7 +94,7 @@ def _declared(spec: EnvSpec) -> EnvCard:
 
 
 def is_wrapped(spec: EnvSpec) -> bool:
-    """Whether ``gym.make`` puts a `SnapshotWrapper` around an environment."""
+    """True if ``gym.make`` puts a `SnapshotWrapper` around an environment."""
     return any(wrapper.name == SnapshotWrapper.__name__ for wrapper in spec.additional_wrappers)
 
 
@@ -123,7 +123,7 @@ def caches() -> dict[str, str]:
 
 
 def hook(name: str) -> Any:
-    """What ``package.module:name`` stands for; the module is imported."""
+    """Object that ``package.module:name`` names; the module is imported."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

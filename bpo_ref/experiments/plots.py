@@ -223,8 +223,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="what is drawn")
-    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="of the evaluations")
+    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="kind of figure")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="metric of the evaluations")
     arguments = parser.parse_args()
     PLOTS[arguments.plot](arguments.runs, arguments.out, arguments.metric)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 
@@ -116,3 +116,18 @@ def refuse_missing_folder(name: str, where: str | None) -> None:
         raise ConfigError(f"{name}: there is no folder {where}")
     if path.is_dir() and not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{name}: {where} holds no model of transformers: it has no config.json")
+
+
+def gives_key(envs: Envs) -> bool:
+    """True if the environment's ``info`` holds a ``progress_key``; see `plain_key` for valid ones."""
+    from bpo_ref.baselines import plain_key  # loads PyTorch
+
+    return plain_key(first_info(envs).get("progress_key")) is not None
+
+
+def first_info(envs: Envs) -> dict[str, Any]:
+    """First ``info`` of an episode."""
+    env = envs.take()
+    _, info = env.reset(seed=0)
+    envs.give(env)
+    return info

@@ -159,10 +159,10 @@ def list_main(argv: Sequence[str]) -> int:
 
 def info_main(argv: Sequence[str]) -> int:
     """``sandboxgym info``."""
-    parser = argparse.ArgumentParser(prog="sandboxgym info", description="One environment in full.")
+    parser = argparse.ArgumentParser(prog="sandboxgym info", description="Show all facts about one environment.")
     parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
     add_kwargs(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args(argv)
     about = describe(options.env_id, parse_kwargs(options.kwargs))
     if options.json:

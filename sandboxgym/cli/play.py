@@ -40,9 +40,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
     add_kwargs(parser)
-    parser.add_argument("--task", help="task to play: an index, an id, or what else the environment accepts")
-    parser.add_argument("--seed", type=int, help="of the first reset")
-    parser.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
+    parser.add_argument("--task", help="task to play: an index, an id, or any other value that the environment accepts")
+    parser.add_argument("--seed", type=int, help="seed of the first reset")
+    parser.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules to import first"
+    )
     parser.add_argument("--no-list", action="store_true", help="do not list the admissible commands at every step")
     options = parser.parse_args(argv)
     import_modules(options.modules)

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=module:function",
-        help=f"what only you know of your environment: {', '.join(HOOKS)} (see Subject); repeatable",
+        help=f"hooks that describe your environment: {', '.join(HOOKS)} (see Subject); repeatable",
     )
     made.add_argument(
         "--level",
@@ -94,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", action="append", metavar="ID", help="run this check only, or a theme (restore); repeatable"
     )
-    made.add_argument("--budget", choices=tuple(BUDGETS), default="quick", help="how much to spend (default: quick)")
-    made.add_argument("--seed", type=int, default=0, help="of all that the suite draws (default: 0)")
+    made.add_argument("--budget", choices=tuple(BUDGETS), default="quick", help="effort of the checks (default: quick)")
+    made.add_argument("--seed", type=int, default=0, help="seed of everything that the suite draws (default: 0)")
     made.add_argument(
         "--strength",
         action=argparse.BooleanOptionalAction,
@@ -121,7 +121,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run in this process, for a debugger: an environment that hangs or crashes takes the run with it",
     )
-    made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
+    made.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules to import first"
+    )
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
     made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
