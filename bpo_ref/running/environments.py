@@ -44,7 +44,10 @@ def opened(args: Args, name: str) -> Envs:
         ConfigError: there is no place for environments, or they cannot be made.
     """
     with refused(args.env_id, name):
-        envs = envs_of(args, getattr(args, name))
+        try:
+            envs = envs_of(args, getattr(args, name))
+        except gym.error.DependencyNotInstalled as error:  # of the place: no environment has been made
+            raise ConfigError(f"{'env_store' if args.envs == 'process' else 'envs'}: {error}") from error
         try:
             envs.give(envs.take())
         except BaseException:
@@ -58,7 +61,9 @@ def refused(env_id: str, name: str) -> Iterator[None]:
     """Turn what goes wrong when an environment is made into a `ConfigError` that names the setting at fault."""
     try:
         yield
-    except (FleetError, gym.error.DependencyNotInstalled) as error:
+    except ConfigError:
+        raise
+    except FleetError as error:
         raise ConfigError(f"envs: {error}") from error
     except (gym.error.UnregisteredEnv, ImportError) as error:
         raise ConfigError(f"env_id: cannot make {env_id}: {error} (`sandboxgym list` shows some)") from error

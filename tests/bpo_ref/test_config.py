@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,28 @@ def test_help_and_wrong_settings_need_no_pytorch(module: str, words: list[str], 
     assert shown in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == "imported: []"
     assert (done.returncode == 0) == ("--help" in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "said"),
+    [
+        (
+            ["--env-id", "WebShop-v0", "--env-kwargs"],
+            "regex",
+            "env_kwargs: .*WebShop-v0: .*install 'sandboxgym.webshop",
+        ),
+        (["--envs", "ray", "--prompts", "1"], "ray", r"envs: .*need Ray: pip install 'sandboxgym\[ray\]'"),
+        (["--envs", "process", "--env-store", "s3://a/b"], "fsspec", r"env_store: .*needs fsspec: pip install fsspec"),
+    ],
+)
+def test_a_missing_package_is_said_under_the_setting_that_needs_it(
+    words: list[str], module: str, said: str, tmp_path: Path
+) -> None:
+    start = f"sys.modules[{module!r}] = None\nrunpy.run_module('bpo_ref.train', run_name='__main__', alter_sys=True)"
+    program = PROGRAM.format(slow=(), words=["program", *words, "--out", str(tmp_path / "run")], start=start)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and re.search(said, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_script_reads_its_settings_before_it_imports_pytorch() -> None:
