@@ -14,7 +14,7 @@ from bpo_ref.config import TINY, ConfigError
 from bpo_ref.running import folder
 from bpo_ref.sampling.env_source import env_source
 from sandboxgym.arguments import parse_arguments
-from sandboxgym.registration import check_arguments
+from sandboxgym.registration import check_arguments, nearest_named
 from sandboxgym.tree import Envs
 from sandboxgym.workers.env_host import FleetError
 
@@ -60,7 +60,8 @@ def opened(args: Args, name: str) -> Envs:
 def refused(env_id: str, name: str) -> Iterator[None]:
     """Turn what goes wrong when an environment is made into a `ConfigError` that names the setting at fault."""
     try:
-        yield
+        with nearest_named(env_id):
+            yield
     except ConfigError:
         raise
     except FleetError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import inspect
 import json
@@ -22,7 +21,7 @@ from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec, constructor_signature
-from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id
+from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id, similar_id
 
 SENTENCES: dict[str, dict[Any, str]] = {
     "kind": {
@@ -106,16 +105,11 @@ def find_spec(env_id: str) -> EnvSpec:
     if module:
         see_this_folder()
         import_modules([module])
-    known = gym.registry
     try:
         return gym.spec(registered_id(env_id))
     except (gym.error.Error, ImportError) as error:
-        ours = [name for name in known if name.startswith("sandboxgym/")]
-        lower = {name.lower(): name for name in [*known, *(name.partition("/")[2] for name in ours)]}
-        near = difflib.get_close_matches(env_id.lower(), lower, n=1) or [
-            name for name in lower if name.rpartition("-")[0] == env_id.lower()
-        ]
-        hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
+        near = similar_id(env_id)
+        hint = f"; did you mean {near!r}?" if near else ""
         elsewhere = "sandboxgym list shows them; another package's is PACKAGE.MODULE:ID"
         raise CommandError(f"no environment {env_id!r}{hint} ({elsewhere}): {error}", status=USAGE) from error
 

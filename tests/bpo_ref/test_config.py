@@ -76,7 +76,7 @@ sys.argv = {words}
         ("bpo_ref.train", ["--lr", "0"], "lr: expected more than 0"),
         ("bpo_ref.train", ["--algo", "grpo", "--roots", "1"], "two or more independent rollouts"),
         ("bpo_ref.train", ["--env-kwargs", "games"], "env_kwargs: expected NAME=VALUE"),
-        ("bpo_ref.train", ["--env-id", "ALFWord-v0"], "env_id: cannot make ALFWord-v0"),
+        ("bpo_ref.train", ["--env-id", "ALFWord-v0"], "Did you mean: `ALFWorld-v0`?"),
         ("bpo_ref.train", ["--env-id", "ALFWord-v0", "--envs", "ray"], "env_id: cannot make ALFWord-v0"),
         (
             "bpo_ref.train",

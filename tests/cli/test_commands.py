@@ -11,6 +11,7 @@ import types
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
 import sandboxgym
@@ -59,6 +60,8 @@ def test_the_module_is_the_command_and_a_closed_pipe_is_no_error(tmp_path):
         (("play", "no.such.module:X-v0"), 2, "no.such"),
         (("list", "--import", "no.such.module"), 2, "no.such"),
         (("bench", "nothing"), 2, "there are: snapshots, alfworld, webshop"),
+        (("conformance", "ALFWord-v0"), 3, "sandboxgym conformance: error: NameNotFound: Environment `ALFWord` "),
+        (("conformance", "ALFWord-v0"), 3, "Did you mean: `ALFWorld-v0`?"),
         (("doctor", "--require", "nothing"), 2, "no component 'nothing'"),
     ],
 )
@@ -94,13 +97,44 @@ def test_list_says_what_to_install(run, monkeypatch):
     assert re.search(r"^sandboxgym/WebShop-v0 .* pip install 'sandboxgym\[webshop\]'", out, re.MULTILINE)
 
 
-def test_the_trainer_is_a_command_and_says_what_it_lacks(run, monkeypatch):
+def test_the_trainer_is_a_command(run):
     status, _, err = run("train", "--config", "alfworld-tinny")
     assert status == 1 and "did you mean 'alfworld-tiny'?" in err
-    monkeypatch.setattr(passing, "find_spec", lambda name: None if name == "torch" else object())
-    for command, *more in (("train",), ("eval", "--checkpoint", "folder")):
-        status, _, err = run(command, *more, "--help")
-        assert status == 1 and err == f"sandboxgym {command}: needs torch: pip install 'sandboxgym[train]'\n"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "command", "said"),
+    [
+        ("torch", "sandboxgym train --help", "bpo_ref needs torch: pip install 'sandboxgym[train]'"),
+        ("tqdm", "sandboxgym eval --checkpoint x", "bpo_ref needs tqdm: pip install 'sandboxgym[train]'"),
+        ("regex", "sandboxgym serve webshop", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("regex", "sandboxgym play WebShop-v0", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("regex", "sandboxgym bench webshop", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("pexpect", "sandboxgym.bench sandbox", "the shell needs pexpect: pip install 'sandboxgym[sandbox]'"),
+    ],
+)
+def test_a_missing_package_is_one_sentence_of_every_command(lacking, command, said, tmp_path):
+    module, *arguments = command.split()
+    code = (
+        f"import runpy, sys; sys.modules[{lacking!r}] = None; sys.argv = {[module, *arguments]}; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("module", ["train", "eval", "study", "compare", "variance", "experiments.gpu_memory"])
+def test_a_module_of_the_trainer_without_its_packages_is_one_sentence(module, tmp_path):
+    """In an interpreter of its own that sees nothing but NumPy and what the core needs."""
+    for name in ("bpo_ref", "sandboxgym"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", f"bpo_ref.{module}"], cwd=tmp_path, env={}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and re.fullmatch(
+        r"bpo_ref needs torch, .*yaml.*: pip install 'sandboxgym\[train\]'\n", done.stderr
+    )
 
 
 def test_doctor_begins_with_what_can_be_run():
@@ -115,6 +149,12 @@ def test_doctor_begins_with_what_can_be_run():
     ]
     none = [*ok[:2], Finding("overlay", "missing", "", "", "be root"), Finding("docker", "missing", "", "", "start it")]
     assert summary(none)[2] == ("SWE-bench", "not ready", "no sandbox works: be root")
+
+
+def test_an_id_that_is_misspelled_is_told_the_nearest_one():
+    for wrong in ("ALFWrld-v0", "alfworld-v0"):
+        with pytest.raises(gym.error.NameNotFound, match="Did you mean: `ALFWorld-v0`"):
+            sandboxgym.make(wrong)
 
 
 def test_a_split_that_is_misspelled_is_told_what_there_is():
