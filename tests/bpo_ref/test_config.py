@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def test_the_script_reads_its_settings_before_it_imports_pytorch() -> None:
     program = PROGRAM.format(slow=SLOW, words=["train.py", "--help"], start=start)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "--sft-steps" in done.stdout and done.stderr.splitlines()[-1] == "imported: []"
+
+
+def test_help_has_every_setting_once_under_headings_with_its_default_and_no_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse_args(["--config", "alfworld-tiny", "--help"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^  --([\w-]+)", shown, re.MULTILINE) == [f.name.replace("_", "-") for f in fields(Args)]
+    headings = re.findall(r"^\n^(\w.*)\n  --", shown, re.MULTILINE)
+    assert headings[:3] == ["Run", "Environment", "Policy"] and len(headings) >= 8
+    assert "``" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert "  --resume, --no-resume\n" in shown and "  --lr-decay {constant, linear, cosine}\n" in shown
+    assert "(default: games=embedded:train)" in " ".join(shown.split()), "the configuration's value"
 
 
 def test_what_depends_on_the_environment_is_left_to_the_run() -> None:
