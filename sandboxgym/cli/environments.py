@@ -199,7 +199,7 @@ def describe(env_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": env_name,
             "class": f"{kind.__module__}.{kind.__qualname__}",
-            "about": (inspect.getdoc(kind) or "").partition("\n")[0],
+            "about": _summary(inspect.getdoc(kind) or ""),
             "observation_space": str(env.observation_space),
             "action_space": str(env.action_space),
             "max_episode_steps": None if spec is None else spec.max_episode_steps,
@@ -263,6 +263,12 @@ def _arguments(kind: type[Any]) -> list[dict[str, Any]]:
         for name, parameter in constructor_signature(kind).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
+
+
+def _summary(docstring: str) -> str:
+    """The first line that is no heading; Gymnasium's own environments begin with ``## Description``."""
+    lines = (line.strip() for line in docstring.splitlines())
+    return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 def _described_arguments(docstring: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from sandboxgym import cli, data
 from sandboxgym.cli import doctor, environments, passing
 from sandboxgym.cli.doctor import summary
 from sandboxgym.cli.support import doctor_checks
+from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.registration import card_of, data_set
 from sandboxgym.system.findings import Finding
@@ -149,6 +151,22 @@ def test_doctor_begins_with_what_can_be_run():
     ]
     none = [*ok[:2], Finding("overlay", "missing", "", "", "be root"), Finding("docker", "missing", "", "", "start it")]
     assert summary(none)[2] == ("SWE-bench", "not ready", "no sandbox works: be root")
+
+
+def test_info_begins_with_a_sentence_also_of_gymnasiums_own(run):
+    status, out, _ = run("info", "CartPole-v1")
+    assert status == 0 and re.match(r"CartPole-v1 .*\n[A-Z][a-z].* cart", out) and "## " not in out
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name not in ("train", "bench", "conformance")])
+def test_help_has_no_markup(run, command):
+    _, out, _ = run(command, "--help")
+    assert "usage:" in out and "``" not in out
+
+
+def test_an_address_is_not_broken_at_the_end_of_a_line():
+    address = "https://example.org/" + 30 * "long/"
+    assert address in Screen(io.StringIO(), width=60).wrapped(f"the packages of {address} or another")
 
 
 def test_an_id_that_is_misspelled_is_told_the_nearest_one():
