@@ -111,6 +111,7 @@ def test_the_trainer_is_a_command(run):
         ("tqdm", "sandboxgym eval --checkpoint x", "bpo_ref needs tqdm: pip install 'sandboxgym[train]'"),
         ("regex", "sandboxgym serve webshop", "needs the package regex: pip install 'sandboxgym[webshop]'"),
         ("regex", "sandboxgym play WebShop-v0", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("swebench", "sandboxgym play SWEBench-v0", "swebench 5: pip install 'sandboxgym[swebench]'"),
         ("regex", "sandboxgym bench webshop", "needs the package regex: pip install 'sandboxgym[webshop]'"),
         ("pexpect", "sandboxgym.bench sandbox", "the shell needs pexpect: pip install 'sandboxgym[sandbox]'"),
     ],
