@@ -175,6 +175,8 @@ class EnvCard:
     """Module that can be imported once the extra is installed."""
     ready: str = ""
     """Short description of what can run if nothing is missing."""
+    played_with: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments with which ``sandboxgym play`` makes it for a person, unless the command line has others."""
     sandboxed: bool = False
     """True if it needs a process sandbox that works on this machine."""
     probes: str = ""

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         from sandboxgym.cli import serve_mcp
 
         return serve_mcp.main(argv[1:])
-    parser = argparse.ArgumentParser(prog="sandboxgym serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sandboxgym serve", description=(__doc__ or "").replace("``", ""))
     parser.add_argument("what", choices=("webshop",), help="site to serve")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"

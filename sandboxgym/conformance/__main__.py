@@ -23,6 +23,7 @@ from sandboxgym.conformance.harness.scenario import quiet
 from sandboxgym.conformance.reports import formats as reports
 from sandboxgym.conformance.runner import Report, all_checks, run
 from sandboxgym.conformance.subject import Subject
+from sandboxgym.registration import nearest_named
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.supervision.supervised import Watched
@@ -41,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Parser of the command line's options."""
     made = _Parser(
-        prog="python -m sandboxgym.conformance",
+        prog=sys.argv[0] if sys.argv[0].startswith("sandboxgym ") else "python -m sandboxgym.conformance",
         description="Certify that the snapshots of an environment are faithful.",
         epilog="Exit status: 0 no FAIL, 1 some FAIL, 2 no FAIL but some INCONCLUSIVE, 3 usage.",
     )
@@ -252,7 +253,7 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
     ways = [arguments_of_env, *({**arguments_of_env, **parse_arguments([text])} for text in options.beside)]
     subjects = [Subject.named(options.env, way, **hooks) for way in ways]
     for subject in subjects:
-        with quiet():
+        with quiet(), nearest_named(options.env):
             subject.make_env().close()
     return subjects
 

@@ -279,6 +279,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
             self._declare("written", kind="full", processes=True, cross_process=False)
         if backend in ("docker", "copy"):
             self._declare("written", loses=_LOSES.get(backend, ()))
+        grading.check_installed()
         self.task_set = open_tasks(dataset, instances=instances)
         self.tools = tools
         self.strict = arguments.flag("strict", strict)
