@@ -14,7 +14,7 @@ import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
 from sandboxgym.conformance.checks.fork import variation
-from sandboxgym.conformance.checks.restore import controls
+from sandboxgym.conformance.checks.restore.runs import controls
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.harness.scenario import Scene, Walk, first_difference, outcome_difference
 from sandboxgym.conformance.subject import AnyEnv, Subject, fork, layers, restore, snapshot
@@ -108,8 +108,8 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
     blind="Races that are rarer than the rounds made.",
 )
 def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """While forks play in threads, their source continues with a snapshot after every call and restores each at the
-    end; all give what they give alone.
+    """A source that continues, with a snapshot after every call, while its forks play in threads, gives what it gives
+    alone, and so do the forks and the restores of all these snapshots at the end.
     """
     rounds = 0
     for number in budget.spending(min(4, budget.traces), at_least=1):
