@@ -30,8 +30,8 @@ from sandboxgym.sandbox.sandbox import Sandbox
 
 log = logging.getLogger("sandboxgym")
 
-FOLDER = "/run/e2b/commands"
-"""Directory inside with the pipes of the commands."""
+FOLDER = "/var/lib/e2b"
+"""Directory inside with the pipes of the commands: not below ``/run``, part of which is no file of the sandbox."""
 HOME = "/home/user"
 """Home of commands, where no other user is named."""
 MOST_COMMANDS = 256
@@ -103,10 +103,11 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
     pipes = ["out", "err", "tell", *(["in"] if command.takes_input else [])]
     # The subshell stays until the command ends, and holds all pipes at both ends: nothing blocks or breaks because
     # nobody listens, and a copy of the sandbox has the same ends. Input can only end if its holder is apart from it.
-    holder = "exec 3<>in; { exec 4>&- 5>&- 6>&-; exec sleep 2147483647; } & holder=$!"
-    begin = 'echo "start $$ $1" >&6; exec 6>&-; shift; exec "$@"'
+    holder = "exec 3<>in; { exec 4>&- 5>&- 6>&- 7>&-; exec sleep 2147483647; } & holder=$!"
+    begin = 'echo "start $$ $1" >&6; shift; exec 6>&- 7>&- "$@"'
     launch = [
-        "exec 4<>out 5<>err 6<>tell",
+        # Opened for writing alone, `tell` waits for the service to listen: what ends before would leave no word.
+        "exec 4<>out 5<>err; exec 6>tell 7<>tell",
         *([holder] if command.takes_input else ["holder=0"]),
         "here=$PWD",
         f"cd {cwd} || exit",
