@@ -1,7 +1,7 @@
 """``sandboxgym serve webshop``: serve the shop as a website for people.
 
-``sandboxgym serve mcp`` serves a sandbox to agents, ``sandboxgym serve e2b`` serves sandboxes to programs that use E2B's
-client library; see their ``--help``.
+``sandboxgym serve mcp`` serves a sandbox to agents, and ``sandboxgym serve e2b`` serves sandboxes to programs that use
+E2B's client library; see their ``--help``.
 """
 
 from __future__ import annotations

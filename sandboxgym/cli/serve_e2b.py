@@ -23,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="sandboxgym serve e2b", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
     parser.add_argument("--port", type=int, default=3000, help="0: a free port (default: 3000)")
-    parser.add_argument("--backend", default="auto", help="overlay, overlay-rootless (default: auto)")
+    parser.add_argument(
+        "--backend", choices=("auto", "overlay", "overlay-rootless"), default="auto", help="(default: auto)"
+    )
     parser.add_argument(
         "--rootfs", default="host", help="of the template base: docker:IMAGE, or an unpacked root file system"
     )

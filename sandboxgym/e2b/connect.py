@@ -3,7 +3,8 @@
 1. A call is ``POST /PACKAGE.SERVICE/METHOD``. Unary bodies are one message; streams are envelopes, the last of which
    ends the stream and holds its error.
 2. A refused call is answered in the protocol's own form: `Failure` with one of its codes.
-3. No body is read beyond `LARGEST_MESSAGE`; a stream whose client has gone is given up at once.
+3. No body is read beyond `LARGEST_MESSAGE`, or waited for longer than `SILENCE`; a stream whose client has gone is
+   given up at once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ LARGEST_MESSAGE = 4 * 2**20
 """Bytes of one message."""
 LONGEST_STREAM = 7 * 86_400.0
 """Seconds of a stream whose client names no time limit."""
+SILENCE = 60.0
+"""Seconds after which a request that is not complete is given up."""
 _END = 2  # flag of the envelope that ends a stream
 _STATUS = {
     "canceled": 499,
@@ -107,10 +110,14 @@ async def serve(request: Request, method: Method) -> Response:
             answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
             return Response(answer, media_type=kind)
         messages = _messages(request, method.takes, binary=binary)
-        first = await _within(anext(messages, None), seconds)
+        first = await _within(anext(messages, None), SILENCE if seconds is None else min(seconds, SILENCE))
         if first is None:
             raise Failure("invalid_argument", f"expected a message of {method.takes}, found the end of the stream")
         call = Call(first, seconds, _keepalive(request), messages)
+        if method.stream is None:  # answered when all was read, for a response that is under way reads the request too
+            assert method.unary is not None
+            answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
+            return Response(envelope(answer) + envelope(b"{}", _END), media_type=kind)
     except ClientDisconnect:
         return Response(status_code=499)
     except Exception as error:
@@ -128,24 +135,38 @@ async def body_of(request: Request, limit: int) -> bytes:
         Failure: it is larger.
     """
     data = bytearray()
-    async for chunk in request.stream():
+    async for chunk in chunks_of(request):
         data += chunk
         if len(data) > limit:
             raise Failure("resource_exhausted", f"expected a body of at most {limit:,} bytes, found more")
     return bytes(data)
 
 
+async def chunks_of(request: Request) -> AsyncIterator[bytes]:
+    """The body of a request as it comes.
+
+    Raises:
+        Failure: it is silent for too long.
+    """
+    chunks = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise Failure("deadline_exceeded", f"nothing more of the request came for {SILENCE:g} seconds") from error
+        yield chunk
+
+
 async def _answers(method: Method, call: Call, *, binary: bool) -> AsyncIterator[bytes]:
     end: dict[str, Any] = {}
     try:
-        if method.stream is None:
-            assert method.unary is not None
-            answer = await _within(method.unary(call), call.seconds)
-            yield envelope(encode(method.gives, answer, binary=binary))
-        else:
-            async with contextlib.aclosing(_as_generator(method.stream(call))) as messages:
-                async for message in messages:
-                    yield envelope(encode(method.gives, message, binary=binary))
+        assert method.stream is not None
+        async with contextlib.aclosing(_as_generator(method.stream(call))) as messages:
+            async for message in messages:
+                yield envelope(encode(method.gives, message, binary=binary))
     except Exception as error:
         end = {"error": _failure(error, method).body()}
     yield envelope(json.dumps(end).encode(), _END)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import logging
 import os
@@ -26,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from sandboxgym.brief import brief
 from sandboxgym.e2b import files
 from sandboxgym.e2b.commands import Command, end_input, signal, start
-from sandboxgym.e2b.connect import LONGEST_STREAM, Call, Failure, Method, body_of, serve
+from sandboxgym.e2b.connect import LONGEST_STREAM, Call, Failure, Method, body_of, chunks_of, serve
 from sandboxgym.e2b.messages import Message
 from sandboxgym.e2b.service import Box, Refused, Service, refusal
 from sandboxgym.sandbox.base import FileTooLarge, SandboxError, SandboxFull
@@ -43,6 +44,7 @@ MOST_WATCHERS = 32
 _HOST = re.compile(r"(\d{1,5})-([a-z0-9]{1,40})\.")
 _LOOKS = 0.5  # seconds between two looks of a streamed watch
 _STARTING = 20.0
+_ENDING = 2.0
 
 
 def name_of(request: Request) -> tuple[str, int] | None:
@@ -240,6 +242,10 @@ class _Session:
         if number is None:
             raise Failure("invalid_argument", f"signal: expected {' or '.join(numbers)}, found none")
         await self._use(signal, command.pid, number)
+        if number == 9:  # which nothing survives: whoever asks next shall not find it
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING):
+                    await command.ended.wait()
         return {}
 
     async def close_input(self, call: Call) -> Message:
@@ -459,7 +465,7 @@ async def _form(request: Request, path: str | None) -> list[tuple[str, bytes]]:
 
     async def bounded() -> AsyncIterator[bytes]:
         left = LARGEST_FILE
-        async for chunk in request.stream():
+        async for chunk in chunks_of(request):
             left -= len(chunk)
             if left < 0:
                 raise Failure("resource_exhausted", f"expected a body of at most {LARGEST_FILE:,} bytes, found more")

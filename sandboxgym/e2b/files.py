@@ -55,14 +55,14 @@ def _run(sandbox: Sandbox, script: str, path: str) -> str:
     raise Failure("internal", brief(result.output.strip(), 300))
 
 
-def _found(sandbox: Sandbox, path: str, options: str) -> list[tuple[str, ...]]:
+def _found(sandbox: Sandbox, path: str, options: str, *, follow: str = "-H") -> list[tuple[str, ...]]:
     """Rows of `_FORMAT` for what ``find`` finds."""
     word = shlex.quote(path)
     check = f"[[ -e {word} || -L {word} ]] || exit {_MISSING}\n"
     if "-mindepth" in options:
         check += f"[[ -d {word} ]] || exit {_NO_DIRECTORY}\n"
     # A directory that vanishes or is locked meanwhile is no reason to fail.
-    text = _run(sandbox, f"{check}set -o pipefail\nfind -H {word} {options} | base64 -w0", path)
+    text = _run(sandbox, f"{check}set -o pipefail\nfind {follow} {word} {options} | base64 -w0", path)
     fields = base64.b64decode(text).decode("utf-8", "replace").split("\0")[:-1]
     if len(fields) > MOST_ENTRIES * _FIELDS:
         raise Failure("resource_exhausted", f"expected at most {MOST_ENTRIES:,} entries, found more")
@@ -88,7 +88,7 @@ def _entry(row: tuple[str, ...]) -> Message:
 
 def entry(sandbox: Sandbox, path: str) -> Message:
     """One ``EntryInfo``; of a link, not of what it leads to."""
-    rows = _found(sandbox, path, f"-maxdepth 0 -printf {shlex.quote(_FORMAT)}".replace("-H", ""))
+    rows = _found(sandbox, path, f"-maxdepth 0 -printf {shlex.quote(_FORMAT)}", follow="-P")
     if not rows:
         raise Failure("not_found", f"path not found: {brief(path, 300)}")
     return _entry(rows[0])
