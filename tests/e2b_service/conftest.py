@@ -99,10 +99,11 @@ def service(e2b: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterat
     point(monkeypatch, server)
     yield server
     for key in KEYS:
-        for one in e2b.Sandbox.list(api_key=key).next_items():
-            e2b.Sandbox.kill(one.sandbox_id, api_key=key)
-        for kept in e2b.Sandbox.list_snapshots(api_key=key).next_items():
-            e2b.Sandbox.delete_snapshot(kept.snapshot_id, api_key=key)
+        there = {"api_key": key, "api_url": server.url}
+        for one in e2b.Sandbox.list(**there).next_items():
+            e2b.Sandbox.kill(one.sandbox_id, **there)
+        for kept in e2b.Sandbox.list_snapshots(**there).next_items():
+            e2b.Sandbox.delete_snapshot(kept.snapshot_id, **there)
 
 
 def point(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:

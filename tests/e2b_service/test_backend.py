@@ -59,6 +59,7 @@ def test_snapshots_restore_and_fork_at_the_service(e2b: Any, sandbox: Any) -> No
         sandbox.execute("true")
 
 
+@pytest.mark.slow
 def test_running_processes_are_named_as_lost(sandbox: Any) -> None:
     sandbox.execute("sleep 1000 &")
     assert [item for item in sandbox.lossy() if "sleep 1000" in item]
@@ -68,6 +69,7 @@ def test_running_processes_are_named_as_lost(sandbox: Any) -> None:
         assert child.execute("true").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_packed_snapshot_is_its_name_at_the_service(e2b: Any, sandbox: Any) -> None:
     sandbox.write_file("/home/user/f", b"\0packed")
     snap = sandbox.snapshot()
@@ -98,6 +100,7 @@ def test_files_have_limits_and_the_usual_errors(sandbox: Any) -> None:
     assert failed.value.errno == errno.EIO
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_the_service_ended_is_closed(e2b: Any, sandbox: Any) -> None:
     sandbox.execute("true")
     e2b.Sandbox.kill(sandbox.backend.remote.sandbox_id)

@@ -181,6 +181,7 @@ def test_forks_continue_the_processes_and_go_their_own_ways(box: Any, live: Serv
     assert numbers(handle, 1)
 
 
+@pytest.mark.slow
 def test_a_paused_sandbox_continues_with_its_processes(e2b: Any, box: Any, live: Server) -> None:
     handle = box.commands.run(COUNT, background=True)
     last = numbers(handle, 3)[-1]
@@ -194,6 +195,7 @@ def test_a_paused_sandbox_continues_with_its_processes(e2b: Any, box: Any, live:
     assert e2b.Sandbox.connect(box.sandbox_id).commands.list() == []
 
 
+@pytest.mark.slow
 def test_sandboxes_are_made_from_snapshots(e2b: Any, box: Any, live: Server) -> None:
     box.files.write("f", "old")
     handle = box.commands.run("sleep 1000", background=True)
@@ -230,6 +232,7 @@ def test_another_key_sees_nothing_and_an_unknown_one_is_refused(e2b: Any, box: A
     assert box.is_running()
 
 
+@pytest.mark.slow
 def test_more_sandboxes_and_snapshots_than_allowed_are_refused(e2b: Any, box: Any) -> None:
     with pytest.raises(e2b.RateLimitException, match="at most 12 sandboxes"):
         box.fork(count=12)
@@ -253,6 +256,7 @@ def test_what_is_not_served_is_refused_in_words(e2b: Any, service: Server, box: 
             call()
 
 
+@pytest.mark.slow
 def test_two_clients_use_one_sandbox_at_a_time(e2b: Any, box: Any) -> None:
     second = e2b.Sandbox.connect(box.sandbox_id)
     failed: list[BaseException] = []
@@ -276,6 +280,7 @@ def test_two_clients_use_one_sandbox_at_a_time(e2b: Any, box: Any) -> None:
     assert len(box.files.list(".", depth=2)) == 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_server_that_ends(
     e2b: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, server: Server
@@ -331,6 +336,7 @@ def test_without_criu_files_are_forked_and_the_answer_names_what_is_lost(
         own.end()
 
 
+@pytest.mark.slow
 def test_without_a_key_only_requests_to_this_machine_are_served(
     e2b: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
@@ -345,6 +351,7 @@ def test_without_a_key_only_requests_to_this_machine_are_served(
         own.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [
