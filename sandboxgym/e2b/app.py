@@ -77,7 +77,7 @@ def make_app(service: Service, *, local_only: bool) -> Any:
         request = Request(scope, receive)
         if local_only and not _is_local(request):
             response: Any = _refused(Refused(403, "expected a request to this machine's own name, without an origin"))
-        elif (named := envd.name_of(request)) is not None:
+        elif (named := envd.name_of(request, service)) is not None:
             response = await envd.answer(request, service, *named)
         else:
             response = plane

@@ -142,10 +142,11 @@ async def create(request: Request, service: Service, tenant: Tenant) -> Response
     """``POST /sandboxes``, ``POST /v2/sandboxes``."""
     given = await _given(request)
     given.none_of({"volumeMounts": "volumes", "iam": "identities", "mcp": "MCP gateways", "network": "network rules"})
-    internet = given.get("allow_internet_access", bool)
-    if internet is not None and internet != service.network:
-        having = "have this machine's network" if service.network else "have no network"
-        raise Refused(400, f"allow_internet_access: the sandboxes of this server {having}, found {internet}")
+    # True is what some versions of the library always send: it permits what need not be there.
+    if given.get("allow_internet_access", bool) is False and service.network:
+        raise Refused(
+            400, "allow_internet_access: the sandboxes of this server have this machine's network, found False"
+        )
     resume = given.get("autoResume", dict, {}).get("enabled") is True
     box = await service.create(
         tenant,

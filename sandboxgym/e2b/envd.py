@@ -1,7 +1,7 @@
 """What E2B's clients ask the daemon of one sandbox, envd: processes, the file system, uploads and downloads.
 
-A request names its sandbox in the header ``E2b-Sandbox-Id``, or as ``PORT-ID`` in the host name, and proves by the
-sandbox's token, or by a signature made with it, that it may.
+A request names its sandbox in the header ``E2b-Sandbox-Id``, or as ``PORT-ID`` in the host name, or by its token alone;
+and proves by the token, or by a signature made with it, that it may.
 """
 
 from __future__ import annotations
@@ -47,14 +47,20 @@ _STARTING = 20.0
 _ENDING = 2.0
 
 
-def name_of(request: Request) -> tuple[str, int] | None:
-    """The sandbox and port that a request is for; None if it is for the control plane."""
+def name_of(request: Request, service: Service) -> tuple[str, int] | None:
+    """The sandbox and port that a request is for; None if it is for the control plane.
+
+    Some versions of the library send the header to the control plane, too.
+    """
     name = request.headers.get("e2b-sandbox-id")
-    if name is not None:
+    if name is not None and not request.url.path.startswith(("/sandboxes", "/v2/", "/snapshots", "/templates")):
         port = request.headers.get("e2b-sandbox-port", str(PORT))
         return name, int(port) if port.isdecimal() and len(port) < 6 else -1
-    match = _HOST.match(request.headers.get("host", ""))
-    return (match[2], int(match[1])) if match else None
+    if match := _HOST.match(request.headers.get("host", "")):
+        return match[2], int(match[1])
+    # A handle of `Sandbox.connect` of older versions expects the host name to do.
+    name = service.name_by_token(request.headers.get("x-access-token", ""))
+    return None if name is None else (name, PORT)
 
 
 async def answer(request: Request, service: Service, name: str, port: int) -> Response:

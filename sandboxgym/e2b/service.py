@@ -302,6 +302,12 @@ class Service:
             raise Refused(404, f"sandbox {brief(name, 80)} not found")
         return box
 
+    def name_by_token(self, token: str) -> str | None:
+        """Id of the sandbox with an access token."""
+        return next(
+            (box.id for box in self._boxes.values() if secrets.compare_digest(box.token.encode(), token.encode())), None
+        )
+
     async def create(
         self,
         tenant: Tenant,

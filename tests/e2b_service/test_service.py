@@ -248,7 +248,6 @@ def test_more_sandboxes_and_snapshots_than_allowed_are_refused(e2b: Any, box: An
 def test_what_is_not_served_is_refused_in_words(e2b: Any, service: Server, box: Any) -> None:
     for call, says in (
         (lambda: e2b.Sandbox.create("nothing"), "template 'nothing' not found; templates here: base"),
-        (lambda: e2b.Sandbox.create(allow_internet_access=True), "have no network"),
         (lambda: e2b.Sandbox.create(network={"deny_out": ["8.8.8.8"]}), "network rules are not supported"),
         (lambda: box.pty.create(e2b.PtySize(rows=1, cols=1)), "terminals are not served"),
     ):
