@@ -83,6 +83,9 @@ async def answer(request: Request, service: Service, name: str, port: int) -> Re
                 401, "expected the sandbox's access token in the header X-Access-Token, found none or another"
             )
     try:
+        if box.paused is not None:
+            async with service.using(box, resume=True):
+                pass
         if path == "/files" and request.method in ("GET", "POST"):
             return await _files(request, service, box)
         method = _Session(service, box, request).methods().get(path)
@@ -137,7 +140,7 @@ class _Session:
     async def _use(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Call a function with the sandbox."""
         try:
-            async with self.service.using(self.box, resume=True) as sandbox:
+            async with self.service.using(self.box) as sandbox:
                 return await self.service.work(function, sandbox, *arguments, **options)
         except Refused as error:
             raise _failure(error) from error
@@ -163,7 +166,7 @@ class _Session:
             **self.box.envs,
         }
         try:
-            async with self.service.using(self.box, resume=True) as sandbox:
+            async with self.service.using(self.box) as sandbox:
                 commands = self.box.commands
                 command = commands.new(config, tag=message.get("tag"), takes_input=message.get("stdin", True))
                 client = commands.join(command)
@@ -375,7 +378,7 @@ async def _files(request: Request, service: Service, box: Box) -> Response:
         if writes:
             return JSONResponse([_info(path) for path in await _upload(request, service, box, user)])
         path = files.inside(query.get("path"), user)
-        async with service.using(box, resume=True) as sandbox:
+        async with service.using(box) as sandbox:
             data = await service.work(_read, sandbox, path)
         return Response(data, media_type="application/octet-stream")
     except Failure as error:
@@ -445,7 +448,7 @@ async def _upload(request: Request, service: Service, box: Box, user: str | None
     else:
         raise Failure("invalid_argument", f"Content-Type: expected multipart/form-data, found {brief(kind, 80)}")
     paths = [files.inside(name, user) for name, _ in found]
-    async with service.using(box, resume=True) as sandbox:
+    async with service.using(box) as sandbox:
         for name, (_, data) in zip(paths, found, strict=True):
             await service.work(_write, sandbox, name, data)
     return paths

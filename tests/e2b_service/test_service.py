@@ -193,6 +193,12 @@ def test_a_paused_sandbox_continues_with_its_processes(e2b: Any, box: Any, live:
     assert last < numbers(resumed.commands.connect(handle.pid), 1)[0] < last + 40
     resumed.pause(mode="filesystem")
     assert e2b.Sandbox.connect(box.sandbox_id).commands.list() == []
+    lifecycle = {"on_timeout": "pause", "auto_resume": True}
+    asleep = e2b.Sandbox.create(timeout=60, lifecycle=lifecycle)
+    sleeper = asleep.commands.run("sleep 1000", background=True)
+    asleep.pause()
+    assert [info.pid for info in asleep.commands.list()] == [sleeper.pid]  # a call wakes it up
+    assert asleep.get_info().state.value == "running"
 
 
 @pytest.mark.slow
