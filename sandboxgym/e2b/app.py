@@ -26,6 +26,7 @@ log = logging.getLogger("sandboxgym")
 
 CLOSING = 5.0
 """Seconds that ending everything may take, before the process ends with it."""
+MOST_CONNECTIONS = 2000
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -110,7 +111,13 @@ def run(service: Service, listening: socket.socket, *, local_only: bool) -> None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app = make_app(service, local_only=local_only)
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1, access_log=False, ws="none"
+        app,
+        log_level="warning",
+        lifespan="on",
+        timeout_graceful_shutdown=1,
+        access_log=False,
+        ws="none",
+        limit_concurrency=MOST_CONNECTIONS,
     )
     try:
         uvicorn.Server(config).run(sockets=[listening])
@@ -118,5 +125,5 @@ def run(service: Service, listening: socket.socket, *, local_only: bool) -> None
         # A thread that works for a sandbox would be waited for; sandboxes end with this process.
         sys.stdout.flush()
         sys.stderr.flush()
-        if any(thread.is_alive() for thread in service.threads()):
+        if not service.join(1.0):
             os._exit(0)

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shlex
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ MOST_COMMANDS = 256
 _CHUNK = 1 << 15
 _WAITING = 16  # chunks for one client, above which the command waits
 _STARTING = 20.0  # seconds
+_NAME = re.compile(r"[^-=\0][^=\0]*")  # what begins with a hyphen would be an option of `env`
 _NO_FOLDER, _NO_PIPES = 91, 92
 
 
@@ -95,8 +97,8 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
     cwd = shlex.quote(resolved(config.get("cwd") or ".", home))
     variables = {"HOME": home, **env, **config.get("envs", {})}
     for name in variables:
-        if not name or "=" in name or "\0" in name or "\0" in variables[name]:
-            raise Failure("invalid_argument", f"expected the name of an environment variable, found {brief(name, 40)}")
+        if not _NAME.fullmatch(name) or "\0" in variables[name]:
+            raise Failure("invalid_argument", f"expected an environment variable, found {brief(name, 40)}")
     words = [config.get("cmd", ""), *config.get("args", [])]
     if not words[0] or any("\0" in word for word in words):
         raise Failure("invalid_argument", f"expected a command, found {brief(words, 80)}")

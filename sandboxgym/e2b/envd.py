@@ -67,8 +67,8 @@ async def answer(request: Request, service: Service, name: str, port: int) -> Re
     """Answer one request for a sandbox."""
     try:
         box = service.find(None, name)
-        if box.paused is not None and not box.resumes:
-            raise Refused(404, f"sandbox {name} is paused")
+        if (box.paused is not None and not box.resumes) or await service.has_ended(box):
+            raise Refused(404, f"sandbox {name} does not run")
     except Refused:
         return _plain(502, f"The sandbox {brief(name, 60)} was not found", sandboxId=name)
     if port != PORT:

@@ -211,6 +211,7 @@ class Service:
         self._templates: dict[str, tuple[Sandbox, Snap]] = {}
         self._templates_lock = asyncio.Lock()
         self._boxes: dict[str, Box] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def _tenant(self) -> Tenant:
@@ -288,9 +289,13 @@ class Service:
                     return pristine, Snap(snapshot, name, [], 0)
         raise SandboxError("; ".join(reasons))
 
-    def threads(self) -> set[threading.Thread]:
-        """The threads that work on sandboxes."""
-        return set(self._pool._threads)
+    def join(self, seconds: float) -> bool:
+        """Wait until no thread works on a sandbox any more, after `close`; returns False if one still does."""
+        deadline = time.monotonic() + seconds
+        threads: set[threading.Thread] = set(self._pool._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     # Sandboxes
 
@@ -438,7 +443,13 @@ class Service:
             box.timer.cancel()
         box.ends = time.time() + seconds
         loop = asyncio.get_running_loop()
-        box.timer = loop.call_later(seconds, lambda: loop.create_task(self._expire(box)))
+
+        def expire() -> None:
+            task = loop.create_task(self._expire(box))
+            self._tasks.add(task)  # or it could be collected before it is done
+            task.add_done_callback(self._tasks.discard)
+
+        box.timer = loop.call_later(seconds, expire)
 
     async def _expire(self, box: Box) -> None:
         if box.closed or box.paused is not None or box.ends > time.time() + 0.5:
@@ -451,6 +462,20 @@ class Service:
         except Exception as error:
             log.warning("the sandbox %s is killed, for it could not be paused: %s", box.id, error)
             await self.kill(box)
+
+    async def has_ended(self, box: Box) -> bool:
+        """True if a sandbox ended by itself, as by its disk limit; it is given up then."""
+        backend = None if box.sandbox is None else box.sandbox.backend
+        container = backend.container if isinstance(backend, OverlayBackend) else None
+        if container is None or not container.ended:
+            return False
+        async with box.lock:  # what replaces one container by another, as a snapshot does, has come to its end
+            backend = None if box.sandbox is None else box.sandbox.backend
+            container = backend.container if isinstance(backend, OverlayBackend) else None
+            if container is None or not container.ended:
+                return False
+        await self.kill(box)
+        return True
 
     @contextlib.asynccontextmanager
     async def using(self, box: Box, *, resume: bool = False) -> Any:

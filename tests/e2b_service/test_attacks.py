@@ -115,6 +115,7 @@ def test_malformed_streams_are_refused_at_their_end(box: Any) -> None:
         (b"\0\xff\xff\xff\xff", "resource_exhausted"),
         (b"\0\0\0\0\x02{}", "invalid_argument"),
         (_envelope({"process": {"cmd": "x", "envs": {"A=B": "c"}}}), "invalid_argument"),
+        (_envelope({"process": {"cmd": "x", "envs": {"-S": "c"}}}), "invalid_argument"),
         (_envelope({"process": {"cmd": "x", "args": ["\0"]}}), "invalid_argument"),
         (_envelope({"process": {"cmd": "x"}, "pty": {}}), "unimplemented"),
     ):

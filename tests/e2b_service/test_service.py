@@ -345,11 +345,15 @@ def test_without_criu_files_are_forked_and_the_answer_names_what_is_lost(
 def test_without_a_key_only_requests_to_this_machine_are_served(
     e2b: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
-    own = start(tmp_path, "--no-key", "--backend", "overlay")
+    own = start(tmp_path, "--no-key", "--backend", "overlay", "--template", "other=host")
     try:
         point(monkeypatch, own)
         monkeypatch.setenv("E2B_API_KEY", "anything")
         assert e2b.Sandbox.list().next_items() == []
+        box = e2b.Sandbox.create("other", timeout=60)
+        assert box.get_info().template_id == "other"
+        (child,) = box.fork()
+        assert child.commands.run("echo x").stdout == "x\n"
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
             assert httpx.get(f"{own.url}/v2/sandboxes", headers=headers).status_code == 403
     finally:
