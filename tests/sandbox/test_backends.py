@@ -107,7 +107,7 @@ def test_names_that_are_refused(registered: str, name: str) -> None:
 
 
 def test_an_unknown_backend_is_told_what_there_is(registered: str) -> None:
-    with pytest.raises(ValueError, match="overlay, overlay-rootless, docker, copy, counted, found 'overlai'"):
+    with pytest.raises(ValueError, match="overlay, overlay-rootless, docker, copy, e2b, counted, found 'overlai'"):
         make_sandbox("overlai")
     with pytest.raises(ValueError, match=r"backend: expected one of auto, overlay.*counted, found 'overlai'"):
         gym.make("sandboxgym/SWEBench-v0", backend="overlai")
