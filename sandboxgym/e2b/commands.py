@@ -102,14 +102,14 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
     words = [config.get("cmd", ""), *config.get("args", [])]
     if not words[0] or any("\0" in word for word in words):
         raise Failure("invalid_argument", f"expected a command, found {brief(words, 80)}")
-    pipes = ["out", "err", "tell", *(["in"] if command.takes_input else [])]
-    # The subshell stays until the command ends, and holds all pipes at both ends: nothing blocks or breaks because
-    # nobody listens, and a copy of the sandbox has the same ends. Input can only end if its holder is apart from it.
+    pipes = ["out", "err", "tell", "seen", *(["in"] if command.takes_input else [])]
+    # The subshell holds all pipes at both ends until the service has seen the command's end: nothing blocks, breaks or
+    # is lost because nobody listens, as in a copy of the sandbox whose pipes are not open yet. Input can only end if its
+    # holder is apart from it.
     holder = "exec 3<>in; { exec 4>&- 5>&- 6>&- 7>&-; exec sleep 2147483647; } & holder=$!"
     begin = 'echo "start $$ $1" >&6; shift; exec 6>&- 7>&- "$@"'
     launch = [
-        # Opened for writing alone, `tell` waits for the service to listen: what ends before would leave no word.
-        "exec 4<>out 5<>err; exec 6>tell 7<>tell",
+        "exec 4<>out 5<>err 6<>tell 7<>seen",
         *([holder] if command.takes_input else ["holder=0"]),
         "here=$PWD",
         f"cd {cwd} || exit",
@@ -118,7 +118,7 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
         "exec 3>&-",
         "wait $!; code=$?",
         "((holder)) && kill $holder",
-        'echo "end $code" >&6',
+        'echo "end $code" >&6; read -ru 7',
     ]
     script = "\n".join(
         [
@@ -234,23 +234,57 @@ class Commands:
         return [command.info() for command in self._running.values() if command.pid]
 
     def listen(self) -> None:
-        """Open the pipes of all commands. To be called after every `deafen`, and after a start."""
+        """Open the pipes of the commands that are not listened to: after a start, and in a copy of the sandbox."""
         for command in list(self._running.values()):
-            for name in ("out", "err", "tell"):
-                if name in command.descriptors or (command.pid == 0 and command.started.is_set()):
-                    continue
-                try:
-                    descriptor = self._open_pipe(f"{command.folder}/{name}")
-                except (OSError, SandboxError):
-                    self.end(command, None)
-                    break
-                command.descriptors[name] = descriptor
-                self._watch(command, name)
+            if not command.descriptors:
+                self._open(command)
 
     def deafen(self) -> None:
-        """Close the pipes, in which output then waits: before the sandbox is captured or ended."""
+        """Stop reading, so that output waits in the pipes until `go_on`: before the sandbox is captured."""
+        loop = asyncio.get_running_loop()
         for command in self._running.values():
-            self._close(command)
+            for descriptor in command.descriptors.values():
+                loop.remove_reader(descriptor)
+
+    def go_on(self, *, replaced: bool) -> None:
+        """Read on.
+
+        Args:
+            replaced: the sandbox continues as a copy of itself. What waited in the old pipes waits in the copy's, too,
+                except for commands that had ended before the copy was made.
+        """
+        for command in list(self._running.values()):
+            if not replaced:
+                for name in command.descriptors:
+                    self._watch(command, name)
+            elif self._lives(command):
+                self._close(command)
+                self._open(command)
+            else:
+                with contextlib.suppress(OSError, KeyError):
+                    while data := os.read(command.descriptors["tell"], _CHUNK):
+                        self._told(command, data)
+                self.end(command, None)
+
+    def _lives(self, command: Command) -> bool:
+        """True if the subshell of a command that has started is there: it holds the reading ends, too."""
+        try:
+            os.close(self._open_pipe(f"{command.folder}/tell", write=True))
+        except (OSError, SandboxError):
+            return False
+        return True
+
+    def _open(self, command: Command) -> None:
+        if command.started.is_set() and not self._lives(command):
+            self.end(command, None)
+            return
+        for name in ("out", "err", "tell"):
+            try:
+                command.descriptors[name] = self._open_pipe(f"{command.folder}/{name}")
+            except (OSError, SandboxError):
+                self.end(command, None)
+                return
+            self._watch(command, name)
 
     def _watch(self, command: Command, name: str) -> None:
         asyncio.get_running_loop().add_reader(command.descriptors[name], self._heard, command, name)
@@ -282,6 +316,10 @@ class Commands:
                     command.pid, command.holder = int(pid[:9]), int(holder[:9])
                     command.started.set()
                 case [b"end", code] if code.isdigit():
+                    with contextlib.suppress(OSError, SandboxError):
+                        seen = self._open_pipe(f"{command.folder}/seen", write=True)
+                        os.write(seen, b"\n")
+                        os.close(seen)
                     self.end(command, int(code[:4]))
                     return
 

@@ -520,6 +520,9 @@ class Service:
         """
         if fully and self.mode == "filesystem":
             raise Refused(400, "this server keeps files only: expected no demand for memory (see --snapshot full)")
+        backend = sandbox.backend
+        assert isinstance(backend, OverlayBackend)
+        before = backend.container
         twins, number = box.commands.twins()
         box.commands.deafen()
         try:
@@ -528,7 +531,7 @@ class Service:
             raise refusal(error) from error
         finally:
             if not box.closed:
-                box.commands.listen()
+                box.commands.go_on(replaced=backend.container is not before)
         if fully and snapshot.lossy:
             lost = "; ".join(snapshot.lossy)
             snapshot.release()

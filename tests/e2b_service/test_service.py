@@ -182,6 +182,24 @@ def test_forks_continue_the_processes_and_go_their_own_ways(box: Any, live: Serv
 
 
 @pytest.mark.slow
+def test_commands_that_begin_and_end_during_forks_lose_nothing(box: Any, live: Server) -> None:
+    found: list[str] = []
+
+    def run() -> None:
+        for number in range(25):
+            found.append(box.commands.run(f"echo {number}; sleep 0.0{number % 9}; echo end", timeout=60).stdout)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while thread.is_alive():
+        (child,) = box.fork(timeout=60)
+        assert child.commands.run("echo x").stdout == "x\n"
+        child.kill()
+    assert found == [f"{number}\nend\n" for number in range(25)]
+    assert box.commands.list() == []
+
+
+@pytest.mark.slow
 def test_a_paused_sandbox_continues_with_its_processes(e2b: Any, box: Any, live: Server) -> None:
     handle = box.commands.run(COUNT, background=True)
     last = numbers(handle, 3)[-1]
