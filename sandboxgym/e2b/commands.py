@@ -104,8 +104,8 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
         raise Failure("invalid_argument", f"expected a command, found {brief(words, 80)}")
     pipes = ["out", "err", "tell", "seen", *(["in"] if command.takes_input else [])]
     # The subshell holds all pipes at both ends until the service has seen the command's end: nothing blocks, breaks or
-    # is lost because nobody listens, as in a copy of the sandbox whose pipes are not open yet. Input can only end if its
-    # holder is apart from it.
+    # is lost because nobody listens, as in a copy of the sandbox whose pipes are not open yet. Input can only end if
+    # its holder is apart from it.
     holder = "exec 3<>in; { exec 4>&- 5>&- 6>&- 7>&-; exec sleep 2147483647; } & holder=$!"
     begin = 'echo "start $$ $1" >&6; shift; exec 6>&- 7>&- "$@"'
     launch = [
