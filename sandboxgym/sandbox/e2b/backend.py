@@ -395,8 +395,8 @@ class E2BBackend(Backend):
         self.live_remote()
         yield
 
-    def freeze(self, *, keep_processes: bool = False) -> SnapshotTree:
-        """Have the service take a snapshot of the files; see `base.Backend.freeze`."""
+    def commit(self, *, keep_processes: bool = False) -> SnapshotTree:
+        """Have the service take a snapshot of the files; see `base.Backend.commit`."""
         remote = self.live_remote()
         with _translated("a snapshot at the E2B service"):
             made = remote.create_snapshot(mode="filesystem")
