@@ -1,6 +1,7 @@
 """``sandboxgym serve webshop``: serve the shop as a website for people.
 
-``sandboxgym serve mcp`` serves a sandbox to agents; see ``sandboxgym serve mcp --help``.
+``sandboxgym serve mcp`` serves a sandbox to agents, and ``sandboxgym serve e2b`` serves sandboxes to programs that use
+E2B's client library; see their ``--help``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ def main(argv: Sequence[str]) -> int:
         from sandboxgym.cli import serve_mcp
 
         return serve_mcp.main(argv[1:])
+    if argv[:1] == ["e2b"]:
+        from sandboxgym.cli import serve_e2b
+
+        return serve_e2b.main(argv[1:])
     parser = argparse.ArgumentParser(prog="sandboxgym serve", description=(__doc__ or "").replace("``", ""))
     parser.add_argument("what", choices=("webshop",), help="site to serve")
     parser.add_argument(
