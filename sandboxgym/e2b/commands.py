@@ -50,7 +50,7 @@ class Command:
 
     number: int
     config: Message
-    """As the client gave it: ``cmd``, ``args``, ``envs``, ``cwd``."""
+    """Configuration given by the client: ``cmd``, ``args``, ``envs``, ``cwd``."""
     tag: str | None
     takes_input: bool
     pid: int = 0
@@ -207,7 +207,7 @@ class Commands:
         return made
 
     def twins(self) -> tuple[list[Command], int]:
-        """What `of` needs for a copy of the sandbox."""
+        """Facts that `of` needs for a copy of the sandbox."""
         return [command.twin() for command in self._running.values() if command.started.is_set()], self._number
 
     def new(self, config: Message, *, tag: str | None, takes_input: bool) -> Command:

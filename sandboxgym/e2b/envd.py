@@ -1,4 +1,4 @@
-"""What E2B's clients ask the daemon of one sandbox, envd: processes, the file system, uploads and downloads.
+"""Services of the daemon of one sandbox, envd, for E2B's clients: processes, the file system, uploads and downloads.
 
 A request names its sandbox in the header ``E2b-Sandbox-Id``, or as ``PORT-ID`` in the host name, or by its token alone;
 and proves by the token, or by a signature made with it, that it may.
@@ -276,7 +276,7 @@ class _Session:
         return {"entry": await self._use(files.entry, self._path(call))}
 
     async def list_directory(self, call: Call) -> Message:
-        """What is in a directory."""
+        """Entries of a directory."""
         return {"entries": await self._use(files.entries, self._path(call), call.message.get("depth", 1))}
 
     async def make_directory(self, call: Call) -> Message:
@@ -309,7 +309,7 @@ class _Session:
         return name
 
     async def watcher_events(self, call: Call) -> Message:
-        """What has changed in a directory since it was asked last."""
+        """Changes in a directory since it was asked last."""
         name = self._watcher(call)
         path, recursive, before = self.box.watchers[name]
         after = await self._use(files.listing, path, recursive=recursive)

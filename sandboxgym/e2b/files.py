@@ -31,7 +31,7 @@ _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYM
 _MISSING, _NO_DIRECTORY, _EXISTS, _NO_FILE = 81, 82, 83, 84
 
 Listing = Mapping[str, tuple[str, ...]]
-"""What was found at each path, for `changes`."""
+"""Facts found at each path, for `changes`."""
 
 
 def _run(sandbox: Sandbox, script: str, path: str) -> str:
@@ -95,13 +95,13 @@ def entry(sandbox: Sandbox, path: str) -> Message:
 
 
 def entries(sandbox: Sandbox, path: str, depth: int) -> list[Message]:
-    """What a directory contains, so many levels deep."""
+    """Entries of a directory, so many levels deep."""
     options = f"-mindepth 1 -maxdepth {min(max(depth, 1), DEEPEST)} -printf {shlex.quote(_FORMAT)}"
     return [_entry(row) for row in sorted(_found(sandbox, path, options), key=lambda row: row[-1])]
 
 
 def listing(sandbox: Sandbox, path: str, *, recursive: bool) -> Listing:
-    """What a directory contains, to be compared with later."""
+    """Content of a directory, to be compared with later."""
     options = f"-mindepth 1 -maxdepth {DEEPEST if recursive else 1} -printf {shlex.quote(_FORMAT)}"
     rows = _found(sandbox, path, options)
     return {posixpath.relpath(row[-1], path): row[:-1] for row in rows}

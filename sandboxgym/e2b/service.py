@@ -100,7 +100,7 @@ class Snap:
     template: str
     commands: list[Command]
     number: int
-    """Of the last command."""
+    """Number of the last command."""
 
     @property
     def full(self) -> bool:
@@ -109,7 +109,7 @@ class Snap:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """What is not in it."""
+        """Names of what it lacks."""
         return tuple(self.snapshot.lossy)
 
 
@@ -132,7 +132,7 @@ class Box:
     id: str
     tenant: Tenant
     template: str
-    """As clients are told it: a template, or a snapshot."""
+    """Name told to clients: of a template, or a snapshot."""
     root: str
     """The template below."""
     sandbox: Sandbox | None
@@ -155,7 +155,7 @@ class Box:
 
     @property
     def state(self) -> Literal["running", "paused"]:
-        """As clients are told it."""
+        """State as clients are told it."""
         return "running" if self.paused is None else "paused"
 
 
@@ -201,7 +201,7 @@ class Service:
         self.quotas = quotas or Quotas()
         self.limits = limits or Limits()
         self.mode: SnapshotMode | None = mode
-        """What snapshots keep; known once a template was prepared, and so is `backend`."""
+        """Kind of state that snapshots keep; known once a template was prepared, and so is `backend`."""
         self.network = network
         self.backend = backend
         self._rootfs = dict(templates)
