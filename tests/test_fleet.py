@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +19,20 @@ import gymnasium as gym
 import pytest
 from components import missing
 
-import sandboxgym  # noqa: F401  # registers the environments
+import sandboxgym
+from sandboxgym.cli import main as cli
 from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, RolloutTree, rollout
 from sandboxgym.workers import fleet
+from sandboxgym.workers import fleet_status as state_of_fleet
 from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
 from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
+from sandboxgym.workers.fleet_status import fleet_status
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 
 try:
     import ray
     from ray.cluster_utils import Cluster
+    from ray.experimental import internal_kv
 except ModuleNotFoundError:
     ray = None  # type: ignore[assignment]
 
@@ -40,6 +49,10 @@ class Nodes:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
         self.nodes = [self.joined(), self.joined()]
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error", configure_logging=False)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
 
     def joined(self) -> Any:
         return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
@@ -276,6 +289,168 @@ def test_a_call_that_hangs_ends_its_worker(nodes: Nodes) -> None:
 def test_a_cluster_without_room_is_told_in_a_sentence(nodes: Nodes) -> None:
     with pytest.raises(FleetError, match="room"), fleet_of(1, resources={"unheard_of": 1}, create_timeout=2.0) as envs:
         envs.take()
+
+
+def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Actor(fleet._Actor):
+        pass
+
+    Actor.__module__, Actor.__qualname__ = "only_here", "Actor"
+    module = types.ModuleType("only_here")
+    module.Actor = Actor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    monkeypatch.setattr(fleet, "_Actor", Actor)
+    nodes.with_two()
+    began = time.monotonic()
+    with (
+        pytest.raises(FleetError, match=r"^node [\d.]+ cannot run workers: .*'only_here' .*expected"),
+        fleet_of(2) as envs,
+    ):
+        envs.take()
+    assert time.monotonic() - began < 60
+
+
+def test_a_node_with_another_version_of_the_package_is_told_in_a_sentence(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.with_two()
+    monkeypatch.setattr(sandboxgym, "__version__", "0.0.1")
+    with (
+        pytest.raises(FleetError, match=r"^node [\d.]+ has sandboxgym [\d.]+\S*, expected 0\.0\.1 as here$"),
+        fleet_of(2) as envs,
+    ):
+        envs.take()
+
+
+def made_where_it_may(forbidden: Sequence[str]) -> Any:
+    """A function that makes an environment, except on some nodes."""
+
+    def make() -> Any:
+        if ray.get_runtime_context().get_node_id() in forbidden:
+            raise gym.error.DependencyNotInstalled("it needs a daemon: start one")
+        return gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=STEPS)
+
+    return make
+
+
+def test_a_node_without_what_the_environment_needs_is_left_alone(nodes: Nodes, local: Any) -> None:
+    bad, good = nodes.with_two()
+    with RayEnvs(made_where_it_may([bad.node_id]), 4, **WHERE) as envs:  # type: ignore[arg-type]
+        await_all(envs)
+        assert grown(envs) == local
+        assert {worker.node for worker in workers_of(envs) if worker.alive} == {good.node_id}
+        assert any("cannot make the environment: it needs a daemon" in worker.unfit for worker in workers_of(envs))
+
+
+def test_nodes_that_all_lack_what_the_environment_needs_are_told_in_a_sentence(nodes: Nodes) -> None:
+    everywhere = [node.node_id for node in nodes.with_two()]
+    with (
+        pytest.raises(FleetError, match=r"^node [\d.]+ cannot make the environment: it needs a daemon: start one$"),
+        RayEnvs(made_where_it_may(everywhere), 3, **WHERE) as envs,
+    ):  # type: ignore[arg-type]
+        await_all(envs)
+        envs.take()
+
+
+def test_a_cluster_of_another_version_is_told_in_a_sentence(nodes: Nodes) -> None:
+    code = (
+        "import ray._private.utils as utils; utils.compute_version_info = lambda: ('2.1.0', '3.9.1')\n"
+        f"from sandboxgym.cli import main; raise SystemExit(main(['fleet', 'status', '--address', '{nodes.address}']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and not done.stdout
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"sandboxgym fleet: expected a Ray cluster at {nodes.address} ")
+    assert f"Version mismatch: The cluster was started with: Ray: {ray.__version__}" in line and "Ray: 2.1.0" in line
+
+
+def test_the_state_of_the_fleet_shows_all_owners_and_what_was_lost(
+    nodes: Nodes, local: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes.with_two()
+    with fleet_of(2) as envs, fleet_of(1) as others:
+        await_all(envs)
+        await_all(others)
+        pid = workers_of(envs)[0].pid
+        assert pid
+        assert grown(envs, At(6, lambda: os.kill(pid, signal.SIGKILL))) == local
+        assert grown(others) == local
+        held = others.take()
+        await_all(envs)
+        for source in (envs, others):
+            assert source._reporter.report()
+        assert cli(["fleet", "status", "--json"]) == 0
+        state = json.loads(capsys.readouterr().out.splitlines()[-1])  # after what Ray prints of the death
+        assert cli(["fleet", "status"]) == 0
+        text = capsys.readouterr().out
+        others.give(held)
+        one, other = sorted(state["owners"], key=lambda owner: -owner["replaced"])
+        steps = sum(len(path) for tree in local for _, path in tree)
+        assert other["steps"] == steps and one["steps"] >= steps > 0
+        assert (one["replaced"], one["starting"], other["replaced"]) == (1, 0, 0)
+        assert (
+            set(one["failures"]) == {"WorkerDied"} and sum(one["recoveries"].values()) == one["failures"]["WorkerDied"]
+        )
+        assert set(one["recoveries"]) <= {"snapshot", "fork", "reset"} and not other["failures"] and not one["dropped"]
+        assert one["steps_per_second"] > 0 and one["env"] == "sandboxgym/ALFWorld-v0"
+        there = [node for node in state["nodes"] if node["alive"] and not node["head"]]
+        assert sum(node["usage"]["workers"] for node in there) == 3 and all(node["cores"] == 4 for node in there)
+        live = sum(len(source._made) for source in (envs, others))
+        assert sum(node["usage"]["environments"] for node in there) == live
+        assert sum(node["usage"]["in_use"] for node in there) == 1
+        assert all(node["usage"]["snapshot_bytes"] > 1000 for node in there if node["usage"]["snapshots"])
+        assert sum(node["usage"]["snapshots"] for node in there) > 0
+        assert (
+            f"owners: 2, environments: {live}" in text
+            and f"failures: WorkerDied {sum(one['failures'].values())};" in text
+        )
+    assert not fleet_status().owners
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym")
+
+
+def test_a_store_of_snapshots_is_in_the_state_of_the_fleet(nodes: Nodes, local: Any, tmp_path: Path) -> None:
+    nodes.with_two()
+    with fleet_of(2, store=tmp_path) as envs:
+        await_all(envs)
+        envs.give(envs.take())
+        with contextlib.ExitStack() as kept:
+            env = envs.take()
+            kept.callback(envs.give, env)
+            env.reset(seed=1)
+            snap = env.snapshot()  # type: ignore[attr-defined]
+            kept.callback(snap.release)
+            snap.kept.prepare()
+            env.step("look")
+            owner, _ = envs.measured()
+            assert sum(there.snapshots for there in owner.nodes.values()) == 1
+            assert sum(there.snapshot_bytes for there in owner.nodes.values()) > 100
+            assert envs.measured()[1].written > 100
+
+
+def test_an_owner_that_was_killed_disappears_from_the_state(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.with_two()
+    code = (
+        "import sys, time; from sandboxgym.workers.fleet import RayEnvs\n"
+        f"envs = RayEnvs('sandboxgym/ALFWorld-v0', 1, address='{nodes.address}', resources={{'env': 0.01}})\n"
+        "envs.take(); print('ready', flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None and "ready" in owner.stdout.read(6)
+        until(lambda: any(there.environments for each in fleet_status().owners for there in each.nodes.values()))
+    finally:
+        owner.kill()
+        owner.communicate()
+    monkeypatch.setattr(state_of_fleet, "STALE", 3.0)
+    until(lambda: not fleet_status().owners)
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym")
+
+
+def until(condition: Any, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_actors_end_with_their_environments(nodes: Nodes) -> None:

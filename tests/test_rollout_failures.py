@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 from collections import Counter
@@ -14,7 +16,9 @@ from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
 import sandboxgym.wrappers.jobs as jobs
 from sandboxgym import SnapshotEnv, register_wrapper, snapshot
-from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Schedule, rollout
+from sandboxgym.errors import SnapshotMissing
+from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Recovery, Schedule, rollout, rollout_async
+from sandboxgym.tree.lockstep import ORIGINS
 from sandboxgym.workers.pool import PooledEnvs
 
 
@@ -293,3 +297,77 @@ def test_worker_processes_that_are_killed_change_nothing() -> None:
         )
     assert sampled(trees) == sampled(whole)
     assert failures and not any(failure.dropped for failure in failures)
+
+
+class Told(Envs):
+    """Is told what was lost and recovered."""
+
+    def __init__(self, make: Callable[[], gym.Env[Any, Any]]) -> None:
+        super().__init__(make)
+        self.events: list[Failure | Recovery] = []
+
+    def note(self, event: Failure | Recovery) -> None:
+        self.events.append(event)
+
+
+def told(fate: Callable[[str, int], bool], *, at_once: bool) -> list[Failure | Recovery]:
+    """Events of a rollout of one path, forked when it has ended; in lockstep, or each path by itself."""
+    Mortal.fate, Mortal.calls, Mortal.closed = staticmethod(fate), Counter(), []  # type: ignore[assignment]
+    policy = Wanderer()
+
+    async def decide(context: Context) -> Action | None:
+        (action,) = policy([context])
+        return action
+
+    with Told(lambda: Mortal(gym.make("toys/Dice-v0"))) as envs:
+        shared: dict[str, Any] = {"tasks": [None], "seed": (3,), "retries": 2}
+        if at_once:
+            rollout(envs, policy, Forks(1, 2, late=True), **shared)
+        else:
+            asyncio.run(rollout_async(envs, decide, Forks(1, 2, late=True), **shared))
+    return envs.events
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["lockstep", "by themselves"])
+@pytest.mark.parametrize(
+    ("call", "times", "kinds"),
+    [
+        ("step", [4], ["snapshot"]),  # taken one step before
+        ("step", [4, 5], ["fork"]),  # the second, in the replay, casts doubt on the snapshot
+        ("restore", [0], ["fork"]),
+        ("step", [4, 5, 6], []),
+    ],
+)
+def test_every_recovery_is_told_and_one_line_of_the_log_says_from_where(
+    taken: list[Any], caplog: pytest.LogCaptureFixture, at_once: bool, call: str, times: list[int], kinds: list[str]
+) -> None:
+    with caplog.at_level(logging.WARNING, "sandboxgym"):
+        events = told(lambda name, before: name == call and before in times, at_once=at_once)
+    lost = [event for event in events if isinstance(event, Failure)]
+    back = [event for event in events if isinstance(event, Recovery)]
+    assert len(lost) == len(times) and [event.kind for event in back] == kinds
+    assert sum(event.dropped > 0 for event in lost) == (not kinds)
+    lines = [line for line in caplog.messages if line.startswith("recovered")]
+    assert len(lines) == len(back)
+    for line, event in zip(lines, back, strict=True):
+        assert ORIGINS[event.kind] in line and f"repeated: {event.actions}, after: ConnectionError: gone" in line
+        assert (event.task, event.path) == (lost[0].task, lost[0].path)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["lockstep", "by themselves"])
+def test_a_recovery_by_a_reset_is_told_as_that(
+    taken: list[Any], monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    restore, lost = jobs.restore, []
+
+    def missing(env: gym.Env[Any, Any], snap: Any, *, seed: int | None) -> Any:
+        if Mortal.calls["step"] > 4 and len(lost) < 2:
+            lost.append(snap)
+            raise SnapshotMissing("nobody has it")
+        return restore(env, snap, seed=seed)
+
+    monkeypatch.setattr(jobs, "restore", missing)
+    events = told(lambda name, before: (name, before) == ("step", 4), at_once=at_once)
+    recovered = [event for event in events if isinstance(event, Recovery)]
+    assert [event.kind for event in recovered] == ["reset"]
+    assert recovered[0].actions == recovered[0].depth

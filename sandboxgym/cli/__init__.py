@@ -30,6 +30,7 @@ COMMANDS = {
     "init": ("sandboxgym.cli.init:main", "write a package for your own environment, with tests and a certificate"),
     "conformance": ("sandboxgym.cli.passing:conformance_main", "check that an environment's snapshots are faithful"),
     "bench": ("sandboxgym.cli.passing:bench_main", "measure what snapshots cost"),
+    "fleet": ("sandboxgym.cli.fleet:main", "show the environments on a Ray cluster"),
     "doctor": ("sandboxgym.cli.doctor:main", "show what this machine can run, and what to install for the rest"),
     "gc": ("sandboxgym.cli.gc:main", "remove what killed processes left behind"),
 }

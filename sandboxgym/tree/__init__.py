@@ -22,7 +22,7 @@ sampled on a path does not depend on which other paths are rolled out, in which 
 from sandboxgym.tree.asynchronous import AsyncPolicy, rollout_async
 from sandboxgym.tree.envs import Envs, EnvSource
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
-from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, rollout
+from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, Recovery, rollout
 from sandboxgym.tree.schedules import ForkAt, Schedule, TopEntropy
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Path",
     "PathKey",
     "Policy",
+    "Recovery",
     "RolloutTree",
     "Schedule",
     "TopEntropy",

@@ -424,6 +424,7 @@ class Asynchronous(Driver):
             anchor = run.anchors[-1 if run.lost == 1 else 0]
             found = await self.call(partial(self.replay_to, run, anchor, go), restoring=True)
             if not isinstance(found, Exception):
+                self.record_recovery(run, described(error))
                 return found
             error = found
         return None

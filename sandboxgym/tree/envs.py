@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import gymnasium as gym
 
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult, execute
+
+if TYPE_CHECKING:
+    from sandboxgym.tree.rollout import Failure, Recovery
 
 T = TypeVar("T")
 logger = logging.getLogger("sandboxgym")
@@ -47,6 +50,14 @@ class NearSource(EnvSource, Protocol):
 
     def take_near(self, snap: Any, /) -> gym.Env[Any, Any]:
         """A live environment in any state, to be restored to a snapshot."""
+
+
+@runtime_checkable
+class ToldSource(EnvSource, Protocol):
+    """Source of environments that is told what rollouts lost, and how they went on."""
+
+    def note(self, event: Failure | Recovery, /) -> None:
+        """Count a failed environment, or a path that continues with another."""
 
 
 class Envs:

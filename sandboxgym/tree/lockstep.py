@@ -22,9 +22,9 @@ import numpy as np
 from gymnasium.utils.env_checker import data_equivalence
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
-from sandboxgym.tree.envs import EnvSource, NearSource, described, logger
+from sandboxgym.tree.envs import EnvSource, NearSource, ToldSource, described, logger
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
-from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy
+from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, Recovery
 from sandboxgym.tree.schedules import Schedule
 from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
 
@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 Outcome = tuple[Any, float, float] | Exception
 """Result of a job, seconds of capturing and of stepping; or the exception that the environment raised."""
+
+
+ORIGINS = {"snapshot": "the last snapshot on its path", "fork": "where it forked", "reset": "the reset to its task"}
+"""Kinds of `Recovery` as text."""
 
 
 class Diverged(Exception):
@@ -79,6 +83,8 @@ class LivePath:
     """States captured on it, where forks may be requested once it has ended."""
     lost: int = 0
     """Environments that failed on it."""
+    replayed: tuple[str, int] = ("", 0)
+    """Kind of the last `Recovery` on it, and the actions repeated in it."""
     dropped: bool = False
 
 
@@ -354,6 +360,7 @@ class Driver:
         one: that from which the path started, or else the reset to the task.
         """
         first = run.anchors[0]
+        origin: Checkpoint | None = None
         for point in (first,) if anchor is first else (anchor, first):
             seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
             try:
@@ -363,13 +370,17 @@ class Driver:
                     raise
                 logger.warning("a captured state of path %s is lost: %s", run.path.key, error)
                 continue
+            origin = point
             break
         else:
             begun = self.replay_to_start(run)
         assert begun is not None
-        for edge in run.path.edges:
-            if edge.parent.depth >= point.node.depth:
-                repeat(run.env, edge)
+        since = 0 if origin is None else origin.node.depth
+        edges = [edge for edge in run.path.edges if edge.parent.depth >= since]
+        for edge in edges:
+            repeat(run.env, edge)
+        kind = "reset" if origin is None else "fork" if origin is first else "snapshot"
+        run.replayed = (kind, len(edges) + (run.path.start.depth if origin is None else 0))
         return go(begun)
 
     def replay_to_start(self, run: LivePath) -> Begun:
@@ -404,11 +415,25 @@ class Driver:
         return Failure(run.tree.index, run.path.key, run.node.depth, described(error), dropped)
 
     def record_failure(self, failure: Failure) -> None:
-        """Record a failure for the caller and in the log."""
+        """Record a failure for the caller, the source of environments, and in the log."""
         self.note(failure)
+        self.tell(failure)
         cost = f"dropped paths: {failure.dropped}" if failure.dropped else "trying again with another"
         place = f"task {failure.task}, path {failure.path}, step {failure.depth}"
         logger.warning("an environment failed (%s), %s: %s", place, cost, failure.error)
+
+    def record_recovery(self, run: LivePath, error: str) -> None:
+        """Record that a path continues with another environment: for the source of environments, and in the log."""
+        kind, actions = run.replayed
+        recovery = Recovery(run.tree.index, run.path.key, run.node.depth, kind, actions, error)
+        self.tell(recovery)
+        place = f"task {recovery.task}, path {recovery.path}, step {recovery.depth}"
+        logger.warning("recovered (%s) from %s, actions repeated: %d, after: %s", place, ORIGINS[kind], actions, error)
+
+    def tell(self, event: Failure | Recovery) -> None:
+        """Tell the source of environments, if it counts such events."""
+        if isinstance(self.envs, ToldSource):
+            self.envs.note(event)
 
     def drop(self, run: LivePath) -> None:
         """Remove a path and everything forked off it."""
@@ -625,10 +650,11 @@ class Lockstep(Driver):
                 self.record_failure(self.failure(run, error, dropped=len(run.tree.offspring(run.path.key))))
                 return None
             self.record_failure(self.failure(run, error))
-            began = time.perf_counter()
+            began, lost = time.perf_counter(), described(error)
             try:
                 run.env = self.take()
                 (found,) = self.envs.call([partial(self.replay_to, run, run.anchors[-1 if run.lost == 1 else 0], go)])
+                self.record_recovery(run, lost)
                 return found
             except Exception as failed_again:
                 error = failed_again

@@ -77,6 +77,24 @@ class Failure:
     """True if the policy could not act at all (`Policy` returned None for the first step)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A path that continues with another environment, in a rollout with ``retries``."""
+
+    task: int
+    """Index of the tree."""
+    path: PathKey
+    """Key of the path."""
+    depth: int
+    """Steps since the root."""
+    kind: str
+    """Start of the replay: the last ``"snapshot"`` on the path, the ``"fork"`` where it begins, or a ``"reset"``."""
+    actions: int
+    """Actions that were repeated."""
+    error: str
+    """The exception of the environment that was lost, as text."""
+
+
 def rollout(
     envs: EnvSource,
     policy: Policy,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections import OrderedDict
+import operator
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -132,6 +133,33 @@ class Executed(NamedTuple):
     streams: Any
 
 
+class HostCounts(NamedTuple):
+    """Counts of a worker: what it did since it started, and what it holds now."""
+
+    created: int = 0
+    """Environments made in it, forks included."""
+    resets: int = 0
+    restores: int = 0
+    snapshots: int = 0
+    steps: int = 0
+    written: int = 0
+    """Bytes that it wrote to the store of its snapshots."""
+    environments: int = 0
+    """Environments that live in it now."""
+    kept: int = 0
+    """Snapshots that it keeps now."""
+    kept_bytes: int = 0
+    """Bytes of their durable forms, of those that have been encoded."""
+
+    def plus(self, other: HostCounts) -> HostCounts:
+        """The sum of two workers' counts."""
+        return HostCounts(*map(operator.add, self, other))
+
+    def ended(self) -> HostCounts:
+        """The counts once the worker has ended: it did as much, and holds nothing."""
+        return self._replace(environments=0, kept=0, kept_bytes=0)
+
+
 class NotKept(Exception):
     """The worker does not keep, or no longer keeps, the snapshot named by its key only."""
 
@@ -166,16 +194,26 @@ class Host:
         self._makes: dict[int, MakeEnv] = {}
         self._rows: dict[int, dict[str | None, Sequence[Task]]] = {}
         self._experts: dict[int, OrderedDict[int, Expert]] = {}
-        self._kept: OrderedDict[SnapKey, Snapshot] = OrderedDict()
+        self._kept: OrderedDict[SnapKey, tuple[Snapshot, int]] = OrderedDict()
+        """Snapshots, with the bytes of their durable forms; 0 where these are not known."""
         self._keep = keep
         self._ships = ships
         self._keeper: Keeper | None = None
+        self._counted: Counter[str] = Counter()
         self._since: dict[int, int] = {}
         """Steps in a slot since a snapshot was given to the keeper to write; none since a reset."""
 
     def perform(self, call: Call) -> Any:
         """Execute one call."""
         return getattr(self, call.method)(call.slot, *call.args)
+
+    def counts(self) -> HostCounts:
+        """Counts of what the worker did so far, and holds now."""
+        kept, nbytes, written = len(self._kept), sum(size for _, size in self._kept.values()), 0
+        if self._keeper is not None:
+            held, held_bytes, written = self._keeper.counts()
+            kept, nbytes = kept + held, nbytes + held_bytes
+        return HostCounts(**self._counted, written=written, environments=len(self._envs), kept=kept, kept_bytes=nbytes)
 
     def make(self, slot: int, make: MakeEnv, keeping: Keeping | None = None) -> Description:
         """Make a new environment in the slot, and close the one that was there.
@@ -188,6 +226,7 @@ class Host:
             self.close(slot)
         self._makes[slot] = make
         env = self._envs[slot] = make()
+        self._counted["created"] += 1
         try:
             spec = snapshot_spec_of(env)
         except AttributeError:
@@ -207,6 +246,7 @@ class Host:
     def reset(self, slot: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """See ``gymnasium.Env.reset``."""
         self._since.pop(slot, None)
+        self._counted["resets"] += 1
         return self._envs[slot].reset(seed=seed, options=options)
 
     def step(self, slot: int, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -228,6 +268,7 @@ class Host:
 
     def restore(self, slot: int, shipped: Shipped, seed: int | None, streams: bool = False) -> Any:
         """Return to a captured state: its (observation, info), with ``streams`` also the spaces' random streams."""
+        self._counted["restores"] += 1
         started = restore(self._envs[slot], self._receive(shipped), seed=seed)
         return (started, self.streams(slot)) if streams else started
 
@@ -235,6 +276,7 @@ class Host:
         """Fork children of the environment into new slots."""
         self._put_streams(self._envs[slot], streams)
         self._envs.update(zip(slots, fork(self._envs[slot], len(slots), seed=seed), strict=True))
+        self._counted["created"] += len(slots)
 
     def streams(self, slot: int) -> Any:
         """The random streams of the environment's spaces."""
@@ -274,6 +316,8 @@ class Host:
             self._since.pop(slot, None)
         snap = None if shipped is None else (self._receive(shipped), seed)
         done = execute(EnvJob(env, reset=reset, restore=snap, capture=capture, step=step))
+        self._counted["resets"] += reset is not None
+        self._counted["restores"] += snap is not None
         streams = self.streams(slot) if capture or snap is not None else None
         taken = self._ship(slot, done.snap) if capture else None
         if step is not None:
@@ -376,6 +420,7 @@ class Host:
         self._keeper.store_now(key)
 
     def _count_step(self, slot: int) -> None:
+        self._counted["steps"] += 1
         if slot in self._since:
             self._since[slot] += 1
 
@@ -384,6 +429,7 @@ class Host:
             self._keeper.drop(list(keys))
 
     def _ship(self, slot: int, snap: Any) -> Shipped:
+        self._counted["snapshots"] += 1
         key = snapshot_key(snap)
         if key is None or not self._ships:
             return Shipped(key, handle=snap)
@@ -393,8 +439,9 @@ class Host:
                 self._since[slot] = 0
             self._keeper.keep(key, snap, durable=due)
             return Shipped(key, facts=Facts(snap.header, snap.layers, snap.id, snap.parent))
-        self._remember(key, snap)
-        return Shipped(key, data=snap.to_bytes())
+        data = snap.to_bytes()
+        remember(self._kept, key, (snap, len(data)), self._keep)
+        return Shipped(key, data=data)
 
     def _receive(self, shipped: Shipped) -> Any:
         key, data, handle = shipped.key, shipped.data, shipped.handle
@@ -402,19 +449,17 @@ class Host:
             return handle
         if self._keeper is not None and (kept := self._keeper.get(key)) is not None:
             return kept
+        size = 0
         if data is not None:
-            snap = Snapshot.from_bytes(data)
+            snap, size = Snapshot.from_bytes(data), len(data)
         elif key in self._kept:
-            snap = self._kept[key]
+            snap, size = self._kept[key]
         elif shipped.stored and self._keeper is not None:
             snap = self._keeper.load(key)
         else:
             raise NotKept(key)
-        self._remember(key, snap)
+        remember(self._kept, key, (snap, size), self._keep)
         return snap
-
-    def _remember(self, key: SnapKey, snap: Snapshot) -> None:
-        remember(self._kept, key, snap, self._keep)
 
     @staticmethod
     def _put_streams(env: AnyEnv, streams: Any) -> None:

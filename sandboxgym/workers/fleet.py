@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -30,8 +31,10 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.tree import Envs
-from sandboxgym.workers.env_host import Call, FleetError, Host, MakeEnv, Outcome, WorkerDied
+from sandboxgym.tree import Envs, Failure, Recovery
+from sandboxgym.workers.env_host import Call, FleetError, Host, HostCounts, MakeEnv, Outcome, WorkerDied
+from sandboxgym.workers.fleet_status import Events, Owner, Usage, reporter_of
+from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.pool import PooledEnvs
 from sandboxgym.workers.process import GRACE, answer_of
 from sandboxgym.workers.remote import RemoteEnv
@@ -52,20 +55,32 @@ _PATIENCE = 10.0
 """Seconds that the head of a cluster has to accept a connection."""
 
 
+_ASK_AGAIN = 60.0
+"""Seconds for which a worker is not asked for anew after its node turned out to lack something."""
+
+
 class _Actor:
     """The process on a node: a `Host`, whose calls are executed one after the other."""
 
     def __init__(self, keep: int, path: Sequence[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self.host = Host(keep=keep, ships=True)
+        self.meters = WorkerMeters()
 
-    def ready(self) -> tuple[str, int]:
-        """Id of the node, and process id there: the actor runs."""
-        return str(ray.get_runtime_context().get_node_id()), os.getpid()
+    def ready(self) -> tuple[str, str, int, str]:
+        """Id and address of the node, process id there, version of this package there: the actor runs."""
+        from sandboxgym import __version__
 
-    def perform(self, calls: Sequence[tuple[int, str, bytes]]) -> list[bytes]:
-        """Execute calls: their answers, in order."""
-        return [answer_of(self.host, *call) for call in calls]
+        node = str(ray.get_runtime_context().get_node_id())
+        return node, str(ray.util.get_node_ip_address()), os.getpid(), __version__  # type: ignore[no-untyped-call]
+
+    def perform(self, calls: Sequence[tuple[int, str, bytes]]) -> tuple[list[bytes], tuple[int, ...]]:
+        """Execute calls: their answers, in order, and the counts of the worker after that (`HostCounts`)."""
+        began = time.perf_counter()
+        answers = [answer_of(self.host, *call) for call in calls]
+        counts = self.host.counts()
+        self.meters.update(counts, time.perf_counter() - began)
+        return answers, tuple(counts)
 
     def end(self) -> None:
         """Close the environments."""
@@ -94,7 +109,9 @@ def connect(address: str | None = None) -> None:
         _look_for(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # Of two versions only the lines after the first say which they are.
+        reason = ", ".join(lines).replace(":,", ":") if "mismatch" in lines[0] else lines[0]
         raise FleetError(
             f"expected a Ray cluster at {address} (ray start --head, or ray://HOST:10001): {reason}"
         ) from error
@@ -148,7 +165,19 @@ class RayWorker(Worker):
         self._answers: deque[bytes] = deque()
         self.node: str | None = None
         """Id of its node, once it runs."""
+        self.address = ""
+        """Address of its node, once it runs."""
+        self.unfit = ""
+        """Reason for which the node that it was on last cannot serve; empty where it does."""
+        self._again = 0.0
         self._pid: int | None = None
+        self._counts = HostCounts()
+        self._ended = HostCounts()
+
+    @property
+    def counts(self) -> HostCounts:
+        """Counts of what it holds, as of its last answer, and of what it and the actors before it did."""
+        return self._ended.plus(self._counts)
 
     @property
     def pid(self) -> int | None:
@@ -170,6 +199,17 @@ class RayWorker(Worker):
                 self._settle_on_node()
         return self.node is not None
 
+    def restart(self) -> None:
+        """Ask for an actor, if there is none; some time after one whose node could not serve, for it will not soon."""
+        if not self.alive and not (self.unfit and time.monotonic() < self._again):
+            self.start()
+
+    def refuse(self, reason: str) -> None:
+        """End the actor, because its node cannot serve."""
+        logger.warning("%s", reason)
+        self.kill()
+        self.unfit, self._again = reason, time.monotonic() + _ASK_AGAIN
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the actor runs.
 
@@ -186,6 +226,7 @@ class RayWorker(Worker):
     def kill(self) -> None:
         """End the actor at once."""
         actor, self._actor, self._ready, self.node, self._pid = self._actor, None, None, None, None
+        self._ended, self._counts = self.counts.ended(), HostCounts()
         self._posted.clear()
         self._answers.clear()
         if actor is not None and ray.is_initialized():
@@ -222,11 +263,19 @@ class RayWorker(Worker):
         if not self._answers:
             if self._actor is None or not self._posted:
                 raise WorkerDied("the worker on the cluster was ended by an earlier call")
-            self._answers.extend(self._got(self._posted.popleft(), timeout))
+            answers, counts = self._got(self._posted.popleft(), timeout)
+            self._answers.extend(answers)
+            self._counts = HostCounts(*counts)
         return outcome_of(self._answers.popleft())
 
     def _settle_on_node(self) -> None:
-        self.node, self._pid = self._got(self._ready, None)
+        from sandboxgym import __version__
+
+        self.node, self.address, self._pid, there = self._got(self._ready, None)
+        if there != __version__:
+            self.refuse(f"node {self.address} has sandboxgym {there}, expected {__version__} as here")
+            raise WorkerDied(self.unfit)
+        self.unfit = ""
 
     def _got(self, reference: Any, timeout: float | None) -> Any:
         try:
@@ -239,6 +288,11 @@ class RayWorker(Worker):
         except ray.exceptions.RayError as error:
             # One that is only unreachable may have executed the calls, so it must not execute them again.
             where = f" on node {self.node[:8]}" if self.node else ""
+            if "creation task" in str(error):  # it never ran
+                place = re.search(r"ip=([^,)]+)", str(error))
+                on = f"node {place[1]}" if place else "a node"
+                self.refuse(f"{on} cannot run workers: {_last_line(error)} (expected sandboxgym[ray] there, as here)")
+                raise WorkerDied(self.unfit) from error
             self.kill()
             raise WorkerDied(f"a worker{where} was lost: {str(error).partition(chr(10))[0]}") from error
 
@@ -302,6 +356,8 @@ class RayEnvs(PooledEnvs):
             **kwargs,
         )
         self._patience = create_timeout
+        self._events = Events()
+        self._reporter = reporter_of(self, spec_id(env))
 
     def new_worker(self) -> Worker:
         """A worker on the cluster."""
@@ -325,6 +381,30 @@ class RayEnvs(PooledEnvs):
                 logger.warning("an environment is made on another worker: %s", error)
         raise AssertionError
 
+    def take_at(self, place: int) -> gym.Env[Any, Any]:
+        """A live environment on the worker with a number.
+
+        Raises:
+            WorkerDied: it was lost; or its node lacks what the environment needs, and is left alone for some time.
+        """
+        try:
+            return super().take_at(place)
+        except Exception as error:
+            worker = self._worker(place)
+            if not _is_missing(error) or worker.node is None:
+                raise
+            reason = f"node {worker.address} cannot make the environment: {error}"
+            for other in range(len(self._slots)):
+                if self._worker(other).node == worker.node and not self._taken[other] and other != place:
+                    self._worker(other).refuse(reason)
+            worker.refuse(reason)
+            raise WorkerDied(reason) from error
+
+    def _worker(self, place: int) -> RayWorker:
+        worker = self._slots[place].worker
+        assert isinstance(worker, RayWorker)
+        return worker
+
     def give(self, env: gym.Env[Any, Any]) -> None:
         """Return an environment, for use by the next path; one whose worker was lost is closed."""
         assert isinstance(env, RemoteEnv)
@@ -333,25 +413,64 @@ class RayEnvs(PooledEnvs):
         else:
             super().give(env)
 
+    def note(self, event: Failure | Recovery) -> None:
+        """Count what a rollout lost and recovered, for the state of the fleet."""
+        self._events.note(event)
+
+    def measured(self) -> tuple[Owner, HostCounts]:
+        """Report of the present, for the state of the fleet, and the sum of the workers' counts."""
+        counts, starting, replaced = HostCounts(), 0, 0
+        nodes: dict[str, Usage] = {}
+        for place in range(len(self._slots)):
+            worker = self._worker(place)
+            counts = counts.plus(worker.counts)
+            replaced += max(0, worker.generation - 1)
+            if (node := worker.node) is None:
+                starting += 1
+                continue
+            own = worker.counts
+            here = Usage(1, own.environments, self._taken[place], own.kept, own.kept_bytes)
+            nodes[node] = nodes.get(node, Usage()).plus(here)
+        owner = Owner(
+            name="",
+            env="",
+            at=0.0,
+            seconds=0.0,
+            starting=starting,
+            replaced=replaced,
+            nodes=nodes,
+            failures=dict(self._events.failures),
+            recoveries=dict(self._events.recoveries),
+            dropped=self._events.dropped,
+        )
+        return owner, counts
+
+    def close(self) -> None:
+        """Close the environments, end the workers, and withdraw the report of them. Idempotent."""
+        self._reporter.close()
+        super().close()
+
     def _running(self) -> list[int]:
         """Places of the workers that run; waits until there is one."""
         deadline = None if self._patience is None else time.monotonic() + self._patience
         while True:
             running = []
-            for place, shared in enumerate(self._slots):
-                worker = shared.worker
-                assert isinstance(worker, RayWorker)
+            for place in range(len(self._slots)):
+                worker = self._worker(place)
                 with worker.lock:
                     if not worker.alive:
                         free, self._free[place] = self._free[place], []
                         for env in free:  # they were lost with it
                             del self._at[id(env)]
                             Envs.discard(self, env)
-                        worker.start()
+                        worker.restart()
                     if worker.ready:
                         running.append(place)
             if running:
                 return running
+            unfit = {worker.unfit for worker in map(self._worker, range(len(self._slots))) if not worker.alive}
+            if "" not in unfit and not any(shared.worker.alive for shared in self._slots):
+                raise FleetError("; ".join(sorted(unfit)))
             if deadline is not None and time.monotonic() > deadline:
                 raise FleetError(
                     f"expected one of {len(self._slots)} workers to run within {self._patience:g} s, found none: "
@@ -360,5 +479,19 @@ class RayEnvs(PooledEnvs):
             time.sleep(0.05)
 
 
+def _is_missing(error: Exception) -> bool:
+    """True if an error says that a package or a sandbox is missing where the environment was to be made."""
+    from sandboxgym.sandbox.base import SandboxUnavailable
+
+    return isinstance(error, (DependencyNotInstalled, ImportError, SandboxUnavailable))
+
+
 def _last_line(error: BaseException) -> str:
     return str(error).strip().rpartition("\n")[2]
+
+
+def spec_id(env: str | EnvSpec | MakeEnv) -> str:
+    """Id of the environment that is made; empty where a function makes it that does not name one."""
+    named = getattr(env, "args", (env,))[:1]  # of `env_maker`, whose first argument it is
+    found = named[0] if named else env
+    return found.id if isinstance(found, EnvSpec) else found if isinstance(found, str) else ""

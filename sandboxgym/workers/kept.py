@@ -122,6 +122,8 @@ class Keeper:
         self._kept: dict[SnapKey, Snapshot] = {}
         self._waiting: OrderedDict[SnapKey, Snapshot] = OrderedDict()
         self._stored: dict[SnapKey, str] = {}
+        self._sizes: dict[SnapKey, int] = {}
+        self._total = 0
         self._writing: SnapKey | None = None
         self._doomed = False
         """True if the snapshot that is being written was dropped meanwhile."""
@@ -142,6 +144,11 @@ class Keeper:
     def get(self, key: SnapKey) -> Snapshot | None:
         """The snapshot of a key; None if it is not kept."""
         return self._kept.get(key)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Snapshots that are kept, bytes of those that were written, bytes that were new to the store."""
+        with self._changed:
+            return len(self._kept), sum(self._sizes.values()), self._total
 
     def load(self, key: SnapKey) -> Snapshot:
         """Read a snapshot from the store, as another worker wrote it.
@@ -200,6 +207,7 @@ class Keeper:
     def _forget(self, key: SnapKey) -> None:
         """Release a snapshot that is not being written."""
         snap, stored = self._kept.pop(key, None), self._stored.pop(key, None)
+        self._sizes.pop(key, None)
         if snap is not None:
             snap.release()
         if stored is not None:
@@ -237,7 +245,10 @@ class Keeper:
 
     def _write(self, key: SnapKey, snap: Snapshot) -> int:
         stored = self._store.put(snap, lease=self._lease, name=name_of(key))
-        self._stored[key] = stored.key
+        with self._changed:
+            self._stored[key] = stored.key
+            self._sizes[key] = stored.nbytes
+            self._total += stored.written
         return stored.written
 
     def _written(self) -> None:

@@ -1,0 +1,122 @@
+"""``sandboxgym fleet``: look at the environments on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sandboxgym.cli import OK, CommandError
+from sandboxgym.cli.support.terminal import nbytes_text
+
+if TYPE_CHECKING:
+    from sandboxgym.workers.fleet_status import FleetStatus, Owner
+
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def main(argv: Sequence[str]) -> int:
+    """``sandboxgym fleet``."""
+    parser = argparse.ArgumentParser(prog="sandboxgym fleet", description="Look at the environments on a Ray cluster.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    status = commands.add_parser(
+        "status",
+        help="show nodes, live environments, snapshots, failures and rates",
+        description="Show the nodes of a Ray cluster and what all owners of environments have there.",
+    )
+    status.add_argument(
+        "--address", help="of the cluster: HOST:PORT or ray://HOST:10001 (default: $RAY_ADDRESS, or one here)"
+    )
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=2.0,
+        metavar="SECONDS",
+        help="show it again every SECONDS (2), until Ctrl-C",
+    )
+    status.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
+    options = parser.parse_args(argv)
+    return show_status(options.address, watch=options.watch, as_json=options.json)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, found {text}")
+    return seconds
+
+
+def show_status(address: str | None, *, watch: float | None, as_json: bool) -> int:
+    """Print the state of a cluster, once or again and again."""
+    from sandboxgym.workers.env_host import FleetError
+    from sandboxgym.workers.fleet import connect
+    from sandboxgym.workers.fleet_status import fleet_status
+
+    try:
+        connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+        while True:
+            found = fleet_status()
+            if as_json:
+                print(json.dumps(found.to_dict()), flush=True)
+            else:
+                clear = _CLEAR if watch is not None and sys.stdout.isatty() else ""
+                print(clear + "\n".join(lines_of(found)), flush=True)
+            if watch is None:
+                return OK
+            time.sleep(watch)
+    except FleetError as error:
+        raise CommandError(str(error)) from error
+
+
+def lines_of(found: FleetStatus) -> Iterator[str]:
+    """The state as text."""
+    alive, usage = sum(node.alive for node in found.nodes), found.usage
+    gone = f" ({len(found.nodes) - alive} gone)" if alive < len(found.nodes) else ""
+    rate = sum(owner.steps_per_second for owner in found.owners)
+    summary = f"owners: {len(found.owners)}, environments: {usage.environments}, steps/s: {rate:.1f}"
+    yield f"nodes alive: {alive}{gone}, {summary}"
+    yield ""
+    rows: list[tuple[str, ...]] = [
+        ("node", "address", "state", "cores", "memory", "workers", "environments", "in use", "snapshots", "bytes")
+    ]
+    for node in found.nodes:
+        here = node.usage
+        state = "gone" if not node.alive else "head" if node.head else "alive"
+        place = (node.id[:8], node.address, state, f"{node.cores:g}", nbytes_text(node.memory))
+        counted = (here.workers, here.environments, here.in_use, here.snapshots)
+        rows.append((*place, *map(str, counted), nbytes_text(here.snapshot_bytes)))
+    yield from _table(rows)
+    if not found.owners:
+        yield "\nno owner of environments reports to this cluster"
+        return
+    yield ""
+    rows = [("owner", "environment", "workers", "starting", "replaced", "created", "steps", "steps/s", "to store")]
+    for owner in found.owners:
+        workers = sum(there.workers for there in owner.nodes.values())
+        numbers = (workers, owner.starting, owner.replaced, owner.created, owner.steps)
+        rate_text = f"{owner.steps_per_second:.1f}"
+        rows.append((owner.name, owner.env or "-", *map(str, numbers), rate_text, nbytes_text(owner.store_bytes)))
+    yield from _table(rows)
+    yield ""
+    for owner in found.owners:
+        yield f"{owner.name}: {events_of(owner)}"
+
+
+def events_of(owner: Owner) -> str:
+    """Failures and recoveries of an owner as text."""
+
+    def told(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) or "none"
+
+    return f"failures: {told(owner.failures)}; recoveries: {told(owner.recoveries)}; paths dropped: {owner.dropped}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
