@@ -20,12 +20,14 @@ import gymnasium as gym
 from bpo_ref.config import ConfigError
 from bpo_ref.running.environments import refuse_environment, refuse_missing_folder
 from bpo_ref.sampling.backends import LocalBackendName, make_backend
+from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.adapters.prompts import PromptName, make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.registration import registered_id
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Envs, Policy, Schedule, rollout
+from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,7 @@ def evaluate(
     Raises:
         RuntimeError: no episode ended.
     """
-    env = envs.take()
-    available = task_count(env)
-    envs.give(env)
+    available = ask(envs, task_count)
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]
     outcomes = []
@@ -219,11 +219,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line.
 
     Raises:
-        SystemExit: the checkpoint cannot be loaded or the environment not made, with the reason.
+        SystemExit: the checkpoint cannot be loaded, or the environment not made or lost, with the reason.
     """
     try:
         _main(argv)
-    except ConfigError as error:
+    except (ConfigError, FleetError, WorkerDied, CallTimedOut) as error:
         raise SystemExit(f"error: {error}") from error
 
 

@@ -54,6 +54,7 @@ from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import rescore, sampler_mismatch
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_of, write_samples
+from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.sampling.selection import differing, draw_tasks, leave_out, shuffled_parts
@@ -61,6 +62,7 @@ from bpo_ref.schedules import make_schedule
 from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from bpo_ref.supervised import supervised
 from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
+from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
 
 # ------------------------------------------------------------------------------------------------------------- credit
 
@@ -533,9 +535,8 @@ class Trainer:
         """Trees of the update's tasks, every N-th on each of N processes: the same tasks for every N."""
         args, session = self.args, self.session
         self.passed_over = dict.fromkeys(self.passed_over, 0)
-        env = session.envs.take()
-        drawn = draw_tasks(env, math.ceil(args.prompts * max(1.0, args.dynamic_sampling)), seed)
-        session.envs.give(env)
+        count = math.ceil(args.prompts * max(1.0, args.dynamic_sampling))
+        drawn = ask(session.envs, lambda env: draw_tasks(env, count, seed))
         indices = range(session.accelerator.process_index, len(drawn), session.accelerator.num_processes)
         tasks, scores = [drawn[i] for i in indices], None
         shared: dict[str, Any] = dict(
@@ -669,7 +670,7 @@ def train(args: Args) -> dict[str, Score]:
     try:
         trainer = Trainer(args)
         scores = trainer.run()
-    except (ConfigError, CheckpointError, TrainingFailed) as error:
+    except (ConfigError, CheckpointError, TrainingFailed, FleetError, WorkerDied, CallTimedOut) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:  # before the first step, or the second time
         raise SystemExit(128 + signal.SIGINT) from None

@@ -195,6 +195,16 @@ def test_a_killed_worker_is_replaced_and_changes_no_tree(nodes: Nodes, local: An
         await_all(envs)
 
 
+def test_workers_killed_before_their_first_environment_are_replaced(nodes: Nodes, local: Any) -> None:
+    nodes.with_two()
+    with fleet_of(2) as envs:
+        await_all(envs)
+        for worker in workers_of(envs):
+            assert worker.pid
+            os.kill(worker.pid, signal.SIGKILL)
+        assert grown(envs) == local
+
+
 def test_a_frozen_worker_counts_as_lost_after_the_deadline(nodes: Nodes, local: Any) -> None:
     nodes.with_two()
     with fleet_of(2, timeout=5.0, reset_timeout=60.0) as envs:

@@ -336,3 +336,18 @@ def test_pooled_envs_are_spread_and_used_again():
         workers = [shared.worker for shared in envs._slots]
     assert not any(worker.alive for worker in workers)
     envs.close()
+
+
+def test_workers_killed_before_they_make_an_environment_are_replaced():
+    with PooledEnvs("toys/Dice-v0", 2) as envs:
+        for shared in envs._slots:
+            os.kill(shared.worker.pid, signal.SIGKILL)
+        (tree,) = rollout(envs, lambda contexts: [Action(0) for _ in contexts], Schedule(3))
+        assert len(tree.paths) == 3
+
+
+def test_a_function_that_ends_every_worker_is_an_error_after_each_was_tried():
+    with PooledEnvs(lambda: os._exit(3), 2) as envs:
+        with pytest.raises(WorkerDied, match="exited with status 3"):
+            envs.take()
+        assert sum(shared.worker.generation for shared in envs._slots) == 2 + 2  # asked three times

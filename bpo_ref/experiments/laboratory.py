@@ -28,6 +28,7 @@ from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.running.environments import envs_of, gives_key
 from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.sampling.selection import draw_tasks
@@ -144,11 +145,8 @@ class Laboratory:
         return Samples(method, np.stack(gradients), np.array(spent, dtype=float), moving / actions, seconds)
 
     def _draw(self, batch: int) -> list[Any]:
-        env = self.envs.take()
-        self._available = task_count(env)
-        tasks = draw_tasks(env, self.study.tasks, (self.study.seed, 91, batch))
-        self.envs.give(env)
-        return tasks
+        self._available = ask(self.envs, task_count)
+        return ask(self.envs, lambda env: draw_tasks(env, self.study.tasks, (self.study.seed, 91, batch)))
 
     def _recall(self, args: Args, key: int) -> None:
         """Reuse the trees sampled for the method before, if this one's would be identical."""

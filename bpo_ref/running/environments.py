@@ -12,7 +12,7 @@ import gymnasium as gym
 
 from bpo_ref.config import TINY, ConfigError
 from bpo_ref.running import folder
-from bpo_ref.sampling.env_source import env_source
+from bpo_ref.sampling.env_source import ask, env_source
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.registration import check_arguments, nearest_named
 from sandboxgym.tree import Envs
@@ -133,7 +133,4 @@ def gives_key(envs: Envs) -> bool:
 
 def first_info(envs: Envs) -> dict[str, Any]:
     """First ``info`` of an episode."""
-    env = envs.take()
-    _, info = env.reset(seed=0)
-    envs.give(env)
-    return info
+    return ask(envs, lambda env: env.reset(seed=0)[1])

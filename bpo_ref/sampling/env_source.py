@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import gymnasium as gym
 
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.tree import Envs
-from sandboxgym.workers.env_host import env_maker
+from sandboxgym.tree.envs import described, logger
+from sandboxgym.workers.env_host import CallTimedOut, WorkerDied, env_maker
+
+T = TypeVar("T")
+
+TRIES = 3
+"""Environments that are asked before a question counts as unanswered."""
 
 
 def env_source(
@@ -50,3 +58,36 @@ def env_source(
     from sandboxgym.workers.fleet import RayEnvs  # imports Ray
 
     return RayEnvs(make, workers or None, address=address, **limits)
+
+
+def ask(envs: Envs, question: Callable[[gym.Env[Any, Any]], T]) -> T:
+    """Answer of any of these environments to a question about all of them, its number of tasks, say.
+
+    An environment that was lost with its worker knows no answer, and nothing is lost with it: another one is asked.
+
+    Args:
+        envs: the environments.
+        question: a function of one that does not depend on what was done with it before. It may reset it.
+
+    Raises:
+        WorkerDied, CallTimedOut: so did the workers of several in a row.
+    """
+    for left in reversed(range(TRIES)):
+        env = envs.take()
+        while getattr(env, "lost", False):  # given back before its worker died
+            envs.discard(env)
+            env = envs.take()
+        try:
+            answer = question(env)
+        except (WorkerDied, CallTimedOut) as error:
+            envs.discard(env)
+            if not left:
+                raise
+            logger.warning("another environment is asked: %s", described(error))
+        except BaseException:
+            envs.give(env)
+            raise
+        else:
+            envs.give(env)
+            return answer
+    raise AssertionError

@@ -15,6 +15,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.packing import common_prefix
 from bpo_ref.sampling.backends import Backend
 from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generation
 from sandboxgym.adapters.prompts import Exchange, Prompt
 from sandboxgym.adapters.tokens.chat_format import Turn as Turn  # for importers of this module
@@ -175,24 +176,33 @@ def collect_demonstrations(
         False for noise): one an episode, or one a turn where the prompt shows a window.
     """
     prompt = prompt or Prompt()
+
+    def expert_of(env: gym.Env[Any, Any], key: int | str) -> Expert:
+        base: Any = env.unwrapped
+        player: Expert = base.expert(rng=random.Random(key), noise=noise, **(expert_kwargs or {}))
+        return player
+
+    def checked(env: gym.Env[Any, Any]) -> int | None:
+        if not has_expert(env):
+            raise ConfigError(
+                f"sft_steps: {env.unwrapped} has no expert to learn from: give sft_data, or a pretrained model"
+            )
+        try:
+            expert_of(env, seed)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"expert_kwargs: {error}") from error
+        return task_count(env)
+
+    count = ask(envs, checked)
     env = envs.take()
-    base: Any = env.unwrapped
-    if not has_expert(env):
-        raise ConfigError(f"sft_steps: {base} has no expert to learn from: give sft_data, or a pretrained model")
-    try:
-        base.expert(rng=random.Random(seed), noise=noise, **(expert_kwargs or {}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"expert_kwargs: {error}") from error
-    count = task_count(env)
     order = list(range(1 if count is None else count))
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []
     for episode in range(episodes):
         options = None if count is None else {"task": order[episode % len(order)]}
         for left in reversed(range(retries + 1)):
-            base = env.unwrapped
-            expert = base.expert(rng=random.Random(f"{seed}/{episode}"), noise=noise, **(expert_kwargs or {}))
             try:
+                expert = expert_of(env, f"{seed}/{episode}")
                 collected += _demonstration(env, expert, prompt, least, seed=seed + episode, options=options)
                 break
             except Exception as error:

@@ -363,24 +363,6 @@ class RayEnvs(PooledEnvs):
         """A worker on the cluster."""
         return RayWorker(**self._worker_options)
 
-    def take(self) -> gym.Env[Any, Any]:
-        """A live environment in any state, on the running worker with the fewest in use, to be reset or restored.
-
-        Lost workers are asked for anew here, and serve once they run.
-
-        Raises:
-            FleetError: no worker runs within ``create_timeout``.
-            WorkerDied: every worker in turn died while it made the environment.
-        """
-        for tries_left in reversed(range(len(self._slots) + 1)):
-            try:
-                return self.take_at(min(self._running(), key=self._taken.__getitem__))
-            except WorkerDied as error:  # its node was lost a moment ago, say
-                if not tries_left:
-                    raise
-                logger.warning("an environment is made on another worker: %s", error)
-        raise AssertionError
-
     def take_at(self, place: int) -> gym.Env[Any, Any]:
         """A live environment on the worker with a number.
 
@@ -450,8 +432,15 @@ class RayEnvs(PooledEnvs):
         self._reporter.close()
         super().close()
 
+    def _places(self) -> Sequence[int]:
+        return self._running()
+
     def _running(self) -> list[int]:
-        """Places of the workers that run; waits until there is one."""
+        """Numbers of the workers that run; waits until there is one. Lost ones are asked for anew here.
+
+        Raises:
+            FleetError: none runs within ``create_timeout``, or none of their nodes can serve.
+        """
         deadline = None if self._patience is None else time.monotonic() + self._patience
         while True:
             running = []

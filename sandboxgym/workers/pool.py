@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -48,6 +49,8 @@ from sandboxgym.workers.kept import KeptLease, KeptSnapshot
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult
+
+logger = logging.getLogger("sandboxgym")
 
 T = TypeVar("T")
 Run = Callable[[gym.Env[Any, Any], Any, dict[str, Any]], T]
@@ -536,8 +539,23 @@ class PooledEnvs(Envs):
         return ProcessWorker()
 
     def take(self) -> gym.Env[Any, Any]:
-        """A live environment in any state, on the worker with the fewest in use, to be reset or restored."""
-        return self.take_at(min(range(len(self._slots)), key=self._taken.__getitem__))
+        """A live environment in any state, on the worker with the fewest in use, to be reset or restored.
+
+        Raises:
+            WorkerDied: every worker in turn died while it made the environment.
+        """
+        for tries_left in reversed(range(len(self._slots) + 1)):
+            try:
+                return self.take_at(min(self._places(), key=self._taken.__getitem__))
+            except WorkerDied as error:  # a moment ago, or nobody knew: it has another process the next time
+                if not tries_left:
+                    raise
+                logger.warning("an environment is made once more: %s", error)
+        raise AssertionError
+
+    def _places(self) -> Sequence[int]:
+        """Numbers of the workers that may be asked for an environment."""
+        return range(len(self._slots))
 
     def take_near(self, snap: Any) -> gym.Env[Any, Any]:
         """A live environment as `take` gives it, on the worker that keeps a snapshot if it has few more in use."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_train import (  # noqa: F401 - fixtures
     ENVIRONMENT,
+    TINY,
     TRAIN,
     _signals,
     assert_same_weights,
@@ -30,9 +31,13 @@ from bpo_ref import supervised, train
 from bpo_ref.args import Args
 from bpo_ref.eval import evaluate
 from bpo_ref.learning.checkpoint import load_checkpoint
+from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.session import TrainingFailed, TrainingSession
+from sandboxgym.task_env import task_count
 from sandboxgym.tree import Action, Envs
+from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
+from sandboxgym.workers.pool import PooledEnvs
 
 FATES = "wordgame:toys/Perishing-v0"
 
@@ -129,6 +134,73 @@ def test_without_retries_a_dead_environment_ends_the_run(tmp_path: Path, perishi
     perishing(lambda env, action: True)
     with pytest.raises(ConnectionError, match="the sandbox is gone"):
         trained(tmp_path, env_id=FATES, sft_steps=0, eval_untrained=False, env_retries=0)
+
+
+@pytest.mark.slow
+def test_workers_killed_right_after_a_run_opened_its_environments_change_nothing(
+    finished: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    args = {**TINY, "envs": "process", "env_workers": 2, "env_retries": 0, "out": str(tmp_path)}
+    trainer = train.Trainer(Args(**args))
+    opened = [source for source in vars(trainer.session).values() if isinstance(source, PooledEnvs)]
+    pids = [shared.worker.pid for source in opened for shared in source._slots]
+    assert len(pids) == 4 and all(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    trainer.run()
+    assert metrics(tmp_path) == metrics(finished)
+    assert_same_weights(tmp_path, finished)
+
+
+@pytest.fixture
+def pooled() -> Iterator[PooledEnvs]:
+    with PooledEnvs(WordGame, 2) as envs:
+        yield envs
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unnoticed", "noticed"])
+def test_a_question_is_answered_by_an_environment_that_was_not_lost(pooled: PooledEnvs, known: bool) -> None:
+    expected = ask(pooled, task_count)
+    assert expected
+    worker = pooled._slots[0].worker
+    assert worker.pid
+    os.kill(worker.pid, signal.SIGKILL)
+    if known:
+        worker.kill()
+    assert ask(pooled, lambda env: env.num_tasks) == expected  # type: ignore[attr-defined]
+    assert pooled._taken == [0, 0]
+
+
+def test_a_question_that_ends_every_worker_is_given_up(pooled: PooledEnvs) -> None:
+    asked = []
+
+    def fatal(env: Any) -> None:
+        asked.append(env)
+        os.kill(env.worker.pid, signal.SIGKILL)
+        env.reset()
+
+    with pytest.raises(WorkerDied, match="killed by signal 9"):
+        ask(pooled, fatal)
+    assert len(set(map(id, asked))) == 3 and pooled._taken == [0, 0]
+
+
+def test_an_error_in_a_question_is_the_askers(pooled: PooledEnvs) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ask(pooled, lambda env: 1 // 0)
+    assert pooled._taken == [0, 0] and sum(map(len, pooled._free)) == 1
+
+
+@pytest.mark.parametrize("error", [WorkerDied("it was lost"), FleetError("no node"), CallTimedOut("it took long")])
+def test_environments_that_are_lost_for_good_end_a_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def lost(self: train.Trainer) -> None:
+        raise error
+
+    monkeypatch.setattr(train.Trainer, "run", lost)
+    with pytest.raises(SystemExit, match=f"^error: {error}$"):
+        train.train(Args(**{**TINY, "out": str(tmp_path)}))
 
 
 def test_an_episode_without_an_end_counts_as_not_solved(perishing: Any) -> None:
