@@ -1,0 +1,237 @@
+"""The files of docs/examples/fleet: what a cluster would be told, and two nodes of it on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from components import missing
+
+ROOT = Path(__file__).parents[1]
+FILES = ROOT / "docs" / "examples" / "fleet"
+NODE = FILES / "node.sh"
+
+
+def documents(name: str) -> dict[str, dict[str, Any]]:
+    """The objects of a file, by kind."""
+    found = list(yaml.safe_load_all((FILES / name).read_text(encoding="utf-8")))
+    return {document["kind"]: document for document in found}
+
+
+def clusters() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The specification of each cluster, with that of the object that it is in."""
+    spec = documents("raycluster.yaml")["RayCluster"]["spec"]
+    yield spec, spec
+    job = documents("rayjob.yaml")["RayJob"]["spec"]
+    yield job["rayClusterSpec"], job
+
+
+GROUP = {"rayStartParams", "template"}
+KNOWN = {
+    "cluster": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"},
+    "job": {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"},
+    "head": GROUP,
+    "workers": GROUP | {"groupName", "replicas", "minReplicas", "maxReplicas"},
+    "pod": {"containers", "volumes", "automountServiceAccountToken"},
+    "container": {"name", "image", "resources", "ports", "env", "volumeMounts", "securityContext"},
+}
+"""Fields that the files have, all of them in KubeRay's definitions of RayCluster and RayJob (ray.io/v1)."""
+
+
+def test_the_objects_have_only_fields_that_are_defined_and_agree_with_each_other() -> None:
+    for spec, outer in clusters():
+        assert set(spec) <= KNOWN["cluster"] and (outer is spec or set(outer) <= KNOWN["job"])
+        assert spec["authOptions"] == {"mode": "token"}
+        assert set(spec["headGroupSpec"]) <= KNOWN["head"]
+        assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+        images = set()
+        for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+            assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+            pod = group["template"]["spec"]
+            assert set(pod) <= KNOWN["pod"] and pod["automountServiceAccountToken"] is False
+            (container,) = pod["containers"]
+            assert set(container) <= KNOWN["container"]
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} == {
+                volume["name"] for volume in pod.get("volumes", ())
+            }
+            images.add(container["image"])
+        assert {image.rpartition(":")[2] for image in images} == {spec["rayVersion"]}
+        for group in spec["workerGroupSpecs"]:
+            assert set(group) <= KNOWN["workers"]
+            assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert f"rayproject/ray:{spec['rayVersion']}-py311" in (FILES / "Dockerfile").read_text(encoding="utf-8")
+
+
+def test_the_resources_of_a_node_reach_ray_start_as_json() -> None:
+    (workers,) = documents("raycluster.yaml")["RayCluster"]["spec"]["workerGroupSpecs"]
+    (argument,) = shlex.split(workers["rayStartParams"]["resources"])  # KubeRay puts it into a line of a shell
+    assert json.loads(argument) == {"sandbox": 16}
+
+
+def test_the_network_policy_is_about_the_pods_of_the_cluster() -> None:
+    found = documents("raycluster.yaml")
+    name = found["RayCluster"]["metadata"]["name"]
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == {"matchLabels": {"ray.io/cluster": name}} and policy["policyTypes"] == ["Ingress"]
+    (rule,) = policy["ingress"]
+    assert {"podSelector": policy["podSelector"]} in rule["from"] and all(rule["from"])
+
+
+def test_the_training_run_of_the_job_is_one_that_the_trainer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bpo_ref.args import command_line
+
+    python, flag, module, *arguments = shlex.split(documents("rayjob.yaml")["RayJob"]["spec"]["entrypoint"])
+    assert (python, flag, module) == ("python", "-m", "bpo_ref.train")
+    args = command_line(arguments)
+    assert (args.envs, args.env_workers, args.env_timeout, args.ray_address) == ("ray", 16, 60.0, None)
+    head = documents("rayjob.yaml")["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (mount,) = head["containers"][0]["volumeMounts"]
+    assert args.out.startswith(mount["mountPath"] + "/")
+
+
+def test_the_page_names_every_file() -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    assert {path.name for path in FILES.iterdir()} == set(re.findall(r"examples/fleet/([\w.]+)\)", text))
+
+
+def told(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What the script of a node says."""
+    return subprocess.run(
+        [str(NODE), *arguments], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_script_of_a_node_is_one() -> None:
+    assert os.access(NODE, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(NODE)]).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["stop"], ["head", "6379"], ["join"], ["join", "a:1", "b:1"]])
+def test_wrong_usage_of_the_script_is_told(arguments: list[str]) -> None:
+    done = told(*arguments)
+    assert done.returncode == 2 and done.stderr.startswith("usage: node.sh head")
+
+
+def test_what_a_node_lacks_is_one_sentence(tmp_path: Path) -> None:
+    assert told("join", "head").stderr == "node.sh: expected HOST:PORT of the head, found head\n"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "env"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    bare = told("head", PATH=str(tools))
+    assert bare.returncode == 1
+    assert bare.stderr == "node.sh: expected Ray on this machine: pip install 'sandboxgym[ray]'\n"
+    (tools / "ray").write_text("#!/bin/sh\n")
+    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
+    for tool in ("ray", "python3"):
+        (tools / tool).chmod(0o755)
+    assert told("head", PATH=str(tools)).stderr.startswith("node.sh: expected sandboxgym on this machine")
+    (tools / "python3").write_text("#!/bin/sh\n")
+    lonely = told("join", "head:6379", PATH=str(tools), HOME=str(tmp_path), RAY_AUTH_TOKEN="", RAY_AUTH_TOKEN_PATH="")
+    assert lonely.returncode == 1
+    assert lonely.stderr.startswith(f"node.sh: expected the head's token in {tmp_path}/.ray/auth_token")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def in_home(home: str) -> dict[int, str]:
+    """Processes with this home directory, by id."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if f"HOME={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                    found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+@pytest.fixture
+def home() -> Iterator[str]:
+    made = tempfile.mkdtemp(prefix="fleet-", dir="/tmp")  # Ray has sockets in it, whose paths must be short
+    yield made
+    for process in in_home(made):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def node(variables: Mapping[str, str], *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that runs as the script starts it, and is ended by SIGTERM."""
+    with open(Path(variables["HOME"]) / f"{arguments[0]}.log", "wb") as log:
+        running = subprocess.Popen([str(NODE), *arguments], env=dict(variables), stdout=log, stderr=log)
+    try:
+        yield running
+    finally:
+        running.terminate()
+        running.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_two_nodes_started_by_the_script_hold_a_rollout_and_leave_nothing(home: str) -> None:
+    try:
+        import ray  # noqa: F401
+    except ModuleNotFoundError:
+        missing("ray", "Ray is not installed")
+    address = f"127.0.0.1:{free_port()}"
+    removed = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
+    variables = {name: value for name, value in os.environ.items() if name not in removed}
+    variables |= {"HOME": home, "RAY_TMPDIR": f"{home}/ray", "PYTHONPATH": str(ROOT), "NODE_IP": "127.0.0.1"}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
+    client = {**variables, "RAY_AUTH_MODE": "token", "RAY_ADDRESS": address}
+
+    def output(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command], env={**client, **more}, capture_output=True, text=True, timeout=200
+        )
+
+    def state() -> dict[str, Any] | None:
+        done = output("-m", "sandboxgym", "fleet", "status", "--json")
+        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+    with node({**variables, "PORT": address.partition(":")[2]}, "head"):
+        await_true(lambda: state() is not None)
+        assert Path(home, ".ray", "auth_token").stat().st_mode & 0o077 == 0
+        with node({**variables, "CPUS": "4", "SANDBOXES": "8"}, "join", address):
+            await_true(lambda: len((state() or {"nodes": []})["nodes"]) == 2)
+            found = state()
+            assert found is not None
+            head, worker = found["nodes"]
+            assert (head["head"], head["cores"], worker["cores"]) == (True, 0, 4)
+            assert worker["resources"] == {"sandbox": 8}
+            played = output(str(FILES / "rollout.py"))
+            assert played.returncode == 0, played.stderr[-2000:]
+            assert re.search(r"^\d+ paths on 1 nodes, the same as in this process$", played.stdout, re.M)
+            stranger = output("-m", "sandboxgym", "fleet", "status", RAY_AUTH_TOKEN="x" * 64)
+            assert stranger.returncode == 1 and "expected a Ray cluster at" in stranger.stderr
+            ended = state()
+            assert ended is not None and not ended["owners"]
+    await_true(lambda: not in_home(home))
+
+
+def await_true(condition: Any, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
