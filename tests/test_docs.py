@@ -108,7 +108,7 @@ def test_the_reference_on_an_environments_page_is_its_docstring() -> None:
         text = page.read_text(encoding="utf-8")
         ids |= {found[2] for found in env_pages.MARK.finditer(text)}
         assert text == env_pages.filled(text), f"{page}: python docs/env_pages.py writes it"
-    assert ids == {f"sandboxgym/{name}-v0" for name in ("ALFWorld", "WebShop", "WebShopBrowser", "SWEBench")}
+    assert ids == {f"sandboxgym/{name}-v0" for name in ("ALFWorld", "WebShop", "WebShopBrowser", "SWEBench", "Harbor")}
 
 
 @pytest.mark.parametrize("name", ["alfworld", "webshop", "webshop-browser", "swebench"])
