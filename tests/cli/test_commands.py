@@ -107,7 +107,9 @@ def test_doctor_begins_with_what_can_be_run():
     ok = [Finding(name, "ok", "here", "") for name in ("extra:webshop", "extra:swebench", "extra:train", "overlay")]
     gpu = Finding("gpu", "ok", "NVIDIA H100", "")
     lines = summary([*ok, gpu, Finding("docker", "missing", "", "", "start it")])
-    assert [line[:2] for line in lines] == [(n, "ready") for n in ("ALFWorld", "WebShop", "SWE-bench", "Harbor", "Training")]
+    assert [line[:2] for line in lines] == [
+        (n, "ready") for n in ("ALFWorld", "WebShop", "SWE-bench", "Harbor", "Training")
+    ]
     assert lines[2][2] == "embedded tasks in sandboxes of overlay" and lines[3][2] == "on NVIDIA H100"
     bare = [Finding(f"extra:{name}", "missing", "", "") for name in ("webshop", "swebench", "train")]
     assert [line[1:] for line in summary(bare)[1:]] == [
