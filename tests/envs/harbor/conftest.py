@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from components import missing
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "sandbox")]
+
+from docker_image import docker_image as docker_image  # noqa: E402
 
 
 def why_not(rootless: bool) -> str | None:

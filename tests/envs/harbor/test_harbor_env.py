@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -333,12 +334,14 @@ def test_images_are_built_by_the_docker_daemon(docker_image: str, tmp_path: Path
 
 
 def remove_built_images(base: str) -> None:
-    """Remove the images of this test, and no others of the same repository."""
-    import docker
+    """Remove the names of this test's images; those that others depend on go when these do."""
+    from sandboxgym.envs.harbor.images import REPOSITORY, forget_starts
 
-    client = docker.from_env()
-    layers = client.images.get(base).attrs["RootFS"]["Layers"]
-    for image in client.images.list("sandboxgym-harbor"):
-        if image.attrs["RootFS"]["Layers"][: len(layers)] == layers:
-            client.images.remove(image.id, force=True)
-    client.close()
+    forget_starts()
+    listed = subprocess.run(
+        ["docker", "images", "--filter", f"since={base}", "--format", "{{.Repository}}:{{.Tag}}", REPOSITORY],
+        capture_output=True,
+        text=True,
+    )
+    for name in listed.stdout.split():
+        subprocess.run(["docker", "rmi", name], capture_output=True)
