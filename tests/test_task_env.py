@@ -31,6 +31,7 @@ EXCEPTIONS = {
     "sandboxgym/cli/swebench.py": "that command",
     "sandboxgym/cli/support/swebench_jobs.py": "that command's worker processes",
     "sandboxgym/cli/serve.py": "the command that serves the shop as a website, which no other environment has",
+    "sandboxgym/adapters/harbor.py": "the runner of that name, whose images of tasks are the environment's",
     "bpo_ref/args.py": "the default environment of a run",
     "bpo_ref/eval.py": "the same",
     "sandboxgym/system/run_directories.py": "reapers must be known to processes that import no environment",
