@@ -10,6 +10,8 @@ CARD = EnvCard(
 kind that it asks for; a command may have several lines. Look before you change, check what you did, and submit when you
 are done.""",
     caches={"harbor": "images of tasks that were built without a Docker daemon"},
+    extra="sandbox",
+    module="pexpect",
     ready="embedded tasks",
     sandboxed=True,
 )
