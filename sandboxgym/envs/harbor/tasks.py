@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import math
 import os
@@ -41,7 +42,7 @@ class TaskUnsupported(TaskError):
     """A well-formed task needs something that this environment does not have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HarborTask:
     """A task, read from its directory."""
 
@@ -51,8 +52,6 @@ class HarborTask:
     instruction: str = field(repr=False)
     type: str
     """``category`` in ``[metadata]``."""
-    digest: str = field(repr=False)
-    """Of all of its files except those of the solution."""
     agent_seconds: float
     """``[agent] timeout_sec``."""
     verifier_seconds: float
@@ -69,6 +68,11 @@ class HarborTask:
     solution_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     unsupported: str = ""
     """What the task needs and this environment lacks; empty if nothing."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of all of its files except those of the solution, when it was first asked for."""
+        return _digest_of(self.path, beside=("solution",))
 
     @property
     def tests(self) -> Path:
@@ -202,7 +206,6 @@ def read_task(folder: Path) -> HarborTask:
         path=folder,
         instruction=instruction,
         type=metadata.text("category") or "",
-        digest=_digest_of(folder, beside=("solution",)),
         agent_seconds=agent.seconds("timeout_sec", 900.0),
         verifier_seconds=verifier.seconds("timeout_sec", 600.0),
         build_seconds=environment.seconds("build_timeout_sec", 600.0),
