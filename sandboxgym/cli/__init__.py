@@ -20,7 +20,10 @@ COMMANDS = {
     "play": ("sandboxgym.cli.play:main", "play an environment in the terminal, with undo and branches"),
     "download": ("sandboxgym.cli.download:main", "download a data set, or install it from a file"),
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
-    "serve": ("sandboxgym.cli.serve:main", "serve WebShop as a website for people, or a sandbox to agents (MCP)"),
+    "serve": (
+        "sandboxgym.cli.serve:main",
+        "serve environments (OpenEnv), a sandbox to agents (MCP), or WebShop to people",
+    ),
     "tree": ("sandboxgym.tree.page:main", "show rollout trees of a run or a file, as text or as a page"),
     "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),
     "eval": ("sandboxgym.cli.evaluation:main", "evaluate a model behind an endpoint, or a checkpoint, on tasks"),

@@ -1,6 +1,7 @@
 """``sandboxgym serve webshop``: serve the shop as a website for people.
 
-``sandboxgym serve mcp`` serves a sandbox to agents; see ``sandboxgym serve mcp --help``.
+``sandboxgym serve mcp`` serves a sandbox to agents, ``sandboxgym serve openenv`` environments to trainers; each has a
+``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ def main(argv: Sequence[str]) -> int:
         from sandboxgym.cli import serve_mcp
 
         return serve_mcp.main(argv[1:])
+    if argv[:1] == ["openenv"]:
+        from sandboxgym.cli import serve_openenv
+
+        return serve_openenv.main(argv[1:])
     parser = argparse.ArgumentParser(prog="sandboxgym serve", description=__doc__)
     parser.add_argument("what", choices=("webshop",), help="what to serve")
     parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
