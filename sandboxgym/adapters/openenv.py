@@ -12,7 +12,7 @@ Needs ``pip install "sandboxgym[openenv]"``, but not the package ``openenv``::
 
 1. Calls block until the answer is there, and raise `ServerError` with the server's code and words where there is none.
 2. A client is one session. It ends with `Client.close`, with the connection, or after the server's time without calls.
-3. After a call that took too long, or a broken connection, the client is closed: an answer never belongs to another call.
+3. After a call that took too long, or a broken connection, the client is closed: no answer belongs to another call.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Client:
         target = parts._replace(scheme=_SCHEMES[parts.scheme], path=parts.path.rstrip("/") + "/ws", query=query)
         self.url, self.timeout, self._headers = url, timeout, dict(headers or {})
         try:
-            self._socket = connect(
+            connecting = connect(
                 target.geturl(),
                 open_timeout=timeout,
                 close_timeout=5,
@@ -97,6 +97,8 @@ class Client:
                 additional_headers=self._headers,
                 proxy=None if parts.hostname in ("localhost", "127.0.0.1", "::1") else True,
             )
+            self._connection = contextlib.ExitStack()
+            self._socket = self._connection.enter_context(connecting)
         except (OSError, WebSocketException, TimeoutError) as error:
             raise ServerError("CONNECTION", f"cannot connect to {target.geturl()}: {error}") from error
 
@@ -170,7 +172,7 @@ class Client:
 
         with contextlib.suppress(OSError, WebSocketException):
             self._socket.send('{"type": "close"}')
-        self._socket.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +191,7 @@ class Client:
                 self._socket.send(message)
             text = self._socket.recv(timeout=self.timeout)
         except TimeoutError:
-            self._socket.close()
+            self._connection.close()
             raise ServerError("CONNECTION", f"expected an answer in {self.timeout:g} seconds, found none") from None
         except (ConnectionClosed, OSError) as error:
             raise ServerError("CONNECTION", f"the connection ended: {error}") from error
@@ -197,7 +199,7 @@ class Client:
             answer = json.loads(text)
             found, data = answer["type"], answer.get("data")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            self._socket.close()
+            self._connection.close()
             raise ServerError("CONNECTION", f"expected an answer of OpenEnv, found {brief(text, 80)}") from None
         if found == "error":
             said = data if isinstance(data, dict) else {}
