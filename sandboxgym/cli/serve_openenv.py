@@ -8,10 +8,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
 
 from sandboxgym.cli import OK, USAGE, CommandError
-from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, make, parse_kwargs
+from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, parse_kwargs
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -51,19 +54,20 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     import_modules(options.modules)
     kwargs = parse_kwargs(options.kwargs)
-    makers = {}
-    for env_id in options.env_ids:
-        name = find_spec(env_id).id.rpartition("/")[2]
+    makers: dict[str, Callable[[], gym.Env[Any, Any]]] = {}
+    for spec in map(find_spec, options.env_ids):
+        name = spec.id.rpartition("/")[2]
         if name in makers:
             raise CommandError(f"expected different environments, found {name} twice", status=USAGE)
-        makers[name] = functools.partial(make, env_id, kwargs)
+        # Gymnasium's checker refuses every later step where the first one failed, as a client's first action may.
+        makers[name] = functools.partial(gym.make, spec, disable_env_checker=True, **kwargs)
     limits = Limits(sessions=options.sessions, snapshots=options.snapshots, idle=options.idle, call=options.timeout)
     with _listen(options.host, options.port) as listening:
         try:
             hosts = LOCAL if options.host in LOCAL else None
             app = application(makers, limits=limits, hosts=hosts)
-        except (OSError, ValueError, LookupError, ImportError) as error:
-            raise CommandError(str(error)) from error
+        except (TypeError, ValueError, LookupError, OSError, gym.error.Error, ImportError) as error:
+            raise CommandError(f"{' '.join(options.env_ids)} could not be served: {error}") from error
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         shown = ", ".join(f"{url}/{name}" for name in makers) if len(makers) > 1 else f"{next(iter(makers))}: {url}"
