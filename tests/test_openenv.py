@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_stub import chat_stub
 from components import missing
 
 from sandboxgym.adapters.openenv import Client, ServerError
@@ -674,4 +675,42 @@ asyncio.run(main())
 
 def test_the_tool_client_of_openenv_undoes_a_step(server: Server, python: str) -> None:
     theirs(python, THEIR_TOOLS, server.url)
+    server.wait_for_live(0)
+
+
+# Verifiers, whose taskset `openenv` plays on any such server: SANDBOXGYM_VERIFIERS names a python that has it.
+
+
+def test_verifiers_rolls_out_an_episode(server: Server, tmp_path: Path) -> None:
+    chosen = os.environ.get("SANDBOXGYM_VERIFIERS")
+    if chosen is None:
+        missing("verifiers", "SANDBOXGYM_VERIFIERS names no python with verifiers[openenv] and uv")
+
+    def answer(request: dict[str, Any]) -> bytes:
+        turn = sum(message["role"] == "assistant" for message in request["messages"])
+        parts = [({"role": "assistant", "content": ("one", "two", "end")[min(turn, 2)]}, None), ({}, "stop")]
+        head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "stub"}
+        chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in parts]
+        body = "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"])
+        return f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n{body}".encode()
+
+    config = f"""
+        model = "stub"
+        push = false
+        env.taskset = {{id = "openenv", base_url = "{server.url}", resets = [{{task = 1, seed = 0}}]}}
+        env.player = {{harness = {{id = "null"}}, runtime = {{type = "subprocess"}}}}
+    """
+    with chat_stub(answer) as stub:
+        config += f'client = {{base_url = "{stub.url}", api_key_var = "OPENAI_API_KEY"}}'
+        (tmp_path / "eval.toml").write_text(config)
+        folder = str(Path(chosen).parent)
+        env = {**os.environ, "OPENAI_API_KEY": "none", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        env.pop("PYTHONPATH", None)
+        command = [f"{folder}/vf-eval", "@", "eval.toml", "-o", "out"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=tmp_path)
+    (traces,) = tmp_path.rglob("traces.jsonl")
+    episode = json.loads(traces.read_text())
+    assert result.returncode == 0 and episode["ok"], result.stdout[-2000:] + traces.read_text()[:3000]
+    assert "openenv_reward 3.00" in result.stdout
+    assert "task 1, draw " in stub.requests[0]["messages"][-1]["content"]
     server.wait_for_live(0)
