@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ class Trouble(TaskEnv[str, str]):
             time.sleep(float(rest))
         elif verb == "raise":
             raise ZeroDivisionError("as \ud800 asked")
+        elif verb == "exit":
+            sys.exit(3)
+        elif verb == "stop":
+            raise StopIteration
+        elif verb == "late":
+            raise TimeoutError
         elif verb == "refuse":
             raise ValueError("expected a better action, found " + "x" * 10_000)
         self.said.append(action)

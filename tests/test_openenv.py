@@ -187,6 +187,22 @@ def test_forks_are_sessions_of_their_own(env: Client, server: Server) -> None:
         one.close()
 
 
+def test_a_fork_that_nobody_used_ends_with_its_session(server: Server) -> None:
+    server.wait_for_live(0)
+    with Client(server.url) as env:
+        env.reset()
+        left, right, _ = env._ask("fork", {"count": 3})["sessions"]
+        kept = Client(server.url, session=left)
+        assert server.get("/step", {"session_id": right, "action": {"action": "x"}})[0] == 200
+        assert server.live() == 4
+    server.wait_for_live(2)
+    assert kept.step("x").reward == 1.0
+    kept.close()
+    close = {"jsonrpc": "2.0", "method": "openenv/session/close", "params": {"session_id": right}}
+    assert server.get("/mcp", close)[1]["result"]["closed"]
+    server.wait_for_live(0)
+
+
 def test_clients_at_the_same_time_have_environments_of_their_own(server: Server) -> None:
     found = {}
 
@@ -435,6 +451,10 @@ def test_a_message_that_is_not_understood_is_answered_and_the_session_continues(
                 "EXECUTION_ERROR",
                 "the environment failed: ZeroDivision",
             ),
+            ('{"type": "step", "data": {"action": "exit"}}', "EXECUTION_ERROR", "it raised SystemExit: 3"),
+            ('{"type": "step", "data": {"action": "stop"}}', "EXECUTION_ERROR", "it raised StopIteration"),
+            ('{"type": "fork", "data": {"count": 1.0}}', "VALIDATION_ERROR", "fork.count: expected a value of type"),
+            ('{"type": "step", "data": {"action": "late"}}', "EXECUTION_ERROR", "TimeoutError"),
             ('{"type": "step", "data": {"action": "refuse"}}', "EXECUTION_ERROR", "expected a better action"),
             ('{"type": "snapshot", "data": {"name": "../x"}}', "VALIDATION_ERROR", "snapshot.name"),
             ('{"type": "snapshot", "data": {"name": "x\\n"}}', "VALIDATION_ERROR", "expected a name"),

@@ -159,7 +159,11 @@ class _Checked:
     def __init__(self, schemas: Mapping[str, Schema]) -> None:
         import jsonschema
 
-        self._validators = {name: jsonschema.Draft202012Validator(dict(schema)) for name, schema in schemas.items()}
+        whole = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(  # to JSON Schema 1.0 is an integer
+            "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+        )
+        validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=whole)
+        self._validators = {name: validator(dict(schema)) for name, schema in schemas.items()}
 
     def __call__(self, name: str, given: Any, what: str = "") -> dict[str, Any]:
         for error in self._validators[name].iter_errors(given):
@@ -348,7 +352,7 @@ class _Served:
             session = self.sessions.find(self.name, wanted)
             if session.attached:
                 raise Refused("SESSION_ERROR", f"expected a session without a connection, found {brief(wanted, 80)}")
-        session.attached = True
+        session.attached = session.touched = True
         return session
 
     @staticmethod

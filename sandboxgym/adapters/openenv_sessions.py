@@ -5,7 +5,7 @@
 2. Sessions, snapshots per session, seconds of a call and seconds without one are bounded.
 3. A call that cannot be done raises `Refused`; the session continues, unless it ended.
 4. Whatever ends a session (its client, its limits, the end of the server) closes its environment and releases its
-   snapshots, after the call that runs.
+   snapshots, after the call that runs. Forks of it that no client has used end as well.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Refused(Exception):
         self.code = code
 
 
+class _TooLate(Exception):
+    """A call took longer than the limit."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a server."""
@@ -99,6 +103,10 @@ class Session:
     used: float = field(default_factory=time.monotonic)
     running: int = 0
     attached: bool = False
+    parent: str = ""
+    """Id of the session that it was forked from."""
+    touched: bool = True
+    """Whether a client ever used it: a fork may be nobody's."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
     """Reason of its end."""
@@ -283,10 +291,10 @@ class Sessions:
         self._reserve(1)
         thread = ThreadPoolExecutor(1, thread_name_prefix="session")
         try:
-            env = await self._done(thread.submit(self.makers[name]), lambda late: late.close())
+            env = await self._done(thread.submit(_contained, self.makers[name]), lambda late: late.close())
         except Exception as error:  # environments raise any type of error
             thread.shutdown(wait=False)
-            message = brief_text(error) if str(error) else f"it took longer than {self.limits.call:g} seconds"
+            message = brief_text(error)
             log.warning("%s could not be made: %s", name, message)
             raise Refused("FACTORY_ERROR", f"{name} could not be made: {message}") from error
         finally:
@@ -318,15 +326,16 @@ class Sessions:
         if session.ended.is_set():
             raise Refused("SESSION_ERROR", f"the session ended: {session.why}")
         session.running += 1
-        future = session.thread.submit(work, data)
+        session.touched = True
+        future = session.thread.submit(_contained, work, data)
         try:
             return await self._done(future, dispose)
         except Refused:
             raise
+        except _TooLate as error:
+            self.end(session, f"a call took {error}")
+            raise Refused("SESSION_ERROR", f"the session ended: {session.why}") from None
         except Exception as error:
-            if isinstance(error, TimeoutError) and not str(error):
-                self.end(session, f"a call took longer than {self.limits.call:g} seconds")
-                raise Refused("SESSION_ERROR", f"the session ended: {session.why}") from None
             raise self._failed(session, error) from error
         finally:
             session.running -= 1
@@ -340,11 +349,15 @@ class Sessions:
             children = await self.call(session, session.forked, data, dispose=_close_all)
         finally:
             self._coming -= count
+        for child in children:
+            child.parent, child.touched = session.id, False
         self._adopt(children)
+        if session.ended.is_set():
+            self._end_untouched(session)
         return children
 
     async def _done(self, future: Future[_Result], dispose: Callable[[_Result], None]) -> _Result:
-        """The result of work in a thread, in time, or an empty `TimeoutError`: then what it makes is disposed of."""
+        """The result of work in a thread, in time, or `_TooLate`: then what it makes is disposed of."""
 
         def late(finished: Future[_Result]) -> None:
             self._ends.discard(finished)
@@ -362,7 +375,7 @@ class Sessions:
             self._ends.add(future)
             future.add_done_callback(late)
             waiting.add_done_callback(lambda finished: finished.cancelled() or finished.exception())
-            raise TimeoutError
+            raise _TooLate(f"longer than {self.limits.call:g} seconds")
         return waiting.result()
 
     def end(self, session: Session, why: str) -> None:
@@ -371,10 +384,15 @@ class Sessions:
             return
         session.why = why
         session.ended.set()
-        session.closed = done = session.thread.submit(session.close)
+        session.closed = done = session.thread.submit(_contained, session.close)
         session.thread.shutdown(wait=False)
         self._ends.add(done)
         done.add_done_callback(lambda closed: self._closed_environment(session, closed))
+        self._end_untouched(session)
+
+    def _end_untouched(self, session: Session) -> None:
+        for child in [child for child in self.live.values() if child.parent == session.id and not child.touched]:
+            self.end(child, "the session that it was forked from ended")
 
     async def ended(self, session: Session, why: str, *, timeout: float = 5.0) -> None:
         """End a session and wait until its environment is closed, at most for a while."""
@@ -425,6 +443,14 @@ class Sessions:
         self._ends.discard(closed)
         if (error := closed.exception()) is not None:
             log.error("%s could not be closed", session.name, exc_info=error)
+
+
+def _contained(work: Callable[..., _Result], *arguments: Any) -> _Result:
+    """The result of work. Its errors neither end the event loop, as SystemExit would, nor get lost, as StopIteration."""
+    try:
+        return work(*arguments)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, asyncio.CancelledError) as error:
+        raise RuntimeError(f"it raised {type(error).__name__}: {brief_text(error)}") from error
 
 
 def _close_all(sessions: Sequence[Session]) -> None:
