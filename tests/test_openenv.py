@@ -734,3 +734,63 @@ def test_verifiers_rolls_out_an_episode(server: Server, tmp_path: Path) -> None:
     assert "openenv_reward 3.00" in result.stdout
     assert "task 1, draw " in stub.requests[0]["messages"][-1]["content"]
     server.wait_for_live(0)
+
+
+THEIR_SERVER = """
+import sys, uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+class Say(Action):
+    word: str
+
+class Heard(Observation):
+    words: list[str] = []
+
+class Echo(Environment):
+    def __init__(self):
+        super().__init__()
+        self.words = []
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.words = []
+        return Heard()
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.words.append(action.word)
+        return Heard(words=self.words, reward=1.0, done=action.word == "end", metadata={"n": len(self.words)})
+
+    @property
+    def state(self):
+        return State(episode_id="e", step_count=len(self.words))
+
+uvicorn.run(create_app(Echo, Say, Heard), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+def test_our_client_plays_on_a_server_of_openenv(python: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen([python, "-c", THEIR_SERVER, str(port)], env=outside, cwd="/")
+    try:
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        while True:
+            try:
+                env = Client(url, timeout=30)
+                break
+            except ServerError:
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.2)
+        with env:
+            assert env.reset(seed=0).observation["words"] == []
+            assert env.send({"word": "one"}).observation["words"] == ["one"]
+            last = env.send({"word": "end"})
+            assert last.done and last.reward == 1.0 and last.info == {"n": 2}
+            assert env.state()["step_count"] == 2
+            with refused("VALIDATION_ERROR", "Invalid message: "):
+                env.step("one")
+            with refused("UNKNOWN_TYPE", "snapshot"):
+                env.snapshot()
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -446,7 +446,7 @@ class Sessions:
 
 
 def _contained(work: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The result of work. Its errors neither end the event loop, as SystemExit would, nor get lost, as StopIteration."""
+    """The result of work. Its errors neither end the event loop, as SystemExit would, nor get lost (StopIteration)."""
     try:
         return work(*arguments)
     except (KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, asyncio.CancelledError) as error:
