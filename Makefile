@@ -101,9 +101,9 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# The whole table in a quarter of an hour; `sandboxgym bench compare` says what became slower than in an earlier table.json.
 bench: setup
-	$(BIN)/python -m sandboxgym.bench snapshots
-	$(BIN)/python -m sandboxgym.bench pool
+	$(BIN)/python -m sandboxgym.bench table --json runs/bench/table.json --write docs/performance.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(OPENENV) $(INSPECT) $(VERIFIERS) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -519,7 +519,7 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
 LEAST: dict[str, float] = {
     **dict.fromkeys(("seed", "env_retries", "tiny_vocabulary", "lora_r", "history", "observation_tokens"), 0),
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
-    **dict.fromkeys(("adam_eps", "spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
+    **dict.fromkeys(("spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
     **dict.fromkeys(("env_workers", "env_timeout", "server_retries"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
@@ -533,7 +533,7 @@ MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_
 """Maximum of a setting."""
 POSITIVE = (
     "lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout",
-    "server_timeout", "server_tolerance",
+    "server_timeout", "server_tolerance", "adam_eps",
 )  # fmt: skip
 """Settings that must not be 0: nothing would be learned, or a division would fail."""
 

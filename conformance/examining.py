@@ -28,6 +28,8 @@ from zoo import Good, Mutant  # noqa: E402
 
 from sandboxgym.conformance import Budget, Subject, Verdict, run  # noqa: E402
 from sandboxgym.conformance.runner import all_checks, suite_digest  # noqa: E402
+from sandboxgym.conformance.supervision import scratch  # noqa: E402
+from sandboxgym.system import run_directories  # noqa: E402
 
 CHECKS = all_checks()
 NAMED = ("named",)
@@ -119,12 +121,22 @@ def in_own_process(jobs: Sequence[Job], *, processes: int) -> Iterable[Row]:
         yield from pool.imap_unordered(_examine, jobs)
 
 
+@contextlib.contextmanager
+def own_folders() -> Iterator[tuple[str, str]]:
+    """A temporary and a working directory for a run; if it is killed, the next one clears them."""
+    claimed = run_directories.claim(scratch.KIND).absolute()
+    scratch.use(claimed)
+    try:
+        with scratch.folder() as temporary, scratch.folder() as working:
+            yield temporary, working
+    finally:
+        run_directories.give_back(claimed)
+
+
 def _examine(job: Job) -> Row:
     name, budget, seed, only = job
-    with tempfile.TemporaryDirectory(prefix="zoo-", ignore_cleanup_errors=True) as folder:
-        temporary, working = Path(folder, "temporary"), Path(folder, "working")
-        temporary.mkdir(), working.mkdir()
-        os.environ["TMPDIR"] = str(temporary)
+    with own_folders() as (temporary, working):
+        os.environ["TMPDIR"] = temporary
         tempfile.tempdir = None
         os.chdir(working)
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):

@@ -6,6 +6,7 @@ Here each mutant only runs against the checks that must detect it, and each know
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,25 @@ def test_what_a_mutant_writes_beside_the_program_goes_with_its_process(tmp_path:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_a_killed_run_go_with_the_next(tmp_path: Path) -> None:
+    def examine(what: str) -> subprocess.CompletedProcess[str]:
+        code = f"import os, examining; examining.examine = {what}; examining._examine(('corridor', 'quick', 0, None))"
+        environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+        environment.pop("SANDBOXGYM_RUNTIME", None)
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    def left() -> list[str]:
+        return [path.name for path in tmp_path.rglob("*") if path.name.startswith(("kept", "sandboxgym-conformance"))]
+
+    kill = "lambda *_, **__: (open(os.environ['TMPDIR'] + '/kept', 'w').close(), os.kill(os.getpid(), 9))"
+    assert examine(kill).returncode == -9
+    assert len(left()) == 3, "the file and the two folders"
+    done = examine("lambda *_, **__: None")
+    assert done.returncode == 0, done.stderr
+    assert left() == []
 
 
 def test_false_alarms_are_looked_for_where_it_is_asked() -> None:

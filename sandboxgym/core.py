@@ -62,6 +62,7 @@ from sandboxgym.errors import (
     from_outside,
 )
 from sandboxgym.serialization import Piece
+from sandboxgym.taken import Taken
 
 ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
@@ -430,8 +431,13 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Record the results of ``reset`` and ``step`` for subclasses, and declare the spec in the metadata."""
+        """Record the results of ``reset`` and ``step`` for subclasses, and declare the spec in the metadata.
+
+        Raises:
+            TypeError: the class has a name for itself that this class uses; an extension calls ``super()``.
+        """
         super().__init_subclass__(**kwargs)
+        _TAKEN.refuse_class(cls)
         if isinstance(cls.snapshot_spec, SnapshotSpec):  # a property, where it depends on the instance
             cls.metadata = {**cls.metadata, "snapshot": asdict(cls.snapshot_spec)}
         for name, recording in (("reset", _recording_reset), ("step", _recording_step)):
@@ -730,10 +736,30 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return cls._transition is not SnapshotEnv._transition
 
 
+_TAKEN = Taken(
+    SnapshotEnv,
+    methods=(
+        *("_snapshot", "_restore", "_header", "_check_fits", "_check_reset", "_body", "_streams", "_put_streams"),
+        *("_put", "_unshare_spaces", "_recomputes"),
+    ),
+    attributes={
+        "_last": Transition | None,
+        "_was_reset": bool,
+        "_lineage": str | None,
+        "_fits": Header | None,
+        "_known": Sequence,
+        "_known_streams": dict | None,
+        "_arguments": tuple,
+    },
+)
+
+
 def _recording_reset(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
     def recorded(self: SnapshotEnv[Any, Any], *args: Any, **kwargs: Any) -> Any:
         observation, info = reset(self, *args, **kwargs)
+        if not self._was_reset:
+            _TAKEN.refuse_attributes(self)
         self._was_reset = True
         if not self._recomputes():  # a copy, for callers and wrappers write into what they are given
             self._last = _copied_transition(Transition(observation, 0.0, False, False, info))
@@ -746,6 +772,8 @@ def _recording_step(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def recorded(self: SnapshotEnv[Any, Any], *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
+        if not isinstance(self._last, Transition | None):
+            _TAKEN.refuse_attributes(self)
         if not self._recomputes():
             self._last = _copied_transition(Transition(*result))
         return result

@@ -913,6 +913,56 @@ class Fragile(Corridor):
         Fragile.closed += 1
 
 
+class TestNamesTaken:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("_put", lambda self, card: card), ("_body", lambda self: "torso"), ("_streams", []), ("_last", "word")],
+    )
+    def test_a_class_with_a_name_of_the_mechanism_for_something_else_is_refused(self, name, value):
+        with pytest.raises(TypeError, match=rf"Cards defines {name}, but SnapshotEnv uses {name} itself: .* _restore"):
+            type("Cards", (Corridor,), {name: value})
+        mixin = type("Mixin", (), {name: value})
+        with pytest.raises(TypeError, match=f"Mixin defines {name}"):
+            type("Cards", (mixin, Corridor), {})
+        type("Cards", (Corridor, mixin), {})  # it hides nothing there
+
+    def test_a_method_of_the_mechanism_can_be_extended(self):
+        class Told(Corridor):
+            def _put(self, body, seed, *, own=False):
+                super()._put(body, seed, own=own)
+                self.told = self.last.observation
+
+        env = Told()
+        observation, _ = env.reset(seed=0)
+        snap = env.snapshot()
+        env.step(env.action_space.sample())
+        env.restore(snap)
+        assert plain(env.told) == plain(observation)
+
+    @pytest.mark.parametrize(("name", "value"), [("_streams", []), ("_last", "word"), ("_arguments", {})])
+    def test_an_attribute_with_a_name_of_the_mechanism_is_refused_by_the_first_reset_or_step(self, name, value):
+        class Sets(Corridor):
+            def reset(self, *, seed=None, options=None):
+                if options:
+                    setattr(self, name, value)
+                return super().reset(seed=seed)
+
+        with pytest.raises(TypeError, match=rf"Sets sets self\.{name} to .*, but SnapshotEnv uses {name} itself"):
+            Sets().reset(seed=0, options={"clash": True})
+
+    def test_a_step_that_overwrites_the_last_transition_is_refused(self):
+        class Forgets(Corridor):
+            def step(self, action):
+                result = super().step(action)
+                self._last = action
+                return result
+
+        env = Forgets()
+        env.reset(seed=0)
+        with pytest.raises(TypeError, match=r"sets self\._last to"):
+            env.step(env.action_space.sample())
+
+
 class TestAllOrNothing:
     @pytest.fixture
     def env(self, monkeypatch):

@@ -240,6 +240,7 @@ STARTERS = {
     "sandboxgym/attack/stage.py": "isolated, in place of any program of the machine",
     "sandboxgym/attack/inside/load.py": "runs in a sandbox",
     "sandboxgym/attack/inside/privileges.py": "runs in a sandbox",
+    "bpo_ref/experiments/registered.py": "passes it to sweep.py, which says how",
     "bpo_ref/experiments/sweep.py": "starts a script by its absolute path, with no folder on the path but bpo_ref",
 }
 """Modules that name ``sys.executable``, and why they may."""

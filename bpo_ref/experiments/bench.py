@@ -9,7 +9,9 @@ a machine that is busy with other work. ``docs/results/details/trainer-speed.md`
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import platform
 import random
 import resource
@@ -17,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,8 @@ from bpo_ref.schedules import make_schedule
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, assign_credit
 from sandboxgym import SnapshotEnv, Unicode
+from sandboxgym.bench.table import row
+from sandboxgym.bench.table.row import Options, Pair
 from sandboxgym.system import interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 
@@ -513,6 +517,105 @@ def lookahead_line(config: Args, network: Network, folder: str, repeats: int) ->
 WARM = 2
 """Warm-up rounds, not counted: before them V̂ has no data, and nothing is scored."""
 
+
+# ---------------------------------------------------------------------------------------------------------------- table
+
+
+def _packed_row(options: Options) -> Iterator[Pair]:
+    """An update of four tasks' trees of seven paths each."""
+    model = model_of("0.2M", 1024)
+    packing.enable(model)
+    ids, where = paths_of(4, points=2, width=4, **SHORT)
+    lengths = torch.full((len(ids),), ids.shape[1])
+
+    def update(packed: bool) -> None:
+        model.zero_grad()
+        logps, *_ = forward(model, ids, lengths, where=where, packed=packed)
+        (logps.sum() / len(logps)).backward()  # type: ignore[no-untyped-call]
+
+    yield from row.in_turns(partial(update, True), partial(update, False))
+
+
+def _forks_row(options: Options) -> Iterator[Pair]:
+    """Three forks of a path of 720 tokens, up to their first token."""
+    ids = np.random.default_rng(0).integers(0, 100, 720).tolist()
+    session = Generator(model_of("0.2M", 1024), stop_ids=[0], max_new_tokens=1).open([ids + ids[:200]])
+    session.prefill([0])
+
+    def start(shared: bool) -> None:
+        rows = [session.fork(0, length=720) if shared else session.add(ids) for _ in range(3)]
+        session.generate(rows, [np.random.default_rng(i) for i in range(3)])
+        session.drop(rows)
+
+    yield from row.in_turns(partial(start, True), partial(start, False))
+
+
+def _updates(options: Options, ours: dict[str, Any], instead: dict[str, Any], *, per_token: bool) -> Iterator[Pair]:
+    """Whole updates of two settings on embedded games, after a little SFT; both policies stay where they are."""
+    config = Args(**read_config(Args, Path(__file__).parents[1] / "configs" / "alfworld-tiny.yaml"))
+    kwargs = (f"games={options.games}" if options.games != "embedded" else "games=embedded:train", "features=true")
+    config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=(), sft_episodes=400)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(replace(config, algo="sft", out=f"{folder}/start")).run()
+        config = replace(config, sft_steps=0, init_from=f"{folder}/start/checkpoint", lr=1e-9, lr_decay="constant")
+        trainers = [
+            Trainer(replace(config, out=f"{folder}/{number}", **settings))
+            for number, settings in enumerate((ours, instead))
+        ]
+        try:
+            for number in itertools.count():
+                found = [_update(trainer, per_token) for trainer in trainers]
+                if number >= WARM:
+                    yield found[0], found[1]
+        finally:
+            for trainer in trainers:
+                trainer.session.close()
+
+
+def _update(trainer: Trainer, per_token: bool) -> float:
+    """Processor seconds of an update, or of each token that it generates."""
+    began = time.process_time()
+    trees = trainer._rollouts((trainer.args.seed, 2, trainer.session.step))
+    forks = assign_credit(trees, trainer.args, trainer.session.memory)
+    trainer.session.memory.observe(trees, forks, trainer.args)
+    trainer._optimize(trees)
+    trainer.session.step += 1
+    seconds = time.process_time() - began
+    return seconds / sum(tree.tokens for tree in trees) if per_token else seconds
+
+
+def _help_row(options: Options) -> Iterator[Pair]:
+    def run(command: list[str]) -> None:
+        subprocess.run(command, env=interpreter.environment(), capture_output=True, check=True)
+
+    def spent() -> float:
+        times = os.times()
+        return times.children_user + times.children_system
+
+    ours = partial(run, interpreter.module_command("bpo_ref.train", "--help"))
+    yield from row.in_turns(ours, partial(run, interpreter.command("import torch")), clock=spent)
+
+
+BPO: dict[str, Any] = {"algo": "bpo"}
+ROWS = (
+    row.Row("trainer.packed", "trainer, an update with shared prefixes packed", "every path by itself", _packed_row),
+    row.Row("trainer.forks", "trainer, three forks of 720 tokens, first token", "the prefix read again", _forks_row),
+    row.Row(
+        "trainer.bpo",
+        "trainer, `bpo`, processor time of a generated token",
+        "`grpo`",
+        partial(_updates, ours=BPO, instead={"algo": "grpo"}, per_token=True),
+    ),
+    row.Row(
+        "trainer.lookahead",
+        "trainer, an update of `bpo` with look-ahead",
+        "without",
+        partial(_updates, ours={**BPO, "lookahead": True}, instead=BPO, per_token=False),
+    ),
+    row.Row("trainer.help", "`sandboxgym train --help`", "`import torch`", _help_row),
+)
+"""The trainer's rows of ``sandboxgym bench table``."""
 
 BENCHES = {
     "update": bench_update,

@@ -71,7 +71,7 @@ class Kept(gym.Env[Any, Any]):
         return Handle(copy.deepcopy((self.capture(), streams.captured(self))), type(self).__name__)
 
     def restore(self, snap: Handle, *, seed: int | None = None) -> Output:
-        state, drawn = copy.deepcopy(opened(snap, type(self).__name__))
+        state, drawn = copy.deepcopy(opened(snap, type(self).__name__, seed))
         self.apply(state)
         streams.put(self, drawn)
         self.started = True
@@ -183,7 +183,7 @@ class Guarded(Kept):
         return Handle(held, type(self).__name__)
 
     def restore(self, snap: Handle, *, seed: int | None = None) -> Output:
-        found = copy.deepcopy(opened(snap, type(self).__name__))
+        found = copy.deepcopy(opened(snap, type(self).__name__, seed))
         self.held, self.place, self.chance, self.steps, (self.action_space, self.observation_space) = found
         self.started = True
         if seed is not None:

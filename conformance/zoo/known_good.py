@@ -12,6 +12,7 @@ from typing import Any, Self
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.utils import seeding
 
 from sandboxgym import ResetNeeded, SnapshotEnv, SnapshotMismatch, SnapshotReleased, SnapshotSpec
 from sandboxgym.conformance.baselines import DeepCopySnapshots, deep_copied
@@ -115,7 +116,7 @@ class Replayed(gym.Env[Any, int]):
         return Handle(held, type(self).__name__)
 
     def restore(self, snap: Handle, *, seed: int | None = None) -> Output:
-        begin, actions, drawn = opened(snap, type(self).__name__)
+        begin, actions, drawn = opened(snap, type(self).__name__, seed)
         observation, info = self.env.reset(seed=begin[0], options=copy.deepcopy(begin[1]))
         for action in actions:
             observation, _, _, _, info = self.env.step(action)
@@ -129,8 +130,10 @@ class Replayed(gym.Env[Any, int]):
         return forked(self, type(self), k, seed)
 
 
-def opened(snap: Any, fits: str) -> Any:
-    """What a handle holds, if it fits."""
+def opened(snap: Any, fits: str, seed: Any) -> Any:
+    """What a handle holds, if it fits and the seed is one."""
+    if seed is not None:
+        seeding.np_random(seed)
     if not isinstance(snap, Handle):
         raise TypeError(f"expected a snapshot, found {type(snap).__qualname__}")
     if snap.held is None:

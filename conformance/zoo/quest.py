@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import gymnasium as gym
+from gymnasium.utils import seeding
 
 from sandboxgym import ResetNeeded, SnapshotCorrupt, SnapshotMismatch, SnapshotReleased, SnapshotSpec, Unicode
 from zoo import streams
@@ -183,7 +184,10 @@ class Quest(gym.Env[str, str]):
         return self.handle(self.header(), self.capture())
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Output:
-        self.apply(self.opened(snap))
+        content = self.opened(snap)
+        if seed is not None:
+            seeding.np_random(seed)  # refuses what is no seed, before anything changes
+        self.apply(content)
         if seed is not None:
             streams.seeded(self, seed)
         return self.observation(), self.info()

@@ -18,5 +18,9 @@ NAMES = {
     "faults": "faults that sandboxes survive, and the traces they leave",
     "pool": "a pool of workers stepping many environments",
     "rollouts": "rollouts whose paths advance by themselves, against lockstep",
+    "table": "all of it in a quarter of an hour: one row per operation, beside what a user would do instead",
+    "compare": "two such tables: what became slower by more than the noise",
 }
-"""Benchmarks, each a module of that name, with their subjects; the first is the default."""
+"""Benchmarks with their subjects; the first is the default."""
+MODULES = {"table": "table.run", "compare": "table.compare"}
+"""Modules of the benchmarks that are not in one of their own name."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from sandboxgym.bench import NAMES
+from sandboxgym.bench import MODULES, NAMES
 from sandboxgym.cli import FAILED, OK, USAGE, CommandError
 
 
@@ -28,7 +28,7 @@ def bench_main(argv: Sequence[str]) -> int:
     if name not in NAMES:
         print(f"sandboxgym bench: no benchmark {name!r}; there are: {', '.join(NAMES)}", file=sys.stderr)
         return USAGE
-    module = importlib.import_module(f"sandboxgym.bench.{name}")
+    module = importlib.import_module(f"sandboxgym.bench.{MODULES.get(name, name)}")
     with _argv(f"sandboxgym bench {name}", *arguments):
         status: int | None = module.main()
     return OK if status is None else status

@@ -128,6 +128,8 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
             raise TypeError(f"expected a DeepCopy, found {type(snap).__qualname__}")
         if snap.fits != self._fits:
             raise SnapshotMismatch(f"this environment is {self._fits}, the snapshot is of {snap.fits}")
+        if seed is not None:
+            gym.utils.seeding.np_random(seed)  # refuses what is no seed, before anything changes
         self.inner, self._returned = snap.copy()
         if seed is not None:
             self._reseed(seed)

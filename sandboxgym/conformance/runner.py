@@ -406,9 +406,27 @@ def run_check(
         return result(Verdict.INCONCLUSIVE, str(error), error.evidence)
     except (Exception, SystemExit) as error:  # an environment that ends the interpreter ends its check only
         text = "".join(traceback.format_exception(error)[-12:])
-        message = f"{type(error).__qualname__}: {error}" if str(error) else type(error).__qualname__
-        return result(Verdict.FAIL, message[:500], {"traceback": text}, getattr(error, "counterexample", None))
+        return result(Verdict.FAIL, _raised(error)[:500], {"traceback": text}, getattr(error, "counterexample", None))
     return result(Verdict.PASS, evidence=measured)
+
+
+def _raised(error: BaseException) -> str:
+    """An exception, for a message, with the call that raised it if that can be told."""
+    message = f"{type(error).__qualname__}: {error}" if str(error) else type(error).__qualname__
+    called = getattr(error, "called", "") or _outermost(error)
+    return f"{called} raised {message}" if called else message
+
+
+def _outermost(error: BaseException) -> str:
+    """The function outside of the suite in which an exception left it, for a message; empty if there is none."""
+    suite, name = str(Path(__file__).parent), ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename.startswith(suite):
+            name = ""
+        elif not name and not code.co_filename.endswith("contextlib.py"):
+            name = f"{code.co_name}()"
+    return name
 
 
 def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | None:
@@ -427,7 +445,7 @@ def _unable(check: Check, subject: Subject, before: dict[str, Result]) -> str | 
     except (Exception, SystemExit) as error:
         if check.id.startswith("api."):
             return None
-        return f"what it needs cannot be found out: {type(error).__qualname__}: {error}"
+        return f"what it needs cannot be found out: {_raised(error)}"
     return None
 
 

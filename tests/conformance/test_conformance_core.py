@@ -17,7 +17,7 @@ import toy_envs
 
 from sandboxgym.conformance import ConformanceError, MakeSpec, Subject, Verdict, all_checks, check_snapshot, run
 from sandboxgym.conformance.check import REGISTRY, Budget, Check, Failed, Inconclusive, Level, Skipped, check
-from sandboxgym.conformance.checks.restore import in_time
+from sandboxgym.conformance.checks.restore.runs import in_time
 from sandboxgym.conformance.checks.snapshot import scribble
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.scenario import Scene

@@ -171,6 +171,46 @@ def test_options_that_reset_reads_are_found_in_its_source() -> None:
     assert reset_options(Subject(late.Orchard)) == ""
 
 
+class HandsOn(late.Orchard):
+    """Options go to a method, which may read them."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.prepared(options)
+        return super().reset(seed=seed, options=options)
+
+    def prepared(self, options: Any) -> None:
+        """Nothing is read."""
+
+
+class LooksUp(HandsOn):
+    def prepared(self, options: Any) -> None:
+        self.wind = (options or {}).get("wind", 0)
+
+
+class Merges(HandsOn):
+    def prepared(self, options: Any) -> None:
+        self.rules = {"pace": 1, **(options or {})}
+
+
+class LooksLater(HandsOn):
+    def prepared(self, options: Any) -> None:
+        self.given = options
+
+    def step(self, action: int) -> Any:
+        self.wind = "wind" in (self.given or {})
+        return super().step(action)
+
+
+def test_options_that_are_handed_on_are_a_caveat_only_if_something_looks_into_them() -> None:
+    assert reset_options(Subject(HandsOn)) == ""
+    assert "options (wind) that were not given" in reset_options(Subject(LooksUp))
+    assert "reads options that were not given" in reset_options(Subject(Merges))
+    assert "options (wind) that were not given" in reset_options(Subject(LooksLater))
+    for looks in (LooksUp, LooksLater):
+        assert reset_options(Subject(looks, reset_options={"wind": 1})) == ""
+    assert "(high, low)" in reset_options(Subject(lambda: gym.make("CartPole-v1")))
+
+
 def test_the_head_names_options_that_were_not_given() -> None:
     report = run(Subject(Hard), only=["api.protocol"])
     text = "reset() reads options (hard, task) that were not given"

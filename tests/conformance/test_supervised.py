@@ -15,7 +15,7 @@ import pytest
 from sandboxgym.conformance.__main__ import main
 from sandboxgym.conformance.check import Verdict
 from sandboxgym.conformance.runner import all_checks
-from sandboxgym.conformance.supervision import supervised
+from sandboxgym.conformance.supervision import janitor, supervised
 from sandboxgym.system import run_directories
 
 HERE = Path(__file__).parent
@@ -263,3 +263,29 @@ def test_memory_and_offspring_are_those_of_the_processes():
     finally:
         child.communicate(b"\n")
     assert supervised.started(child.pid) == "" and supervised.memory([child.pid]) == 0
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_no_offspring():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert janitor.offspring(child.pid) == []
+    inner = subprocess.Popen(["sh", "-c", "sleep 30 & wait"])
+    try:
+        while not (found := janitor.offspring(inner.pid)):
+            time.sleep(0.01)
+        assert found and set(found) <= set(janitor.offspring(os.getpid()))
+    finally:
+        inner.terminate()
+        inner.wait()
+        for pid in found:
+            os.kill(pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_process_that_ends_between_two_looks_has_no_offspring(monkeypatch, error):
+    def gone(path):
+        raise error(path)
+
+    monkeypatch.setattr(os, "listdir", gone)
+    monkeypatch.setattr(os, "scandir", gone)
+    assert janitor.offspring(os.getpid()) == []

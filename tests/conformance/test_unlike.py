@@ -53,9 +53,9 @@ class Protocol(gym.Env[Any, Any]):
     def restore(self, snap: Any, *, seed: int | None = None) -> Any:
         if not isinstance(snap, Handle):
             raise TypeError(f"expected a Handle, found {snap!r}")
+        drawn = None if seed is None else np.random.default_rng(seed)
         self.x, self.t, self.info, self._np_random = copy.deepcopy(snap.state)
-        if seed is not None:
-            self._np_random = np.random.default_rng(seed)
+        self._np_random = self._np_random if drawn is None else drawn
         return self.x.copy(), dict(self.info)
 
     def fork(self, k: int, *, seed: int | None = None) -> list[Any]:

@@ -172,8 +172,8 @@ def episode_length(subject: Subject, budget: Budget, rng: np.random.Generator) -
     blind="Environments in which the actions drawn write nothing.",
 )
 def written(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the bytes of snapshots early and late in a long episode; declared constant, five times as many bytes,
-    and 64 KiB more, are a FAIL.
+    """Compares the bytes of snapshots early and late in a long episode, and after the same reset before and after many
+    episodes; declared constant, five times as many bytes, and 64 KiB more, are a FAIL.
     """
     ops = _long(subject, budget, rng, 200)
     sizes: dict[int, int] = {}
@@ -187,11 +187,36 @@ def written(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
                 if not isinstance(nbytes, int):
                     raise Skipped(f"snapshots ({type(snap).__qualname__}) do not tell their size (nbytes)")
                 sizes[count] = nbytes
+    episodes = {} if budget.waits else _over_episodes(subject, budget)
     counts = sorted(sizes)
-    if len(counts) < 2 or counts[-1] < 10 * counts[0]:
+    told = {"calls": sizes, "episodes": episodes}
+    long = len(counts) > 1 and counts[-1] >= 10 * counts[0]
+    if not long and not episodes:
         raise Skipped(f"no episode was longer than {len(ops)} calls: too short to see growth")
-    first, last = sizes[counts[0]], sizes[counts[-1]]
-    evidence = {"bytes after calls": sizes, "declared": subject.capabilities.cost}
-    if subject.capabilities.cost == "constant" and last > 5 * first and last - first > 65536:
-        raise Failed(f"cost is declared constant, but snapshots have {first} bytes at first, {last} later", evidence)
+    evidence: dict[str, Any] = {f"bytes after {what}": measured for what, measured in told.items() if measured}
+    evidence["declared"] = subject.capabilities.cost
+    for what, measured in told.items():
+        if not measured or (what == "calls" and not long):
+            continue
+        first, last = measured[min(measured)], measured[max(measured)]
+        if subject.capabilities.cost == "constant" and last > 5 * first and last - first > 65536:
+            growth = f"snapshots have {first} bytes at first and {last} after {max(measured)} {what}"
+            raise Failed(f"cost is declared constant, but {growth}", evidence)
     return evidence
+
+
+def _over_episodes(subject: Subject, budget: Budget) -> dict[int, int]:
+    """Bytes of a snapshot after one and the same reset, by the number of episodes played before in the environment."""
+    control = subject.control(0, budget.steps)
+    sizes: dict[int, int] = {}
+    with Scene(subject) as scene:
+        env = scene.start(control)
+        count = 0
+        for count in budget.spending(5000, seconds=budget.seconds / 2, at_least=2):
+            for op in control.ops[: control.last]:
+                subject.call(env, op)
+                if count == 0 and not sizes:
+                    sizes[0] = scene.snapshot(env).nbytes
+        subject.call(env, control.ops[0])
+        sizes[count + 1] = scene.snapshot(env).nbytes
+    return sizes

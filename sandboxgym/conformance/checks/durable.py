@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import pickle
 import random
@@ -17,9 +15,10 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, finds, own_future, points_of
+from sandboxgym.conformance.checks.restore.runs import SHORT, controls, finds, own_future, points_of
 from sandboxgym.conformance.checks.snapshot import identity
 from sandboxgym.conformance.harness import other_process
+from sandboxgym.conformance.harness.arguments import reconfigured
 from sandboxgym.conformance.harness.coverage import coverage
 from sandboxgym.conformance.harness.scenario import (
     Scene,
@@ -30,9 +29,9 @@ from sandboxgym.conformance.harness.scenario import (
     release,
     show_outcome,
 )
-from sandboxgym.conformance.subject import Outcome, Subject, layers, methods, restore, snapshot
+from sandboxgym.conformance.subject import Outcome, Subject, methods, restore, snapshot
 from sandboxgym.conformance.supervision import scratch
-from sandboxgym.core import SnapshotEnv, SnapshotSpec, constructor_signature
+from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
 _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
@@ -390,52 +389,9 @@ def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
                     scene.fail(f"a snapshot of {name} was restored")
             if control.repeatable:
                 scene.expect(twin, walk, point, "after a snapshot that does not fit was refused")
-    for name, other in _reconfigured(subject, min(30, budget.steps), numbers=1 if budget.waits else 3):
+    for name, other in reconfigured(subject, min(30, budget.steps), numbers=1 if budget.waits else 3):
         raised[name] = _from_elsewhere(subject, other, name, budget)
     return raised
-
-
-def _reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one argument changed, if it can be played.
-
-    Args:
-        subject: as it is made else.
-        steps: of its control runs.
-        numbers: alternatives tried per number.
-    """
-    make: Any = subject.make_env
-    given: dict[str, Any] = {}
-    while isinstance(make, functools.partial):
-        given = {**make.keywords, **given}
-        make = make.func
-    with opened(subject) as env:
-        made: Any = type(list(layers(env))[-1]) if make is gym.make else make
-    try:
-        signature = constructor_signature(made) if isinstance(made, type) else inspect.signature(made)
-    except (TypeError, ValueError):
-        return
-    for parameter in signature.parameters.values():
-        value = given.get(parameter.name, parameter.default)
-        if parameter.name in ("render_mode", "self") or type(value) not in (bool, int, float):
-            continue
-        others: list[Any] = [not value] if type(value) is bool else [value + 1, value // 2, 2 * value + 3][:numbers]
-        for changed in others:
-            other = Subject(
-                functools.partial(subject.make_env, **{parameter.name: changed}),
-                name=f"{subject.name} with {parameter.name}={changed}",
-                actions=subject.actions,
-                normalize=subject.normalize,
-                reset_options=subject.reset_options,
-                declared=subject.capabilities,
-                seed=subject.seed,
-            )
-            try:
-                other.make_env().close()
-                if changed == value or other.control(0, steps).outcomes[0].raised:
-                    continue
-            except Exception:  # not a value that it takes
-                continue
-            yield f"{parameter.name}={changed} instead of {value}", other
 
 
 def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import SHORTEST, Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import SHORT, controls, diverging, finds, in_time, own_future, points_of
+from sandboxgym.conformance.checks.restore.diverging import diverging
+from sandboxgym.conformance.checks.restore.runs import SHORT, controls, finds, in_time, own_future, points_of
 from sandboxgym.conformance.harness import seeds as seeding
+from sandboxgym.conformance.harness.arguments import reconfigured
 from sandboxgym.conformance.harness.branching import branches
 from sandboxgym.conformance.harness.canonical import show
 from sandboxgym.conformance.harness.coverage import coverage
@@ -31,6 +33,7 @@ from sandboxgym.conformance.harness.scenario import (
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, layers, methods
 from sandboxgym.conformance.supervision.clock import Stopwatch
 from sandboxgym.core import SnapshotEnv
+from sandboxgym.errors import SnapshotNotSupported
 
 HELD = 2**30
 """Bytes that a crowd's states and snapshots may take together."""
@@ -463,6 +466,44 @@ def invalid(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
         if control.repeatable:
             scene.expect(env, walk, point, "after a refused fork")
     return raised
+
+
+@check(
+    "fork.arguments",
+    level=2,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Forks are made with default arguments: on a larger board siblings play another game.",
+    blind="Arguments that are neither numbers nor flags of the factory or class, and values that it does not take.",
+)
+def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Makes the environment with other arguments (numbers and flags of the factory or class, changed one at a time) and
+    compares the future of a fork, and of a fork of it, with an uninterrupted run of an environment made so.
+    """
+    tried: list[str] = []
+    same = 0
+    for name, other in reconfigured(subject, min(30, budget.steps), numbers=1 if budget.waits else 2):
+        for number in budget.spending(2, seconds=budget.seconds / 4):
+            control = other.control(number, min(30, budget.steps))
+            if not control.repeatable or (other.noise and not other.capabilities.rng):
+                continue
+            with Scene(other) as scene:
+                env = scene.start(control)
+                own = own_future(scene, env, control)
+                point = max(1, control.last // 3)
+                scene.play(env, control.ops[:point])
+                try:
+                    (child,) = scene.fork(env, 1)
+                except SnapshotNotSupported:  # so made, it says, it cannot
+                    continue
+                (grandchild,) = scene.fork(child, 1)
+                for each, what in ((child, "a fork"), (grandchild, "a fork of a fork")):
+                    scene.expect(each, own, point, f"{what} of an environment with {name}")
+            same += control.outcomes == subject.control(number, min(30, budget.steps)).outcomes
+            tried.append(name)
+    if not tried:
+        raise Skipped("no argument of the factory or class is a number or a flag that can be changed")
+    return {"arguments": sorted(set(tried)), "runs": len(tried), "runs that they do not change": same}
 
 
 @check(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, in_time, points_of
+from sandboxgym.conformance.checks.restore.runs import controls, in_time, points_of
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.coverage import coverage
 from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference, quiet, seed_spaces, written

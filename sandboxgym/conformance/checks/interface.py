@@ -1,4 +1,4 @@
-"""Level 1: what goes in and what is offered: actions and options that belong to the caller, spaces that change."""
+"""Level 1: what goes in and what is offered: arguments that belong to the caller, changing spaces, orders, texts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, in_time, points_of
+from sandboxgym.conformance.checks.restore.runs import controls, in_time, points_of
+from sandboxgym.conformance.harness import other_process
+from sandboxgym.conformance.harness.arguments import Watched
 from sandboxgym.conformance.harness.canonical import literal
-from sandboxgym.conformance.harness.scenario import Scene, Walk, opened, outcome_difference, seed_spaces
+from sandboxgym.conformance.harness.scenario import (
+    Scene,
+    Walk,
+    first_difference,
+    opened,
+    outcome_difference,
+    seed_spaces,
+)
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject, layers
+from sandboxgym.conformance.supervision import scratch
+from sandboxgym.core import Transition
 
 SPACES = ("action_space", "observation_space")
 
@@ -217,44 +228,10 @@ def options(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 _MARK = "no such option"
 
 
-class _Watched(dict[str, Any]):
-    """Options that note which keys are looked up, with their defaults."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.asked: dict[str, Any] = {}
-
-    def _ask(self, key: Any, default: Any = None) -> None:
-        if isinstance(key, str) and (key not in self.asked or self.asked[key] is None):
-            self.asked[key] = super().get(key, default)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._ask(key, default)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._ask(key, *default)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        self._ask(key)
-        return super().__contains__(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        self._ask(key)
-        return super().__getitem__(key)
-
-    def __bool__(self) -> bool:  # `if options` is the way to what is looked up
-        return True
-
-    def __deepcopy__(self, _: Any) -> _Watched:
-        return self
-
-
 def _found(subject: Subject) -> Iterator[tuple[str, Any]]:
     """Options that ``reset`` looks up, or merges into a dict of its own, and other values for each."""
     with opened(subject) as env:
-        watched = _Watched(subject.options(0) or {})
+        watched = Watched(subject.options(0) or {})
         subject.call(env, Op("reset", (1, watched)))
         asked = dict(watched.asked)
     with opened(subject) as env:
@@ -295,3 +272,188 @@ def _with_option(subject: Subject, name: str, value: Any, budget: Budget) -> Con
     if not control.repeatable or control.outcomes[0].raised:
         return None
     return None if control.outcomes == usual.outcomes else control
+
+
+# What is printed: the order of dicts, and texts that an agent writes.
+
+Orders = dict[str, tuple[str, ...]]
+"""Keys of dicts in their order, by the dict's place."""
+
+
+@check(
+    "interface.order",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A prompt made by iterating over a dict in info reads otherwise on a branch than on the path that it left.",
+    blind="The order of sets, which copies change; dicts whose order is not that of another run from the same seed.",
+)
+def order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """The keys of dicts in observations and info are in the order of an uninterrupted run: in what ``restore`` returns
+    and in the calls after it, in the environment that went on, in a new one, in a fork, and from saved bytes. Only
+    dicts are compared that have one order in several runs from the same seed.
+    """
+    compared, seen = 0, set[str]()
+    calls = 4 if budget.waits else 12
+    pool = [each for each in controls(subject, budget) if each.repeatable]
+    for control in in_time(budget, pool[: 1 if budget.waits else None]):
+        expected = _orders_of_runs(subject, control, 2 if budget.waits else 3)
+        seen.update(place for orders in expected for place in orders)
+        if not any(expected):
+            continue
+        with Scene(subject) as scene, scratch.folder() as folder:
+            moments = [point for point in points_of(control, rng, 2) if point <= control.last]
+            walk = scene.walk(control, moments)
+            points = sorted(walk.points, key=lambda point: (point * 7919) % 101)
+            for number, point in enumerate(points[: 1 if budget.waits else None]):
+                targets = {"restored": walk.env, "restored in a new environment": scene.start(control)}
+                handle = walk.snaps[point]
+                if number == 0 and (loaded := _carried(scene, handle, folder)) is not None:
+                    targets["restored from saved bytes"], handle = walk.env, loaded
+                for what, env in targets.items():
+                    given = handle if "bytes" in what else walk.snaps[point]
+                    raw = scene.restore(env, given)
+                    found = _orders(subject, (raw[0], 0.0, False, False, raw[1]))
+                    _same_order(scene, expected[point - 1], found, f"{what}, right after restore()")
+                    compared += _followed(scene, env, control, expected, point, what, calls)
+                scene.restore(walk.env, walk.snaps[point])
+                (child,) = scene.fork(walk.env, 1)
+                compared += _followed(scene, child, control, expected, point, "in a fork", calls)
+                scene.forget(child)
+    if not seen:
+        raise Skipped("neither observations nor info have a dict of two or more keys, in one order in several runs")
+    return {"calls compared": compared, "dicts": sorted(seen)[:20]}
+
+
+def _orders_of_runs(subject: Subject, control: Control, count: int) -> list[Orders]:
+    """Orders after each call, of the dicts that have one order in several runs."""
+    runs = []
+    for _ in range(count):
+        with opened(subject) as env:
+            seed_spaces(env, control.seed)
+            raws = [subject.call(env, op)[1] for op in control.ops[: control.last]]
+            runs.append([{} if raw is None else _orders(subject, raw) for raw in raws])
+    first, *others = runs
+    return [
+        {place: keys for place, keys in orders.items() if all(other[index].get(place) == keys for other in others)}
+        for index, orders in enumerate(first)
+    ]
+
+
+def _orders(subject: Subject, raw: tuple[Any, ...]) -> Orders:
+    """Orders of the dicts in the observation and info of a transition."""
+    if subject.normalize is not None:
+        raw = subject.normalize(Transition(*copy.deepcopy(raw)))
+        if not isinstance(raw, tuple) or len(raw) != 5:
+            return {}
+    found: Orders = {}
+    pending: list[tuple[str, Any, int]] = [("observation", raw[0], 0), ("info", raw[4], 0)]
+    while pending and len(found) < _MOST_DICTS:
+        place, value, depth = pending.pop()
+        if depth > _DEEPEST:
+            continue
+        if isinstance(value, Mapping):
+            keys = [repr(key)[:80] for key in value]
+            if len(keys) > 1:
+                found[place] = tuple(keys)
+            pending += [(f"{place}[{key}]", item, depth + 1) for key, item in zip(keys, value.values())]
+        elif isinstance(value, (list, tuple)):
+            pending += [(f"{place}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+    return found
+
+
+_MOST_DICTS, _DEEPEST = 1000, 12
+
+
+def _followed(
+    scene: Scene, env: AnyEnv, control: Control, expected: list[Orders], point: int, what: str, calls: int
+) -> int:
+    """Play the control's calls from ``point`` on and compare orders; the number of calls."""
+    end = min(point + calls, len(expected))
+    for index in range(point, end):
+        _, raw = scene.perform(env, control.ops[index])
+        if raw is not None:
+            _same_order(scene, expected[index], _orders(scene.subject, raw), f"{what}, at call {index}")
+    return max(0, end - point)
+
+
+def _same_order(scene: Scene, expected: Orders, found: Orders, what: str) -> None:
+    """Fail where a dict has the same keys in another order; other keys are for the checks that compare values."""
+    for place, keys in expected.items():
+        mine = found.get(place, keys)
+        if mine != keys and sorted(mine) == sorted(keys):
+            told = [", ".join(each)[:120] for each in (keys, mine)]
+            scene.fail(
+                f"{what}: the keys of {place} are in another order than in an uninterrupted run: "
+                f"expected {told[0]}, found {told[1]}"
+            )
+
+
+def _carried(scene: Scene, snap: Any, folder: str) -> Any:
+    """A snapshot written and read, if it can be."""
+    try:
+        loaded = other_process.arrived(other_process.carried(snap, folder, "snapshot"))
+    except Exception:  # whether and how snapshots are saved is for other checks
+        return None
+    name = scene.snap_name(snap)
+    return scene.adopt(loaded, f"type({name}).from_bytes({name}.to_bytes())")
+
+
+@check(
+    "interface.texts",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="What an agent writes in another script, or with quotes and line ends, is lost by a restore.",
+    blind="Texts that the environment does not keep; actions that are texts inside of other structures.",
+)
+def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Actions that are texts get an ending of foreign letters, signs and line ends where the action space has such
+    texts; snapshots on the way are restored in the environment that went on and in a new one, and followed.
+    """
+    compared = written = 0
+    pool = controls(subject, budget)[: 1 if budget.waits else None]
+    for number in budget.spending(len(pool) if budget.waits else 40, at_least=len(pool)):
+        control = pool[number % len(pool)]
+        ops = _with_endings(subject, control, rng)
+        new = sum(op is not other for op, other in zip(ops, control.ops))
+        if not new and number + 1 >= len(pool) and not written:
+            break  # no text among the actions of any run
+        written += new
+        with Scene(subject) as scene:
+            own = scene.alone(control, 0, ops)
+            if not new or first_difference(own.outcomes, scene.alone(control, 0, ops).outcomes):
+                continue
+            env = scene.start(control)
+            points = {1 + len(ops) // 3, 1 + 2 * len(ops) // 3, len(ops)} if not budget.waits else {1 + len(ops) // 2}
+            snaps = {}
+            for count, op in enumerate(ops, start=1):
+                scene.call(env, op)
+                if count in points:
+                    snaps[count] = scene.snapshot(env)
+            for point, snap in snaps.items():
+                for target in (env, scene.start(control)):
+                    what = "restored in an episode with texts of foreign letters"
+                    scene.expect_returned(target, own, point, scene.restore(target, snap), what)
+                    compared += scene.expect(target, own, point, what)
+    if not written:
+        raise Skipped("no action is a text to which foreign letters can be added")
+    return {"calls compared": compared, "texts written": written}
+
+
+_LETTERS = " Grüße \u6f22\u5b57 \U0001f511 e\u0301\u00e9 'q' \"p\" \\"
+ENDINGS = (_LETTERS, f"{_LETTERS}\r\n x\n")
+"""What is added to texts: letters in and outside of Latin-1 and of 16 bits, combined ones, signs, line ends."""
+
+
+def _with_endings(subject: Subject, control: Control, rng: np.random.Generator) -> tuple[Op, ...]:
+    """The first episode's calls, with an ending to about every second text."""
+    with opened(subject) as env:
+        space = env.action_space
+        ops = []
+        for op in control.ops[: control.last]:
+            if op.kind == "step" and type(op.value) is str and rng.random() < 0.5:
+                longer = op.value + ENDINGS[int(rng.integers(len(ENDINGS)))]
+                op = Op("step", longer) if space.contains(longer) else op
+            ops.append(op)
+    return tuple(ops)

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, in_time, perturbed, points_of
+from sandboxgym.conformance.checks.restore.runs import controls, in_time, perturbed, points_of
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.harness.branching import branches
 from sandboxgym.conformance.harness.canonical import canonical, difference

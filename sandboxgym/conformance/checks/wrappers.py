@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.restore import controls, in_time, points_of
+from sandboxgym.conformance.checks.restore.runs import controls, in_time, points_of
 from sandboxgym.conformance.harness.scenario import Scene, opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers, methods, snapshot
 from sandboxgym.errors import SnapshotNotSupported

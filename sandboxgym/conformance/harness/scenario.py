@@ -333,6 +333,8 @@ class Scene:
     watch: Stopwatch = field(default_factory=Stopwatch)
     _loop: int = 0
     _released: set[int] = field(default_factory=set)
+    _pending: str = ""
+    """The call that has not returned."""
 
     def __enter__(self) -> Self:
         self._quiet = quiet()
@@ -345,6 +347,7 @@ class Scene:
         if error is not None and not isinstance(error, Failed) and not hasattr(error, "counterexample"):
             with contextlib.suppress(Exception):
                 error.counterexample = self.script()  # type: ignore[attr-defined]
+                error.called = self._called()  # type: ignore[attr-defined]
         try:
             failed = self._leave()
         finally:
@@ -372,7 +375,8 @@ class Scene:
 
     def make(self) -> AnyEnv:
         """Make a new environment."""
-        env = self.subject.make_env()
+        with self._calling("make_env()"):
+            env = self.subject.make_env()
         self.lines.append(f"{self._named(env)} = make_env()")
         return env
 
@@ -409,10 +413,10 @@ class Scene:
         """Take a snapshot."""
         name = f"snap{self._taken}"
         source = self.name(env)
-        self.lines.append(
-            f"{name} = {source}.snapshot()" if methods(env) else f"{name} = sandboxgym.snapshot({source})"
-        )
-        snap = snapshot(env)
+        call = f"{source}.snapshot()" if methods(env) else f"sandboxgym.snapshot({source})"
+        self.lines.append(f"{name} = {call}")
+        with self._calling(call):
+            snap = snapshot(env)
         self._taken += 1
         self._snaps[id(snap)] = (snap, name)
         return snap
@@ -431,19 +435,22 @@ class Scene:
         name = self.name(env)
         handle = self.snap_name(snap)
         own = f"{name}.restore({handle}{named})"
-        self.lines.append(own if methods(env) else f"sandboxgym.restore({name}, {handle}{named})")
-        result = restore(env, snap, seed)
+        call = own if methods(env) else f"sandboxgym.restore({name}, {handle}{named})"
+        self.lines.append(call)
+        with self._calling(call):
+            result = restore(env, snap, seed)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             self.fail(f"restore() must return (observation, info), it returned {result!r:.200}")
         return result
 
     def fork(self, env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
         """Fork an environment."""
-        children = fork(env, k, seed)
-        names = ", ".join(self._named(child) for child in children)
         named = "" if seed is None else f", seed={seed}"
         name = self.name(env)
         call = f"{name}.fork({k}{named})" if methods(env) else f"sandboxgym.fork({name}, {k}{named})"
+        with self._calling(call):
+            children = fork(env, k, seed)
+        names = ", ".join(self._named(child) for child in children)
         self.lines.append(f"{names}{',' if len(children) == 1 else ''} = {call}")
         if len(children) != k:
             self.fail(f"fork({k}) returned {len(children)} environments")
@@ -451,9 +458,11 @@ class Scene:
 
     def close(self, env: AnyEnv) -> None:
         """Close an environment."""
-        self.lines.append(f"{self.name(env)}.close()")
+        call = f"{self.name(env)}.close()"
+        self.lines.append(call)
         self._closed.add(id(env))
-        env.close()
+        with self._calling(call):
+            env.close()
 
     def release(self, snap: Any) -> None:
         """Release a snapshot, where it can be."""
@@ -461,7 +470,8 @@ class Scene:
             self.lines.append(f"{self.snap_name(snap)}.release()")
         if id(snap) not in self._released:
             self._released.add(id(snap))
-            release(snap)
+            with self._calling(f"{self.snap_name(snap)}.release()"):
+                release(snap)
 
     def forget(self, env: AnyEnv) -> None:
         """Close an environment and drop it, so that thousands can follow each other."""
@@ -491,6 +501,25 @@ class Scene:
         self.lines[self._loop :] = [f"for _ in range({index + 1}):\n{body}"]
         if live == (len(self._envs), len(self._snaps)):
             self._made, self._taken = made, taken
+
+    @contextlib.contextmanager
+    def _calling(self, call: str) -> Iterator[None]:
+        """Context of a call that may raise: then the script and the message name it."""
+        self._pending = call
+        yield
+        self._pending = ""
+
+    def _called(self) -> str:
+        """The call that raised and the one before it, for a message; empty if none was under way."""
+        if not self._pending:
+            return ""
+        earlier = "\n".join(self.lines).splitlines()
+        if earlier and earlier[-1].endswith(self._pending):
+            earlier.pop()
+        before = next(
+            (line.strip() for line in reversed(earlier) if line.strip() and not line.startswith(("#", "import "))), ""
+        )
+        return f"{self._pending[:120]} after {before[:120]}" if before else self._pending[:120]
 
     # Composite.
 

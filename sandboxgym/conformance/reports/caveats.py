@@ -8,11 +8,15 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sandboxgym.conformance.check import SHORTEST
+from sandboxgym.conformance.harness.arguments import options_looked_up
 from sandboxgym.conformance.harness.scenario import opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers
 
 MANY = 1000
 """Snapshots held at once from which on their number is no caveat."""
+WATCHED = 6
+"""Calls in which reset options are looked at."""
 _PASSING = ("gymnasium.core", "gymnasium.wrappers", "sandboxgym.core", "sandboxgym.wrappers")
 """Modules whose ``reset`` only hands options on."""
 
@@ -28,6 +32,10 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
     held = results.get("restore.many_held", {}).get("evidence", {}).get("held")
     if isinstance(held, int) and held < MANY:
         found.append(f"no more than {held} snapshots were held at once")
+    if changed := results.get("restore.refused", {}).get("evidence", {}).get("changed"):
+        found.append(
+            f"a restore {min(changed)} raises when the environment is changed already: whoever handles it is elsewhere"
+        )
     return found
 
 
@@ -41,7 +49,10 @@ def unended(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def reset_options(subject: Subject) -> str:
-    """Reset options that the source of ``reset`` reads and that were never given; empty if there are none."""
+    """Reset options that ``reset`` reads and that were never given; empty if there are none.
+
+    Where its source hands them on to other code without naming one, a reset and some steps are watched.
+    """
     given = subject.reset_options or []
     known = {key for options in ([given] if isinstance(given, dict) else given) for key in options}
     with opened(subject) as env:
@@ -50,6 +61,9 @@ def reset_options(subject: Subject) -> str:
         except (OSError, TypeError, SyntaxError):
             why = "no reset options were given, and the source of reset() cannot be read"
             return "" if known else f"{why}: what they may change was not tested"
+    if read is not None and not read:
+        steps = subject.control(0, SHORTEST).ops[1:WATCHED]
+        read = options_looked_up(subject, subject.options(0) or {}, steps)
     if read is None or (read and read <= known) or (not read and known):
         return ""
     names = f" ({', '.join(sorted(read - known))})" if read else ""

@@ -85,7 +85,12 @@ def end(pid: int, birth: str) -> None:
 def offspring(pid: int) -> list[int]:
     """Children of a process and their descendants, where the kernel lists them."""
     found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has ended
+        return found
+    for task in tasks:
+        file = Path(f"/proc/{pid}/task/{task}/children")
         try:
             children = [int(word) for word in file.read_text().split()]
         except (OSError, ValueError):

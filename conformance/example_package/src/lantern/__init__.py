@@ -147,6 +147,8 @@ class Lantern(gym.Env[npt.NDArray[np.float64], int]):
         content = json.loads(snap.text)
         if (content["format"], content["way"]) != (FORMAT, self.way):
             raise BadSnapshot(f"expected a way of {self.way}, found one of {content['way']}")
+        if seed is not None:
+            seeding.np_random(seed)  # refuses what is no seed, before anything changes
         self._apply(content, seed)
         return self._observe()
 

@@ -1,0 +1,438 @@
+"""The actions of an uninterrupted run again, after restores of every kind: the future is the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sandboxgym.conformance.check import Budget, Skipped, check
+from sandboxgym.conformance.checks.restore.runs import (
+    SHORT,
+    controls,
+    finds,
+    in_time,
+    longer,
+    perturbed,
+    points_of,
+    same_streams,
+)
+from sandboxgym.conformance.harness.coverage import coverage, ending
+from sandboxgym.conformance.harness.scenario import (
+    Scene,
+    streams,
+)
+from sandboxgym.conformance.harness.whole import whole_episodes
+from sandboxgym.conformance.subject import Control, Subject
+
+
+@check(
+    "restore.trace_equality",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Branches start from a state that is not the one the backbone was in: every advantage is biased.",
+    blind="State that shows nowhere in the recorded calls (give observe_state).",
+)
+def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Takes snapshots at the start, in the middle, before and after the end of episodes of several seeds, on- and
+    off-policy, some of them long; restores each, in the environment that went on to the end, with what surrounds it
+    changed in between (global random streams, environment variables, time), and compares the whole rest with an
+    uninterrupted run.
+    """
+    compared = restores = traces = 0
+    kinds = set()
+
+    def trace(control: Control, middle: int) -> None:
+        nonlocal compared, restores, traces
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, middle))
+            for point in reversed(walk.points):
+                with perturbed(scene, rng):
+                    scene.restore(walk.env, walk.snaps[point])
+                    compared += scene.expect(walk.env, walk, point, "a restored environment goes on differently")
+                restores += 1
+        kinds.add("an uninterrupted run" if control.repeatable else "the original environment")
+        traces += 1
+
+    for index in budget.spending(10 * budget.traces, at_least=2 * budget.traces):
+        trace(subject.control(index, budget.steps), 2 if index < budget.traces else 4)
+    for control in longer(subject, budget):
+        trace(control, 4)
+    return {"traces": traces, "restores": restores, "calls compared": compared, "compared with": sorted(kinds)}
+
+
+@check(
+    "restore.other_env",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Part of the state stays behind in the environment that took the snapshot; siblings made elsewhere differ.",
+    blind="State shared by all environments of a process: durable.cross_process.",
+)
+def other_env(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores in a new environment that was never reset, in one that was, and in one far into another episode."""
+    compared = restores = 0
+    pool = controls(subject, budget)
+    for index, control in enumerate(pool):
+        other = pool[(index + 1) % len(pool)]
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, middle=1))
+            for point in walk.points:
+                for history in (0, 1, len(other.ops), max(1, other.last - 1)):
+                    env = scene.start(other)
+                    scene.play(env, other.ops[:history])
+                    scene.restore(env, walk.snaps[point])
+                    where = "one never reset" if history == 0 else f"one used for {history} calls"
+                    compared += scene.expect(env, walk, point, f"restored in another environment ({where})")
+                    restores += 1
+                    scene.forget(env)
+                    if restores > 8 and _late(scene, budget):
+                        break
+    return {"restores": restores, "calls compared": compared}
+
+
+@check(
+    "restore.many",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A snapshot that works once, or 49 times of 50, corrupts a few branches of every run.",
+    blind="Faults rarer than the restores made: see the evidence for what would have been found with 99.9 %.",
+)
+def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores one snapshot hundreds of times, with steps in between, then takes and restores hundreds of snapshots;
+    after each compares what follows with the control run, every tenth time to the very end.
+    """
+    control = subject.control(0, budget.steps)
+    restored = taken = 0
+    with Scene(subject) as scene:
+        point = max(1, control.last // 2)
+        walk = scene.walk(control, [point])
+        for index in budget.spending(budget.repeats, at_least=20):
+            with scene.iteration(index):
+                result = scene.restore(walk.env, walk.snaps[point])
+                what = f"restore number {index + 1} of one snapshot"
+                scene.expect_returned(walk.env, walk, point, result, what)
+                scene.expect(walk.env, walk, point, what, calls=None if index % 10 == 0 else SHORT)
+                restored += 1
+    with Scene(subject) as scene:
+        walk = scene.walk(control, [point])
+        detour = control.ops[point : point + 1]
+        for index in budget.spending(budget.repeats, at_least=20):
+            with scene.iteration(index):
+                scene.restore(walk.env, walk.snaps[point])
+                snap = scene.snapshot(walk.env)
+                scene.play(walk.env, detour)
+                result = scene.restore(walk.env, snap)
+                what = f"snapshot number {index + 1} of the same state"
+                scene.expect_returned(walk.env, walk, point, result, what)
+                scene.expect(walk.env, walk, point, what, calls=SHORT)
+                scene.drop(snap)
+                taken += 1
+    return {"restores of one": restored, "snapshots": taken, **finds(min(restored, taken))}
+
+
+@check(
+    "restore.any_order",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A search that goes back and forth between branch points lands in a mixture of them.",
+    blind="Orders not drawn.",
+)
+def any_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Keeps snapshots of several points of two episodes and restores them in drawn orders: older after newer, newer
+    after older, the same twice, with a few calls in between.
+    """
+    pool = controls(subject, budget)
+    restores = 0
+    for index, control in enumerate(pool):
+        with Scene(subject) as scene:
+            walks = [scene.walk(each, points_of(each, rng, 3)) for each in (control, pool[(index + 1) % len(pool)])]
+            env = walks[0].env
+            for number in budget.spending(budget.repeats // 4, seconds=budget.seconds / len(pool), at_least=12):
+                walk = walks[number % 3 == 2]
+                point = int(rng.choice(walk.points))
+                result = scene.restore(env, walk.snaps[point])
+                scene.expect_returned(env, walk, point, result, "restored in a drawn order")
+                scene.expect(env, walk, point, "restored in a drawn order", calls=int(rng.integers(0, 8)))
+                restores += 1
+    return {"restores": restores}
+
+
+@check(
+    "restore.nested",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Trees deeper than one level start from states that drift: a snapshot of a restored state is another state.",
+    blind="Very deep chains: resources.depth.",
+)
+def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Takes each snapshot from an environment that was itself just restored, call by call, in turn in two
+    environments; then restores them all, newest and oldest first.
+    """
+    taken = 0
+    for control in in_time(budget, controls(subject, budget)):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, [1])
+            envs = [walk.env, scene.start(control)]
+            snaps = {1: walk.snaps[1]}
+            for point in range(1, min(control.last, 12)):
+                env = envs[point % 2]
+                scene.restore(env, snaps[point])
+                if point % 2:  # without a step in between
+                    snaps[point] = scene.snapshot(env)
+                    scene.restore(envs[1], snaps[point])
+                    env = envs[1]
+                scene.expect(env, walk, point, f"restored from a chain of {point} snapshots", calls=1)
+                snaps[point + 1] = scene.snapshot(env)
+                taken += 1
+            for order in (sorted(snaps), sorted(snaps, reverse=True)):
+                for point in order:
+                    result = scene.restore(walk.env, snaps[point])
+                    what = f"a snapshot taken at the end of a chain of {point}"
+                    scene.expect_returned(walk.env, walk, point, result, what)
+                    scene.expect(walk.env, walk, point, what)
+    return {"snapshots of restored states": taken}
+
+
+@check(
+    "restore.after_reset",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="What reset() loads (task, level, goal) stays, and the restored agent plays one game by another's rules.",
+    blind="Tasks that neither seeds nor reset_options reach.",
+)
+def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """After the snapshot resets to other seeds and tasks, plays there (a little, or to the end), and restores; and
+    after a restored episode, a whole other one is what it is after an uninterrupted episode.
+    """
+    restores = 0
+    pool = controls(subject, budget)
+    for index, control in enumerate(pool):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 1))
+            for number, point in enumerate(walk.points):
+                other = pool[(index + 1 + number) % len(pool)]
+                calls = (1, 2, other.last, len(other.ops))[number % 4]
+                scene.play(walk.env, other.ops[:calls])
+                result = scene.restore(walk.env, walk.snaps[point])
+                scene.expect_returned(walk.env, walk, point, result, "restored after reset() to another episode")
+                scene.expect(walk.env, walk, point, "restored after reset() to another episode")
+                restores += 1
+            following = pool[(index + 1) % len(pool)]
+            if control.repeatable:
+                both = scene.followed(control, following, control.last)
+                scene.restore(walk.env, walk.snaps[walk.points[0]])
+                what = "the episode restored, or the one after it"
+                scene.expect(walk.env, both, walk.points[0], what)
+    return {"restores": restores}
+
+
+@check(
+    "restore.after_done",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="The done flag is lost or sticks: finished episodes go on, or restored ones end at once.",
+    blind="Episodes that do not end within the recorded steps.",
+)
+def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Restores a finished episode, here and in a new environment: steps and the next reset are as in one that was
+    never interrupted; restoring an earlier point of it takes the end back. Episodes of every way of ending that a
+    search with the environment's own snapshots finds are among them.
+    """
+    tried = 0
+    endings = set()
+    usual = [*controls(subject, budget), *longer(subject, budget), *coverage(subject, budget).controls]
+    if all(control.ended is None for control in usual):
+        usual += whole_episodes(subject, budget)
+    for control in usual:
+        if control.ended is None:
+            continue
+        endings.add(ending(control))
+        with Scene(subject) as scene:
+            end = control.ended
+            before = max(1, end - 1)
+            walk = scene.walk(control, [before, end])
+            for env in (walk.env, scene.start(control)):
+                result = scene.restore(env, walk.snaps[end])
+                scene.expect_returned(env, walk, end, result, "restored a finished episode")
+                scene.expect(env, walk, end, "after restoring a finished episode")
+                scene.restore(env, walk.snaps[end])
+                scene.restore(env, walk.snaps[before])
+                scene.expect(env, walk, before, "restored from a finished episode to before its end")
+                scene.restore(env, walk.snaps[end])
+                following = next(i for i, op in enumerate(control.ops) if i >= end and op.kind == "reset")
+                if walk.end > following and _quiet_between(control, end, following):
+                    scene.expect(env, walk, following, "reset() after restoring a finished episode")
+            tried += 1
+    if not tried:
+        raise Skipped(f"no episode ended within {max(control.last for control in usual) - 1} steps")
+    return {"finished episodes": tried, "endings": sorted(endings)}
+
+
+def _quiet_between(control: Control, start: int, end: int) -> bool:
+    """True if the calls after the end of the episode raised, so that leaving them out changes nothing."""
+    return all(outcome.raised for outcome in control.outcomes[start:end])
+
+
+@check(
+    "restore.after_close",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Snapshots die with the environment that took them: a pool of environments cannot shrink.",
+    blind="Environments killed instead of closed: resources.killed_owner.",
+)
+def after_close(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Closes (twice) the environment that took the snapshots, drops it, and restores them in new ones."""
+    restores = 0
+    for control in controls(subject, budget):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 1))
+            scene.forget(walk.env)
+            walk.env.close()
+            walk.env = scene.start(control)
+            for point in walk.points:
+                result = scene.restore(walk.env, walk.snaps[point])
+                scene.expect_returned(walk.env, walk, point, result, "restored after its source was closed")
+                scene.expect(walk.env, walk, point, "restored after its source was closed")
+                restores += 1
+    return {"restores": restores}
+
+
+@check(
+    "restore.idempotent",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Restoring twice is not restoring once: every visit of a branch point moves it.",
+    blind="Drift that shows only after hundreds of visits: restore.many.",
+)
+def idempotent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """restore; restore gives what restore gives; a snapshot of a just restored state is worth the same; the random
+    streams and the observed state are the same after each.
+    """
+    tried = 0
+    for control in in_time(budget, controls(subject, budget)):
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points_of(control, rng, 1))
+            for point in walk.points:
+                env, snap = walk.env, walk.snaps[point]
+                first = scene.restore(env, snap)
+                scene.expect_returned(env, walk, point, first, "restored once")
+                once = streams(env)
+                again = scene.snapshot(env)
+                for times, handle in enumerate((snap, again, again, snap), start=2):
+                    result = scene.restore(env, handle)
+                    scene.expect_returned(env, walk, point, result, f"restored {times} times in a row")
+                    same_streams(scene, once, streams(env), f"after restoring {times} times in a row")
+                scene.expect(env, walk, point, "restored five times in a row")
+                scene.restore(env, again)
+                scene.expect(env, walk, point, "a snapshot of a restored state")
+                tried += 1
+    return {"points": tried}
+
+
+def _late(scene: Scene, budget: Budget) -> bool:
+    return scene.watch.spent(budget.seconds)
+
+
+@check(
+    "restore.no_steps",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="A restore is skipped because the environment takes itself to be there already: it is where a reset put it.",
+    blind="Longer sequences of calls without a step between.",
+)
+def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Makes three calls without a step between them, in all combinations of: restores of two snapshots, one with a
+    seed, resets with another seed, the same one and none, a snapshot, a fork, one step; then restores one of the two,
+    and compares what it returns and what follows.
+    """
+    control = subject.control(0, budget.steps)
+    tried = 0
+    with Scene(subject) as scene:
+        late = max(1, control.last // 2)
+        walk = scene.walk(control, {1, late})
+        env, one, two = walk.env, walk.snaps[1], walk.snaps[late]
+        seed, options = control.ops[0].value
+        calls: dict[str, Callable[[], Any]] = {
+            "restore": lambda: scene.restore(env, one),
+            "restore another": lambda: scene.restore(env, two),
+            "restore with a seed": lambda: scene.restore(env, one, seed=5),
+            "reset": lambda: scene.reset(env, seed=seed + 1, options=subject.options(1)),
+            "reset to the same": lambda: scene.reset(env, seed=seed, options=options),
+            "reset without a seed": lambda: scene.reset(env, options=options),
+            "snapshot": lambda: scene.drop(scene.snapshot(env)),
+            "fork": lambda: scene.forget(scene.fork(env, 1)[0]),
+            "step": lambda: scene.call(env, control.ops[1]),
+        }
+        programs = list(itertools.product(calls, calls, calls))
+        rng.shuffle(programs)
+        # First what most restores by comparison would meet: the same state before and after something else.
+        programs = [("restore", between, between) for between in calls] + programs
+        for index in budget.spending(len(programs), at_least=30):
+            mark = len(scene.lines)
+            for name in programs[index]:
+                calls[name]()
+            point = 1 if index % 3 else late
+            what = f"restored after {', '.join(programs[index])}"
+            result = scene.restore(env, walk.snaps[point])
+            scene.expect_returned(env, walk, point, result, what)
+            scene.expect(env, walk, point, what, calls=2)
+            del scene.lines[mark:]  # of those that were right
+            tried += 1
+    return {"programs": tried}
+
+
+# What ordinary episodes do not reach.
+
+
+@check(
+    "restore.coverage",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Faults at the time limit, after a rare action or late in an episode are met by luck, or by the trainer.",
+    blind="What the search did not reach: the evidence says what it did.",
+)
+def covered(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Searches, with the environment's own snapshots, for long episodes, every way of ending, rare actions, rewards and
+    entries of info; records each from a reset without snapshots. Takes snapshots before and after each such event, near
+    the end and in the middle, restores each in the environment that went on, in a new one and through a fork, and
+    compares everything to the end.
+    """
+    found = coverage(subject, budget)
+    if not found.controls:
+        raise Skipped(f"the search found nothing to add: {found.reached.get('search ended early', 'nothing happens')}")
+    restores = compared = 0
+    for number in budget.spending(len(found.controls), at_least=min(3, len(found.controls))):
+        control = found.controls[number]
+        events = [point for event in found.events[number] for point in (event - 1, event)]
+        some = [events[place] for place in rng.permutation(len(events))[:6].tolist()]
+        points = {*points_of(control, rng, 2), *some} - {0}
+        with Scene(subject) as scene:
+            walk = scene.walk(control, points)
+            for turn in budget.spending(len(points), seconds=budget.seconds / len(found.controls), at_least=4):
+                point = sorted(points, key=lambda point: (point * 7919) % 101)[turn]
+                env = scene.start(control)
+                what = "restored in a run found by search"
+                for target in (walk.env, env):
+                    result = scene.restore(target, walk.snaps[point])
+                    scene.expect_returned(target, walk, point, result, what)
+                    compared += scene.expect(target, walk, point, what)
+                    restores += 1
+                scene.restore(env, walk.snaps[point])
+                (child,) = scene.fork(env, 1)
+                compared += scene.expect(child, walk, point, f"a fork of what was {what}")
+                scene.forget(child)
+                scene.forget(env)
+    return {"restores": restores, "calls compared": compared, **found.reached}
