@@ -338,6 +338,7 @@ def test_idle_sessions_end(tmp_path: Path) -> None:
             Client(server.url, session=orphan).state()
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_ends_its_session(tmp_path: Path) -> None:
     with (
         serving(tmp_path, *arguments(tmp_path, "--timeout", "1")) as server,
@@ -379,6 +380,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
         assert not list((tmp_path / "runtime").glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_call_that_cannot_be_ended_does_not_keep_the_server(tmp_path: Path) -> None:
     server = Server(tmp_path, *arguments(tmp_path))
     with Client(server.url) as env:
