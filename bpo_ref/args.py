@@ -69,7 +69,7 @@ class Args:
     eval_kwargs: tuple[str, ...] = ()
     """Arguments of the evaluation environment, as name=value."""
     envs: Literal["local", "process", "ray"] = "local"
-    """Where environments live: in this process, in worker processes, or on the nodes of a Ray cluster."""
+    """Place of the environments: in this process, in worker processes, or on the nodes of a Ray cluster."""
     env_workers: int = 0
     """Workers of each training process, for ``process`` and ``ray``. 0: one per core."""
     env_timeout: float = 0.0
@@ -217,20 +217,19 @@ class Args:
     """Independent rollouts: W per task, or W on average with more for tasks whose returns varied in earlier batches
     (``spread``)."""
     schedule: ScheduleName | None = None
-    """Where paths are forked. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
+    """Rule for branch points. ``entropy`` (the paper's), ``lowest``, ``random``, ``spaced``, ``root`` and
     ``value-oracle`` rank the steps of a finished path; the others decide before the action: ``entropy-online``,
     ``explained`` (at the depth that explains 30 % of the variance), ``split`` (by V̂). ``mc`` forks to estimate values
     only."""
     forks: Literal["backbone", "roots", "all"] | None = None
-    """Which paths are forked: the first independent rollout, every independent rollout, or every path including
-    forks."""
+    """Paths that fork: the first independent rollout, every independent rollout, or every path including forks."""
     root_branch: Literal["always", "free", "never"] | None = None
-    """Whether the root is one of the M branch points: always, if the schedule chooses it, or never."""
+    """The root as one of the M branch points: always, if the schedule chooses it, or never."""
     spacing: int = 8
     """Minimum distance between branch points in tokens of context (the paper: 64); unused by ``split`` and
     ``explained``."""
     fill: Literal["none", "widen"] = "none"
-    """What happens to branch points that a short path leaves unspent: nothing, or more siblings at those chosen."""
+    """Use of branch points that a short path leaves unspent: none, or more siblings at those chosen."""
     subsample_returns: int = 0
     """Train on a random subset of this many paths per task (0: all); advantages still use all of them."""
     credit: Credit | None = None
@@ -264,7 +263,7 @@ class Args:
     """Actions whose Q̂ differs by at most this from that of an action without effect are treated as such, which saves
     computing their probability. The estimate stays unbiased, but its variance rises a little."""
     network: Network = "none"
-    """Where a small network on the environment's ``info["features"]``, trained on earlier batches, replaces the running
+    """A small network on the environment's ``info["features"]``, trained on earlier batches, in place of the running
     means: in look-ahead, in the ``pooled`` or ``value`` baseline, or in both (`learning/value_network.py`)."""
     split_variance: Literal["returns", "fair"] = "returns"
     """Quantity that ``split`` uses: the variance of returns, or of returns less the luck of later decisions
@@ -326,7 +325,7 @@ class Args:
     k2 = (log r)² / 2, k3 = r - 1 - log r. Default: k3 in the loss (k2 can replace it), k1 in the reward. Both have the
     gradient of KL(π‖ref): k3 is multiplied by the importance ratio, without which it would be that of KL(ref‖π)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence enters: in the loss, or in the reward as the log-ratio of each action (k1)."""
+    """Place of the KL divergence: in the loss, or in the reward as the log-ratio of each action (k1)."""
     aggregation: Literal["token", "path", "constant"] = "token"
     """Mean over all tokens of all processes, mean over paths of token means, or sum over tokens / tasks."""
 
@@ -346,12 +345,12 @@ class Args:
 
     @property
     def critic(self) -> bool:
-        """Whether the policy has a value head."""
+        """True if the policy has a value head."""
         return self.credit == "gae" or self.baseline == "critic"
 
     @property
     def keyed(self) -> bool:
-        """Whether the environment's ``progress_key`` is used."""
+        """True if the environment's ``progress_key`` is used."""
         return self.baseline in KEYED or self.schedule == "split" or self.lookahead
 
 

@@ -480,9 +480,9 @@ class Memory:
     depth: ForkDepth
     spread: TaskSpread
     refused: ValueTable
-    """Like ``values``, with refusals in the key; for baselines only (`Args.refusals`)."""
+    """Running means as ``values``, with refusals in the key; for baselines only (`Args.refusals`)."""
     fair: ValueTable
-    """Like ``values``, of returns less the luck of later decisions; for splits (`Args.split_variance`)."""
+    """Running means as ``values``, of returns less the luck of later decisions; for splits (`Args.split_variance`)."""
     network: ValueNetwork | None
     """Value network on features, if `Args.network` asks for it."""
 

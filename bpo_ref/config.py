@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -43,7 +48,61 @@ def parse(settings: type[Settings], argv: Sequence[str] | None = None) -> Settin
             raise ConfigError(f"--config: expected a YAML file, or one of {', '.join(packaged())}")
         values = read_config(settings, find_config(argv[at + 1]))
         del argv[at : at + 2]
+    if "-h" in argv or "--help" in argv:
+        print(help_text(settings, settings(**values)))
+        sys.exit(0)
     return tyro.cli(settings, default=settings(**values), args=argv, config=(tyro.conf.FlagConversionOff,))
+
+
+def help_text(settings: type[Settings], default: Settings) -> str:
+    """Options of a settings class under the headings that are comments in its source, with their defaults.
+
+    Args:
+        settings: a dataclass whose fields have docstrings below them.
+        default: the values to show as defaults.
+    """
+    source = inspect.getsource(settings)
+    lines, hints, (made,) = source.splitlines(), get_type_hints(settings), ast.parse(source).body
+    assert isinstance(made, ast.ClassDef)
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    about = (inspect.getdoc(settings) or "").replace("``", "`")
+    shown = [f"usage: {Path(sys.argv[0]).name} [--config FILE|NAME] [OPTIONS]", "", *textwrap.wrap(about, width)]
+    config = f"--config is a YAML file with these settings, or one of {', '.join(packaged())}."
+    shown += ["", *textwrap.wrap(config, width, break_on_hyphens=False), "", "Run"]
+    before = made.lineno
+    for field, told in pairwise(made.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        headings = [
+            line.strip("# ").replace("``", "`")
+            for line in lines[before : field.lineno - 1]
+            if line.strip().startswith("# ")
+        ]
+        shown += ["", *headings] if headings else []
+        before = field.end_lineno or field.lineno
+        if not (isinstance(told, ast.Expr) and isinstance(told.value, ast.Constant)):
+            continue
+        name, value = field.target.id, getattr(default, field.target.id)
+        flag, text = f"--{name.replace('_', '-')}", " ".join(str(told.value.value).replace("``", "`").split())
+        if hints[name] is bool:
+            option = f"{flag}, --no-{flag[2:]}"
+        else:
+            choices = _choices(hints[name])
+            kind = ast.unparse(field.annotation).removesuffix(" | None").upper()
+            several = kind.removeprefix("TUPLE[").partition(",")[0]
+            kind = f"[{several} ...]" if kind != several and not choices else kind
+            option = f"{flag} {'{' + ', '.join(choices) + '}' if choices else kind}"
+        shown += textwrap.wrap(option, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        words = (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
+        given = "" if value is None else f" (default: {words})"
+        shown += textwrap.wrap(text + given, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(shown)
+
+
+def _choices(hint: Any) -> list[str]:
+    """The values of a literal type, or of the one in a union."""
+    found = hint if get_origin(hint) is Literal else next((h for h in get_args(hint) if get_origin(h) is Literal), None)
+    return [str(each) for each in get_args(found)] if found is not None else []
 
 
 def _with_values(settings: type[Any], argv: Sequence[str]) -> list[str]:
@@ -137,7 +196,7 @@ def _described(hint: Any) -> str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of a field."""
+    """True if a value has the type of a field."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return value in options

@@ -115,7 +115,7 @@ def evaluate(
         outcomes.append((tree.kind, success, len(edges), tree.tokens, invalid, reward, tree.index, end_counts([tree])))
     played = gather(outcomes)
     if not played:
-        raise RuntimeError(f"none of {episodes} episodes came to an end: every environment failed (see the log)")
+        raise RuntimeError(f"none of {episodes} episodes ended: every environment failed (see the log)")
     lost = set(range(episodes)) - {outcome[6] for outcome in played}
     every = sorted([*played, *(("", False, 0, 0, 0, 0.0, index) for index in lost)], key=lambda outcome: outcome[6])
     by_type: dict[str, tuple[int, int]] = {}

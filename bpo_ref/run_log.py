@@ -312,12 +312,11 @@ def write_report(
     last: int,
     processes: int,
 ) -> None:
-    """Write ``results.md``, ``results.json`` and ``learning_curve.png`` of a finished run."""
-    from bpo_ref.experiments.plots import learning_curve
-
+    """Write ``results.md``, ``results.json`` and, if it was evaluated, ``learning_curve.png`` of a finished run."""
     rows = {"untrained": "untrained", "start": "start", "sft": "after SFT"}
     rows[f"{args.algo}@{last}"] = f"after {args.algo}"
-    table = results_table({row: scores[name] for name, row in rows.items() if name in scores})
+    shown = {row: scores[name] for name, row in rows.items() if name in scores}
+    table = results_table(shown) if shown else "The run was not evaluated."
     totals = ", ".join(f"{value:,.0f} {name.replace('_', ' ')}" for name, value in counters.items())
     panel = " ".join([args.env_id, *args.eval_kwargs])
     text = f"{panel}, {args.eval_episodes} episodes\n\n{table}\n\nSpent by {args.algo}: {totals}"
@@ -325,7 +324,10 @@ def write_report(
     every = {name: {k: v for k, v in asdict(score).items() if k != "outcomes"} for name, score in scores.items()}
     results = {"args": asdict(args), "processes": processes, "counters": counters, "scores": every}
     (out / "results.json").write_text(json.dumps(results, indent=1))
-    learning_curve([out], out / "learning_curve.png")
+    if scores:
+        from bpo_ref.experiments.plots import learning_curve
+
+        learning_curve([out], out / "learning_curve.png")
     names = ("learning_curve.png", "results.md", "samples.txt", "trees.html", "checkpoint", "tensorboard")
     print(f"\n{text}\n\nIn {out}: {', '.join(name for name in names if (out / name).exists())}")
 

@@ -25,7 +25,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.args import Args, resolved
-from bpo_ref.baselines import Memory, plain_key
+from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate
@@ -49,21 +49,22 @@ from bpo_ref.learning.models import (
 )
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
-from bpo_ref.running import folder
+from bpo_ref.running import folder, servers
 from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
-from bpo_ref.running.environments import opened
+from bpo_ref.running.environments import first_info, gives_key, opened
+from bpo_ref.running.folder import appears, token_in
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
-from bpo_ref.sampling.engine import EngineError, Expected
+from bpo_ref.sampling.engine import EngineError
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
 from bpo_ref.sampling.served import Fleet
-from bpo_ref.sampling.vllm import VllmEngine
-from bpo_ref.sampling.weights import Proof, Publisher, prompts_of
+from bpo_ref.sampling.weights import Publisher
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
-from sandboxgym.tree import Envs, Failure
+from sandboxgym.system.atomic import write_atomic
+from sandboxgym.tree import Failure
 
 Item = TypeVar("Item")
 
@@ -101,7 +102,7 @@ class TrainingSession:
     """State of a run: its step, what it has spent, and its scores."""
 
     lower_once: bool | None = None
-    """Whether sampling uses a copy of the weights in the compute dtype, cast once after each optimizer step rather than
+    """True if sampling uses a copy of the weights in the compute dtype, cast once after each optimizer step rather than
     at every token. None: on CUDA only, where casting dominates the time per token."""
 
     lr = 0.0
@@ -269,13 +270,13 @@ class TrainingSession:
             raise TrainingFailed(f"{what}; {self.kept()}") from error
 
     def kept(self) -> str:
-        """What is saved of the run, and how to continue it."""
+        """Sentence about the saved part of the run, and how to continue it."""
         if not self.saved_at:
             return "nothing was saved before"
         return f"what was learned up to {self.saved_at} is in {self.out / 'checkpoint'} (--resume continues from there)"
 
     def catch_signals(self) -> None:
-        """On SIGINT or SIGTERM finish the step, save and stop; at a second SIGINT, at once."""
+        """Finish the step, save and stop on SIGINT or SIGTERM; stop at once on a second SIGINT."""
         first = 0.0
 
         def interrupt(number: int, _: object) -> None:
@@ -465,9 +466,7 @@ class TrainingSession:
             bar.close()
             if not episodes:
                 raise ConfigError(f"sft_episodes: none of {args.sft_episodes} is good enough (sft_reward)")
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
-            temporary.replace(path)
+            write_atomic(path, "".join(json.dumps(episode) + "\n" for episode in episodes).encode())
         self.accelerator.wait_for_everyone()
         return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -508,34 +507,9 @@ class TrainingSession:
         Raises:
             ConfigError: one is not there, or serves something else.
         """
-        args, vocabulary = self.args, model.config.vocab_size
-        engines = [VllmEngine(url) for url in args.server]
-        fleet = Fleet(engines, vocabulary=vocabulary, seconds=args.server_timeout, retries=args.server_retries)
-        begun = self.chat.start("a task of many words: go to desk 1, search[red shoes], git diff")
-        text = self.tokenizer.decode(begun)
-        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        expected = Expected(args.context, text, list(tokens), (args.temperature,))
-
-        def differs() -> str | None:
-            try:
-                fleet.check(expected)
-            except EngineError as error:
-                return f"server: {error}"
-            return None
-
-        self._all_refuse(differs)
-        sampled = min(16, args.context // 2)
-        known = min(vocabulary, len(self.tokenizer))
-        tolerance = args.server_tolerance or (1e-3 if args.dtype == "float32" else 0.05)
-        proof = Proof(
-            prompts_of(begun, vocabulary=known, room=args.context - sampled),
-            temperature=args.temperature,
-            tolerance=tolerance,
-            seconds=args.server_timeout,
-            tokens=sampled,
-        )
-        folder = Path(args.server_weights) if args.server_weights else self.out / "served"
-        return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype))
+        publisher = servers.publisher_of(self.args, self.tokenizer, self.chat, vocabulary=model.config.vocab_size)
+        self._all_refuse(lambda: servers.difference(publisher.fleet, self.args, self.tokenizer, self.chat))
+        return publisher
 
     def _served(self, publisher: Publisher) -> Fleet:
         """The servers, with the current weights; all processes have to ask for them.
@@ -614,7 +588,7 @@ class TrainingSession:
         if not math.isfinite(self.grad_norm):
             raise TrainingFailed(
                 f"the gradient of {self.stage} step {self.step + 1} has the norm {self.grad_norm}. The same settings "
-                "come to the same end: try a smaller lr, with --init-from and a new --out"
+                "end the same way: try a smaller lr, with --init-from and a new --out"
             )
 
     def set_lr(self, lr: float) -> None:
@@ -632,7 +606,7 @@ class TrainingSession:
             raise TrainingFailed(
                 f"all {ends['episodes']:.0f} episodes of {self.args.env_id} ended masked ({told}): see the log"
             )
-        raise TrainingFailed(f"no environment of {self.args.env_id} came to an end: {described_failures(failures)}")
+        raise TrainingFailed(f"every environment of {self.args.env_id} failed: {described_failures(failures)}")
 
     def sum(self, value: float) -> float:
         """Add up a number over all processes."""
@@ -725,39 +699,3 @@ class TrainingSession:
             )
         if args.sft_batch < wanted:
             raise ConfigError(f"sft_batch: {args.sft_batch} episodes for {wanted} processes")
-
-
-@contextmanager
-def token_in(folder: Path, name: str | None) -> Iterator[None]:
-    """Keep a file in the folder within the context; None: no file."""
-    path = None if name is None else folder / name
-    if path is not None:
-        path.touch()
-    try:
-        yield
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
-
-
-def appears(path: Path, *, seconds: float) -> bool:
-    """Whether a file exists or appears in time: network file systems show new files late."""
-    end = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def gives_key(envs: Envs) -> bool:
-    """Whether the environment's ``info`` holds a ``progress_key``; see `plain_key` for valid ones."""
-    return plain_key(first_info(envs).get("progress_key")) is not None
-
-
-def first_info(envs: Envs) -> dict[str, Any]:
-    """First ``info`` of an episode."""
-    env = envs.take()
-    _, info = env.reset(seed=0)
-    envs.give(env)
-    return info

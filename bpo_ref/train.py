@@ -113,7 +113,7 @@ def sampled_advantages(tree: RolloutTree, gamma: float) -> dict[int, float]:
 
 
 def paper_credit(tree: RolloutTree, args: Args) -> None:
-    """As printed: Eq. 7 at branch steps, Eq. 8 (λ-weighted sum of the later ones) before them, 0 after the last."""
+    """The paper's credit: Eq. 7 at branch steps, Eq. 8 (λ-weighted sum of later ones) before, 0 after the last."""
     local = sampled_advantages(tree, args.gamma)
     for path in tree.paths:
         total = 0.0

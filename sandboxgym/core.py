@@ -32,16 +32,12 @@ import json
 import operator
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import (
     Any,
     ClassVar,
-    Literal,
-    NamedTuple,
     Protocol,
     Self,
-    SupportsFloat,
     SupportsIndex,
     TypeVar,
     runtime_checkable,
@@ -58,51 +54,34 @@ from sandboxgym.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotMismatch,
-    SnapshotReleased,
     from_outside,
 )
 from sandboxgym.serialization import Piece
+from sandboxgym.snapshots import Body, Header, Kind, Layer, Snapshot, SnapshotSpec, Transition, as_dict
 from sandboxgym.taken import Taken
+
+__all__ = [
+    "ATOMS",
+    "Header",
+    "Kind",
+    "Layer",
+    "Snapshot",
+    "SnapshotEnv",
+    "SnapshotSpec",
+    "SupportsSnapshot",
+    "Through",
+    "Transition",
+    "comparable",
+    "constructor_signature",
+    "copied",
+    "tried",
+]
 
 ObsT = TypeVar("ObsT")
 ActT = TypeVar("ActT")
 
 Through = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Maps the (observation, info) of an environment to that of the wrappers around it."""
-
-Kind = Literal["memory", "filesystem", "full", "logical", "replay"]
-
-
-class Transition(NamedTuple):
-    """Result of the last ``reset`` (reward 0, flags False) or ``step``."""
-
-    observation: Any
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotSpec:
-    """Declaration of the state that an environment's snapshots cover; the conformance suite measures each claim."""
-
-    kind: Kind = "memory"
-    """Form of the kept state: memory, files, files and processes, another system's terms, or a replayed prefix."""
-    cost: Literal["constant", "written", "steps"] = "constant"
-    """Growth of one snapshot's cost: none, with the writes so far, or with the steps so far."""
-    rng: bool = True
-    """Random streams are captured, so a restore repeats the same draws."""
-    processes: bool = False
-    """Running processes of the sandbox are captured."""
-    clock: bool = False
-    """Time as seen inside continues from the captured moment."""
-    cross_process: bool = True
-    """A saved snapshot restores in another process."""
-    cross_host: bool = True
-    """A saved snapshot restores on another machine."""
-    loses: tuple[str, ...] = ()
-    """Losses although snapshots of this ``kind`` usually hold them, by names of the suite's probes (``file.xattr``)."""
 
 
 @runtime_checkable
@@ -119,244 +98,6 @@ class SupportsSnapshot(Protocol):
 
     def fork(self, k: int, *, seed: int | None = None) -> Sequence[gym.Env[Any, Any]]:
         """Create new environments at this state."""
-
-
-class Layer(NamedTuple):  # made with every snapshot, in a third of the time of a frozen dataclass
-    """Captured state of one wrapper: its class name, the settings that must match on restore, and its state."""
-
-    name: str
-    config: dict[str, Any]
-    state: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Identity of the environment that a snapshot fits."""
-
-    env_id: str | None
-    env_class: str
-    state_version: int
-    config: dict[str, Any]
-    kind: str
-
-
-class Snapshot:
-    """Immutable captured state of an environment and of the wrappers through which it was taken.
-
-    Attributes:
-        id: unique to this capture.
-        parent: the id of the snapshot that the environment last took or restored, or None.
-        header: identity of what the snapshot fits (environment id and class, configuration, kind).
-        layers: the wrappers' states, outermost first; empty when taken from the bare environment.
-    """
-
-    __slots__ = ("_blob", "_body", "_encode", "_pieces", "header", "id", "layers", "parent")
-
-    def __init__(
-        self,
-        header: Header,
-        body: _Body | None,
-        *,
-        encode: Callable[[Any], bytes] | None = None,
-        pieces: Callable[[Any], Sequence[Piece]] | None = None,
-        blob: dict[str, bytes] | None = None,
-        layers: tuple[Layer, ...] = (),
-        id: str | None = None,
-        parent: str | None = None,
-    ) -> None:
-        self.id = id or os.urandom(16).hex()
-        self.parent = parent
-        self.header = header
-        self.layers = layers
-        self._body = body
-        self._encode = encode
-        self._pieces = pieces
-        self._blob = blob  # the encoded sections; made when first asked for
-
-    @property
-    def env_id(self) -> str:
-        """The Gymnasium id, or the class path of an environment that was not made from one."""
-        return self.header.env_id or self.header.env_class
-
-    @property
-    def kind(self) -> str:
-        """Kind of the snapshot; see `SnapshotSpec.kind`."""
-        return self.header.kind
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the captured content: equal states have equal digests."""
-        return serialization.content_digest(self._sections())
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the encoded content in bytes."""
-        return sum(map(len, self._sections().values()))
-
-    def layered(self, layers: tuple[Layer, ...]) -> Snapshot:
-        """A copy of this capture with other wrapper states around it."""
-        blob = None if self._blob is None else {**self._blob, "layers": _pack_layers(layers)}
-        return Snapshot(
-            self.header,
-            self._body,
-            encode=self._encode,
-            pieces=self._pieces,
-            blob=blob,
-            layers=layers,
-            id=self.id,
-            parent=self.parent,
-        )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the snapshot to a file, atomically.
-
-        Raises:
-            SnapshotReleased: it was released.
-            SnapshotNotSupported: the state, or a wrapper's, is not plain data.
-        """
-        serialization.write_atomic(path, self.to_bytes())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Read a saved snapshot. Safe on untrusted files.
-
-        Raises:
-            SnapshotCorrupt: not an intact snapshot; the message names the file.
-        """
-        try:
-            return cls.from_bytes(Path(path).read_bytes())
-        except SnapshotCorrupt as error:
-            raise SnapshotCorrupt(f"{os.fspath(path)}: {error}") from error
-
-    def to_bytes(self) -> bytes:
-        """The snapshot as the bytes that `save` writes."""
-        return serialization.dumps(self._fields(), self._sections())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Snapshot:
-        """Decode a snapshot from the bytes of `to_bytes`."""
-        return cls.from_sections(*serialization.loads(data))
-
-    def to_pieces(self) -> tuple[dict[str, Any], dict[str, Sequence[Piece]]]:
-        """The snapshot for a store that keeps equal bytes once: a small header, and sections as pieces.
-
-        The pieces of a section, joined, are arguments of `from_sections`. An environment that has no `_encode_pieces`
-        has one piece per section.
-
-        Raises:
-            SnapshotReleased, SnapshotNotSupported: as by `save`.
-        """
-        self._check_held()
-        header = {**self._fields(), "format": serialization.FORMAT_VERSION}
-        if self._body is None or self._pieces is None:
-            return header, {name: [Piece.of(data, alone=True)] for name, data in self._sections().items()}
-        sections: dict[str, Sequence[Piece]] = {"state": self._pieces(self._body.state)}
-        small = {name: [Piece.of(data, alone=True)] for name, data in self._small_sections().items()}
-        return header, sections | small
-
-    @classmethod
-    def from_sections(cls, header: dict[str, Any], sections: dict[str, bytes]) -> Snapshot:
-        """Decode a snapshot from its header and sections, whose bytes were verified.
-
-        Raises:
-            SnapshotCorrupt: they are not those of a snapshot.
-        """
-        try:
-            fits = Header(**{name: header[name] for name in Header.__slots__})
-            for name, kind in _HEADER_TYPES.items():
-                if not isinstance(header[name], kind) or (isinstance(header[name], str) and len(header[name]) > _NAME):
-                    raise TypeError(f"expected {name} to be {kind}, found {brief(header[name], 80)}")
-            layers = tuple(Layer(*layer) for layer in serialization.unpack(sections["layers"]))
-            if not all(isinstance(layer.name, str) and isinstance(layer.config, dict) for layer in layers):
-                raise TypeError("expected the name and the configuration of every wrapper")
-            blob = {name: sections[name] for name in ("state", "rng", "transition", "layers")}
-            if header["format"] not in (1, serialization.FORMAT_VERSION):
-                expected = f"expected snapshot format {serialization.FORMAT_VERSION} or 1"
-                raise SnapshotCorrupt(f"{expected}, found {brief(header['format'], 40)}")
-            if header["format"] == 1:  # as it is written today: equal content has an equal digest
-                blob["rng"] = _rng_of_format_1(blob["rng"])
-            return cls(fits, None, blob=blob, layers=layers, id=header["id"], parent=header["parent"])
-        except (KeyError, TypeError) as error:
-            raise SnapshotCorrupt(f"the header or the list of wrappers is incomplete: {brief(error)}") from error
-
-    def release(self) -> None:
-        """Release the resources that the snapshot holds. Idempotent; later use raises `SnapshotReleased`."""
-        release = getattr(self._body.state, "release", None) if self._body else None
-        self._body = self._blob = None
-        if release is not None:
-            release()
-
-    @property
-    def released(self) -> bool:
-        """True after `release` was called."""
-        return self._body is None and self._blob is None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Snapshot.from_bytes, (self.to_bytes(),))
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __repr__(self) -> str:
-        through = "".join(f" through {layer.name.rpartition('.')[2]}" for layer in self.layers)
-        released = " (released)" if self.released else ""
-        return f"<Snapshot {self.id[:8]} of {self.env_id[:200]}{through[:1000]}{released}>"
-
-    def _check_held(self) -> None:
-        if self.released:
-            raise SnapshotReleased(f"{self!r} cannot be used after release()")
-
-    def _sections(self) -> dict[str, bytes]:
-        self._check_held()
-        if self._blob is None:
-            assert self._body is not None and self._encode is not None
-            self._blob = {"state": self._encode(self._body.state), **self._small_sections()}
-        return self._blob
-
-    def _small_sections(self) -> dict[str, bytes]:
-        assert self._body is not None
-        return {
-            "rng": serialization.pack(randomness.compact(self._body.rng)),
-            "transition": serialization.pack(self._body.transition and list(self._body.transition)),
-            "layers": _pack_layers(self.layers),
-        }
-
-    def _fields(self) -> dict[str, Any]:
-        return {**_as_dict(self.header), "id": self.id, "parent": self.parent}
-
-    def _open(self, decode: Callable[[bytes], Any]) -> _Body:
-        """The captured body, decoded by the environment's own decoder if it came from bytes."""
-        self._check_held()
-        if self._body is not None:
-            return self._body
-        assert self._blob is not None
-        last = _decode_transition(self._blob["transition"])
-        try:
-            state = decode(self._blob["state"])
-        except SnapshotError:
-            raise
-        except Exception as error:  # an author's decoder may raise anything on content that lies
-            if from_outside(error):
-                raise
-            raise SnapshotCorrupt(
-                f"{self!r} does not hold a state of {self.header.env_class}: {brief(error)}"
-            ) from error
-        return _Body(state, randomness.expanded(serialization.unpack(self._blob["rng"])), last)
-
-
-class _Body(NamedTuple):
-    state: Any
-    rng: dict[str, Any]
-    transition: Transition | None  # None where the environment recomputes it from the state
 
 
 def tried(env: gym.Env[Any, Any], actions: Sequence[Any], here: Any, restore: Callable[[Any], Any]) -> list[Transition]:
@@ -654,7 +395,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     def _check_fits(self, snap: Snapshot) -> None:
         if snap.header is self._header():
             return
-        mine, theirs = _as_dict(self._header()), _as_dict(snap.header)
+        mine, theirs = as_dict(self._header()), as_dict(snap.header)
         if None in (mine["env_id"], theirs["env_id"]):  # built without gym.make: the class and its arguments decide
             mine["env_id"] = theirs["env_id"] = None
         for name, expected in mine.items():
@@ -662,7 +403,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
                 here, there = _differing(expected, theirs[name])
                 raise SnapshotMismatch(f"this environment has {name} = {brief(here)}, the snapshot {brief(there)}")
 
-    def _body(self) -> _Body:
+    def _body(self) -> Body:
         state = self._capture()
         if not self.immutable_state:
             state = copy.deepcopy(state)
@@ -672,7 +413,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         for space in spaces:
             if space._np_random is None:
                 randomness.materialise(space)
-        return _Body(state, self._streams(spaces), None if self._recomputes() else self._last)
+        return Body(state, self._streams(spaces), None if self._recomputes() else self._last)
 
     def _streams(self, spaces: Sequence[gym.Space[Any]] | None = None) -> dict[str, Any]:
         """State of all random streams: the known one again if nobody used them since."""
@@ -708,7 +449,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         randomness.restore_spaces(states[1:], self.action_space, self.observation_space)
         self._known = randomness.known(self._np_random, spaces, states)
 
-    def _put(self, body: _Body, seed: int | None, *, own: bool = False) -> None:
+    def _put(self, body: Body, seed: int | None, *, own: bool = False) -> None:
         """Apply a captured body; ``own``: it was decoded for this call and is not shared."""
         self._apply(body.state if own or self.immutable_state else copy.deepcopy(body.state))
         self._last = body.transition  # private and never mutated, like the one in the snapshot
@@ -781,49 +522,6 @@ def _recording_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
-_NAME = 10_000
-_HEADER_TYPES: dict[str, Any] = {
-    "env_id": str | None,
-    "env_class": str,
-    "state_version": int,
-    "config": dict,
-    "kind": str,
-    "id": str,
-    "parent": str | None,
-}
-
-
-def _pack_layers(layers: tuple[Layer, ...]) -> bytes:
-    return serialization.pack([[layer.name, layer.config, layer.state] for layer in layers])
-
-
-def _rng_of_format_1(data: bytes) -> bytes:
-    """Random streams in their present encoding; what is none is left to be refused where it is used."""
-    streams = serialization.unpack(data)
-    try:
-        return serialization.pack(randomness.compact(streams))
-    except Exception as error:
-        if from_outside(error):
-            raise
-        return data
-
-
-def _decode_transition(data: bytes) -> Transition | None:
-    content = serialization.unpack(data)
-    if content is None:
-        return None
-    kinds: tuple[Any, ...] = (object, SupportsFloat, (bool, np.bool_), (bool, np.bool_), dict)
-    if not isinstance(content, list) or len(content) != len(kinds) or not all(map(isinstance, content, kinds)):
-        raise SnapshotCorrupt(f"expected the fields of a Transition, found {brief(content)}")
-    try:
-        float(content[1])
-    except Exception as error:
-        if from_outside(error):
-            raise
-        raise SnapshotCorrupt(f"expected a number as the reward of a Transition, found {brief(content[1])}") from error
-    return Transition(*content)
-
-
 def _differing(mine: Any, theirs: Any) -> tuple[Any, Any]:
     """The differing entries of two configurations, for a message; for other types both values."""
     if not isinstance(mine, dict) or not isinstance(theirs, dict):
@@ -831,10 +529,6 @@ def _differing(mine: Any, theirs: Any) -> tuple[Any, Any]:
     names = [name for name in {**mine, **theirs} if mine.get(name, ...) != theirs.get(name, ...)]
     here, there = ({name: config[name] for name in names if name in config} for config in (mine, theirs))
     return here, there
-
-
-def _as_dict(header: Header) -> dict[str, Any]:
-    return {name: getattr(header, name) for name in Header.__slots__}
 
 
 def copied(value: Any) -> Any:

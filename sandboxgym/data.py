@@ -38,7 +38,7 @@ class DataFile:
     sha256: str | None = None
     """Pinned only if the published file was hashed; else the first download is recorded and later ones compared."""
     holds: tuple[str, ...] = ()
-    """For an archive: patterns, of which one matches a file once it is unpacked."""
+    """Patterns of an archive's files, of which one matches once it is unpacked."""
     other_names: tuple[str, ...] = ()
     """Names under which the file, or the same content in another format, may be given with ``--from``."""
 

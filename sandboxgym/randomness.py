@@ -234,7 +234,7 @@ def expanded(streams: Any) -> dict[str, Any]:
 
 
 _USUAL = {"spawn_key": (), "pool_size": 4, "n_children_spawned": 0}
-"""What a usual seed sequence has beside its entropy."""
+"""Attributes of a usual seed sequence, besides its entropy."""
 _PCG64 = struct.Struct("<16s16sII")
 
 

@@ -6,11 +6,12 @@ other packages too, once these have registered them (``gym.register``, with `Sna
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -50,6 +51,29 @@ def registered_id(env_id: str) -> str:
     A name that is not registered, or that names its module (``package.module:Name-v0``), is returned as it is.
     """
     return f"sandboxgym/{env_id}" if env_id not in gym.registry and f"sandboxgym/{env_id}" in gym.registry else env_id
+
+
+def similar_id(env_id: str) -> str | None:
+    """The registered id that a misspelled one probably means, this package's without ``sandboxgym/``; else None."""
+    ours = [name for name in gym.registry if name.startswith("sandboxgym/")]
+    lower = {name.lower(): name for name in [*gym.registry, *(name.partition("/")[2] for name in ours)]}
+    env_id = env_id.rpartition(":")[2].lower()
+    near = difflib.get_close_matches(env_id, lower, n=1) or [
+        name for name in lower if name.rpartition("-")[0] == env_id
+    ]
+    return lower[near[0]] if near else None
+
+
+@contextlib.contextmanager
+def nearest_named(env_id: str) -> Iterator[None]:
+    """Add the id that was probably meant to Gymnasium's `NameNotFound`, which looks into one namespace only."""
+    try:
+        yield
+    except gym.error.NameNotFound as error:
+        near = similar_id(env_id)
+        if near is None or "Did you mean" in str(error):
+            raise
+        raise gym.error.NameNotFound(f"{error} Did you mean: `{near}`?") from None
 
 
 def cards() -> dict[str, EnvCard]:
@@ -94,7 +118,7 @@ def _declared(spec: EnvSpec) -> EnvCard:
 
 
 def is_wrapped(spec: EnvSpec) -> bool:
-    """Whether ``gym.make`` puts a `SnapshotWrapper` around an environment."""
+    """True if ``gym.make`` puts a `SnapshotWrapper` around an environment."""
     return any(wrapper.name == SnapshotWrapper.__name__ for wrapper in spec.additional_wrappers)
 
 
@@ -123,7 +147,7 @@ def caches() -> dict[str, str]:
 
 
 def hook(name: str) -> Any:
-    """What ``package.module:name`` stands for; the module is imported."""
+    """Object that ``package.module:name`` names; the module is imported."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -171,7 +195,8 @@ def make(id: str, **kwargs: Any) -> SnapshotWrapper:
         TypeError: an argument does not exist; or an environment without the protocol was made, and closed again.
     """
     check_arguments(id, kwargs)
-    env = gym.make(registered_id(id), **kwargs)
+    with nearest_named(id):
+        env = gym.make(registered_id(id), **kwargs)
     if isinstance(env, SnapshotWrapper):
         return env
     if not all(callable(getattr(env.unwrapped, name, None)) for name in ("snapshot", "restore", "fork")):

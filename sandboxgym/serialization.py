@@ -25,7 +25,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import msgpack
@@ -102,7 +101,7 @@ def pack_around(value: Callable[[bytes], Any], inside: Sequence[Piece]) -> list[
 
 
 def _bytes_header(nbytes: int) -> bytes:
-    """What msgpack writes before bytes."""
+    """Header that msgpack writes before bytes."""
     for code, form, most in ((0xC4, ">BB", 2**8), (0xC5, ">BH", 2**16), (0xC6, ">BI", 2**32)):
         if nbytes < most:
             return struct.pack(form, code, nbytes)
@@ -373,21 +372,3 @@ def _loads_1(data: bytes, length: int, checksum: bytes) -> tuple[dict[str, Any],
     if content_digest(sections) != header.get("digest"):
         raise SnapshotCorrupt("the sections do not match the digest in the header")
     return header, sections
-
-
-def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write atomically: a reader, or a crash at any moment, finds the old file or the new one, never a part.
-
-    The file's permissions are those of any file the user creates (the umask's).
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -48,10 +48,10 @@ class TaskInfo(TypedDict, total=False):
     """Actions that have an effect in this state. Prompts list them, look-ahead tries them, ``play`` numbers them,
     random agents (conformance, benchmarks) draw from them."""
     valid_action: bool
-    """Whether the last action was understood. Kept in trees, used by the trainer's ``invalid_penalty``, counted by
+    """True if the last action was understood. Kept in trees, used by the trainer's ``invalid_penalty``, counted by
     evaluation. Default: true."""
     success: bool
-    """Whether the task is solved. Kept in trees, counted by evaluation, used to select demonstrations. If absent it is
+    """True if the task is solved. Kept in trees, counted by evaluation, used to select demonstrations. If absent it is
     false in trees, and the demonstration is kept."""
     state_hash: str
     """Equal for equal states of the same task. GiGPO groups by it, look-ahead and ``play`` identify states by it."""
@@ -65,7 +65,7 @@ class TaskInfo(TypedDict, total=False):
     """Descriptions of state that a snapshot taken now would not hold. The conformance suite compares them with the
     actual losses."""
     masked: bool
-    """Whether the end of the episode says nothing about the agent's work. The trainer excludes the episode, evaluation
+    """True if the end of the episode says nothing about the agent's work. The trainer excludes the episode, evaluation
     counts it as not solved."""
     verdict: str | None
     """Verdict on the work, or the reason why there is none: "infra failure" and "sandbox ended" are counted separately
@@ -145,7 +145,7 @@ class Expert(Protocol):
     """A player for demonstrations; ``env.expert()`` makes one, which plays one episode after another."""
 
     noisy: bool
-    """Whether the last action was a deliberate mistake, which a learner should not imitate."""
+    """True if the last action was a deliberate mistake, which a learner should not imitate."""
 
     def reset(self, observation: Any) -> None:
         """Begin an episode: the environment has been reset."""
@@ -175,8 +175,10 @@ class EnvCard:
     """Module that can be imported once the extra is installed."""
     ready: str = ""
     """Short description of what can run if nothing is missing."""
+    played_with: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments with which ``sandboxgym play`` makes it for a person, unless the command line has others."""
     sandboxed: bool = False
-    """Whether it needs a process sandbox that works on this machine."""
+    """True if it needs a process sandbox that works on this machine."""
     probes: str = ""
     """Hook: a tuple of functions, each of which returns a finding for ``sandboxgym doctor``."""
     clear_cache: str = ""
@@ -267,6 +269,6 @@ def task_count(env: gym.Env[Any, Any]) -> int | None:
 
 
 def has_expert(env: gym.Env[Any, Any]) -> bool:
-    """Whether an environment, in any stack of wrappers, has a player for demonstrations."""
+    """True if an environment, in any stack of wrappers, has a player for demonstrations."""
     given = getattr(env.unwrapped, "expert", None)
     return given is not None and getattr(given, "__func__", None) is not TaskEnv.expert

@@ -56,11 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=module:function",
-        help="actions, observe_state, normalize, shell, lossy or limits; repeatable",
+        help="hooks of the environment: actions, observe_state, normalize, shell, lossy or limits; repeatable",
     )
-    group.addoption("--sandboxgym-level", action="append", metavar="LEVELS", help="levels, such as 1, 0-2 or exact")
-    group.addoption("--sandboxgym-budget", choices=("quick", "full"), default="quick", help="how much to spend")
-    group.addoption("--sandboxgym-seed", type=int, default=0, help="of all that the suite draws")
+    group.addoption(
+        "--sandboxgym-level", action="append", metavar="LEVELS", help="levels to run, such as 1, 0-2 or exact"
+    )
+    group.addoption("--sandboxgym-budget", choices=("quick", "full"), default="quick", help="effort of the checks")
+    group.addoption("--sandboxgym-seed", type=int, default=0, help="seed of everything that the suite draws")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -101,7 +103,7 @@ def sandboxgym_target(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def snapshot_subject(request: pytest.FixtureRequest, sandboxgym_target: str) -> Any:
-    """What is certified: override it to certify a `Subject` of your own."""
+    """Subject that is certified: override the fixture to certify a `Subject` of your own."""
     from sandboxgym.arguments import parse_arguments
     from sandboxgym.conformance.__main__ import parse_hooks, parse_reset_options
     from sandboxgym.conformance.subject import Subject

@@ -17,9 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-SHOWN = re.compile(
-    r'^```bash\n(sandboxgym train [^\n]*)\n```\n\n```text title="What it prints"\n(.*?)^```', re.DOTALL | re.M
-)
+SHOWN = re.compile(r'^```bash\n(sandboxgym [^\n]*)\n```\n\n```text title="What it prints"\n(.*?)^```', re.DOTALL | re.M)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 pytestmark = pytest.mark.slow
@@ -76,7 +74,15 @@ def code_of(page: str) -> list[str]:
 
 def masked(line: str) -> str:
     """A line without what differs between machines: times, and measured numbers with a point or a k."""
-    return re.sub(r"\[[\d:<]+\]|\d+\.\d+|\d+k", "…", line)
+    return " ".join(re.sub(r"\[[\d:<]+\]|\d+\.\d+|\d+k", "…", line).split())
+
+
+def assert_prints_what_the_page_shows(newcomer: Newcomer, page: str) -> None:
+    """Run the command of a page whose output is below it."""
+    ((command, shown),) = SHOWN.findall((DOCS / page).read_text(encoding="utf-8"))
+    done = newcomer.run(command)
+    printed = {masked(line) for line in (done.stdout + done.stderr).splitlines()}
+    assert [line for line in shown.splitlines() if masked(line) not in printed] == []
 
 
 def test_the_wheel_is_what_is_imported(newcomer: Newcomer) -> None:
@@ -90,9 +96,14 @@ def test_somebody_who_wants_the_environments(newcomer: Newcomer) -> None:
     assert "sandboxgym/ALFWorld-v0" in newcomer.run("sandboxgym list").stdout
 
 
+def test_somebody_who_looks_at_what_certifies_an_environment(newcomer: Newcomer) -> None:
+    (newcomer.home / "notes.py").write_text(code_of("own-env.md")[0])
+    assert_prints_what_the_page_shows(newcomer, "own-env.md")
+
+
 def test_somebody_who_wants_an_environment_of_their_own_certified(newcomer: Newcomer) -> None:
     (newcomer.home / "notes.py").write_text(code_of("own-env.md")[0])
-    done = newcomer.run("sandboxgym conformance notes:Notes --json notes.json")
+    done = newcomer.run("sandboxgym conformance notes:Notes --json notes.json", timeout=590)
     assert "aithful" in done.stdout
     verdicts = {result["verdict"] for result in json.loads((newcomer.home / "notes.json").read_text())["results"]}
     assert "PASS" in verdicts and "FAIL" not in verdicts
@@ -100,11 +111,7 @@ def test_somebody_who_wants_an_environment_of_their_own_certified(newcomer: Newc
 
 def test_somebody_who_wants_to_train(newcomer: Newcomer) -> None:
     pytest.importorskip("torch")
-    page = (DOCS / "bpo.md").read_text(encoding="utf-8")
-    command, shown = SHOWN.search(page).groups()
-    done = newcomer.run(command)
-    printed = {masked(line) for line in (done.stdout + done.stderr).splitlines()}
-    assert [line for line in shown.splitlines() if masked(line) not in printed] == []
+    assert_prints_what_the_page_shows(newcomer, "bpo.md")
     run = newcomer.home / "runs/alfworld-tiny/bpo-seed0"
     assert (run / "results.json").exists() and list(run.glob("trees*"))
     newcomer.run(f"sandboxgym eval --checkpoint {run}/checkpoint --episodes 4 --json scores.json")

@@ -357,17 +357,3 @@ def test_the_digest_depends_on_names_and_contents_alone():
     assert serialization.content_digest(dict(reversed(SECTIONS.items()))) == digest
     for changed in ({**SECTIONS, "none": b"x"}, {"one": b"1" * 10, "two": b"22"}, {"o": b"ne" + b"1" * 10}):
         assert serialization.content_digest(changed) != digest
-
-
-@pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_file(broken, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError("no space left on device")
-
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    monkeypatch.setattr(os, broken, full)
-    with pytest.raises(OSError, match="no space"):
-        serialization.write_atomic(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]

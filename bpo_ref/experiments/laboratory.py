@@ -26,15 +26,16 @@ from bpo_ref.learning import packing
 from bpo_ref.learning.batch import collate, micro_batches, rows_of
 from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
-from bpo_ref.running.environments import envs_of
+from bpo_ref.running.environments import envs_of, gives_key
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
-from bpo_ref.session import MAY_CHANGE, gives_key
+from bpo_ref.session import MAY_CHANGE
 from bpo_ref.train import aggregate, assign_credit, policy_loss
 from sandboxgym.adapters.prompts import make_prompt
+from sandboxgym.system.atomic import atomic_file
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Failure, RolloutTree, rollout
 
@@ -110,15 +111,14 @@ class Laboratory:
                 return Samples(method, gradients, kept["spent"], float(kept["moving"]), float(kept["seconds"]))
         samples = self.measure(method, repeats=repeats, key=key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(
-            partial,
-            gradients=samples.gradients.astype(np.float32),
-            spent=samples.spent,
-            moving=samples.moving,
-            seconds=samples.seconds,
-        )
-        partial.replace(path)
+        with atomic_file(path) as temporary, open(temporary, "xb") as file:
+            np.savez_compressed(
+                file,
+                gradients=samples.gradients.astype(np.float32),
+                spent=samples.spent,
+                moving=samples.moving,
+                seconds=samples.seconds,
+            )
         return samples
 
     def measure(self, method: str, *, repeats: int | None = None, key: int = 1) -> Samples:

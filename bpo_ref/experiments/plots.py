@@ -111,8 +111,15 @@ def learning_curve(runs: Sequence[Path], path: Path, metric: Metric = "success")
     """Plot a metric against generated tokens, averaged over the runs of a label; for several runs also the end values.
 
     A single run is shown with the 95 % interval of each evaluation. For several runs a second panel has a dot for the
-    final value of each run, and the mean of each label with its standard error.
+    final value of each run, and the mean of each label with its standard error. Runs without an evaluation are left
+    out.
+
+    Raises:
+        ValueError: no run has an evaluation.
     """
+    runs = [run for run in runs if read_scores(run)]
+    if not runs:
+        raise ValueError("expected a run with at least one evaluation, found none")
     groups = {label: [read_scores(run) for run in found] for label, found in by_label(runs).items()}
     names = sorted(groups, key=lambda name: -float(np.mean([curve[-1][metric] for curve in groups[name]])))
     colours, dashes = colours_of(names), _dashes(names)
@@ -163,9 +170,14 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
 
     Variants of a study start from the same weights for each seed, so a shape can be followed from line to line. Runs
     without updates (a study's starting points) are left out.
+
+    Raises:
+        ValueError: no run has an evaluation after updates.
     """
     read = {run: read_scores(run) for run in runs}
     learnt = [run for run, curve in read.items() if len(curve) > 1]
+    if not learnt:
+        raise ValueError("expected a run that was evaluated before and after updates, found none")
 
     def gain(run: Path) -> tuple[int, float]:
         curve, numbered = read[run], re.search(r"-seed(\d+)$", run.name)
@@ -223,10 +235,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="what is drawn")
-    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="of the evaluations")
+    parser.add_argument("--plot", choices=get_args(Plot), default="curves", help="kind of figure")
+    parser.add_argument("--metric", choices=get_args(Metric), default="success", help="metric of the evaluations")
     arguments = parser.parse_args()
-    PLOTS[arguments.plot](arguments.runs, arguments.out, arguments.metric)
+    try:
+        PLOTS[arguments.plot](arguments.runs, arguments.out, arguments.metric)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m bpo_ref.experiments.registered report --data docs/results/data/study
 
 ``run`` works through a queue: supervised starts, tuning, and with the settings that tuning chose the runs that count.
-It may be stopped and started at any time: finished runs are skipped, an interrupted one goes on exactly, and what has
+It may be stopped and started at any time: finished runs are skipped, an interrupted one continues exactly, and what has
 finished is in ``--data`` as one file per stage. ``report`` prints what these files say; while runs are missing it says
 how many, and tests nothing.
 
@@ -262,7 +262,7 @@ def run(domain: str, out: Path, data: Path, *, hours: float, dry_run: bool = Fal
     """Work through the queue until it is empty or the time is over.
 
     Raises:
-        SystemExit: a run failed; KeyboardInterrupt stops the run that is under way, which goes on the next time.
+        SystemExit: a run failed; KeyboardInterrupt stops the run that is under way, which continues the next time.
     """
     until = time.monotonic() + 3600 * hours
     data.mkdir(parents=True, exist_ok=True)
@@ -338,7 +338,7 @@ def interval(differences: NDArray[np.float64], level: float = 0.95) -> tuple[flo
 
 
 def counts(data: Path, domain: str) -> str:
-    """How many runs of the study are there."""
+    """Counts of the study's runs that are there."""
     design = DOMAINS[domain]
     found = {stage: len(areas(data, domain, stage)) for stage in ("tuning", "final")}
     wanted = len(METHODS) * len(design.starts)

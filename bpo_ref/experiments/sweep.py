@@ -153,7 +153,7 @@ def begin(record: Path, settings: Mapping[str, object]) -> None:
             if before.get(name, mine) != mine:
                 theirs = before[name]
                 raise SystemExit(
-                    f"error: {record.parent} was begun with {name} {theirs}, now it is {mine}: take another --out"
+                    f"error: {record.parent} was begun with {name} {theirs}, now it is {mine}: choose another --out"
                 )
     record.write_text(json.dumps(settings, indent=1))
 

@@ -303,7 +303,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 
 def is_biased(method: str) -> bool:
-    """Whether a method's expectation is not a multiple of the policy gradient, by what docs/theory.md proves."""
+    """True if a method's expectation is not a multiple of the policy gradient, as docs/theory.md proves."""
     algo, given = read_method(method)
     chosen = DEFAULTS | PRESETS[algo] | given
     forks = chosen["schedule"] not in ("none", "mc")

@@ -5,7 +5,9 @@ Everything random in a run is keyed by (seed, step), so weights, optimizer and c
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,23 @@ def save_checkpoint(
         state: the trainer's.
         weights: of the model, where they are not its own parameters (shards).
     """
+    with replaced(folder) as fresh:
+        model.save_pretrained(fresh, **({} if weights is None else {"state_dict": weights}))
+        tokenizer.save_pretrained(fresh)
+        torch.save(state, fresh / STATE)
+
+
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Context in which a new folder is made at the path that it yields; at the end it takes the place of ``folder``.
+
+    No system call swaps two folders everywhere, so there are two renames. After a crash between them the old folder is
+    at ``NAME.old``, where `load_checkpoint` finds it.
+    """
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    model.save_pretrained(fresh, **({} if weights is None else {"state_dict": weights}))
-    tokenizer.save_pretrained(fresh)
-    torch.save(state, fresh / STATE)
+    yield fresh
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)

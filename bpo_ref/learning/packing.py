@@ -199,7 +199,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def interval_ends(segments: Tensor, n: int) -> Tensor:
-    """For each token [n], the first later one that is not its descendant; padding stands alone."""
+    """Index, for each token [n], of the first later one that is not its descendant; padding stands alone."""
     ends = torch.arange(1, n + 1)
     path, start = torch.empty(0, dtype=torch.long), 0
     for length, shared in segments.tolist():

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 
@@ -14,7 +14,7 @@ from bpo_ref.config import TINY, ConfigError
 from bpo_ref.running import folder
 from bpo_ref.sampling.env_source import env_source
 from sandboxgym.arguments import parse_arguments
-from sandboxgym.registration import check_arguments
+from sandboxgym.registration import check_arguments, nearest_named
 from sandboxgym.tree import Envs
 from sandboxgym.workers.env_host import FleetError
 
@@ -44,7 +44,10 @@ def opened(args: Args, name: str) -> Envs:
         ConfigError: there is no place for environments, or they cannot be made.
     """
     with refused(args.env_id, name):
-        envs = envs_of(args, getattr(args, name))
+        try:
+            envs = envs_of(args, getattr(args, name))
+        except gym.error.DependencyNotInstalled as error:  # of the place: no environment has been made
+            raise ConfigError(f"{'env_store' if args.envs == 'process' else 'envs'}: {error}") from error
         try:
             envs.give(envs.take())
         except BaseException:
@@ -57,8 +60,11 @@ def opened(args: Args, name: str) -> Envs:
 def refused(env_id: str, name: str) -> Iterator[None]:
     """Turn what goes wrong when an environment is made into a `ConfigError` that names the setting at fault."""
     try:
-        yield
-    except (FleetError, gym.error.DependencyNotInstalled) as error:
+        with nearest_named(env_id):
+            yield
+    except ConfigError:
+        raise
+    except FleetError as error:
         raise ConfigError(f"envs: {error}") from error
     except (gym.error.UnregisteredEnv, ImportError) as error:
         raise ConfigError(f"env_id: cannot make {env_id}: {error} (`sandboxgym list` shows some)") from error
@@ -116,3 +122,18 @@ def refuse_missing_folder(name: str, where: str | None) -> None:
         raise ConfigError(f"{name}: there is no folder {where}")
     if path.is_dir() and not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{name}: {where} holds no model of transformers: it has no config.json")
+
+
+def gives_key(envs: Envs) -> bool:
+    """True if the environment's ``info`` holds a ``progress_key``; see `plain_key` for valid ones."""
+    from bpo_ref.baselines import plain_key  # loads PyTorch
+
+    return plain_key(first_info(envs).get("progress_key")) is not None
+
+
+def first_info(envs: Envs) -> dict[str, Any]:
+    """First ``info`` of an episode."""
+    env = envs.take()
+    _, info = env.reset(seed=0)
+    envs.give(env)
+    return info

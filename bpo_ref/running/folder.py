@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import yaml
 
 from bpo_ref.config import ConfigError
 from sandboxgym import __version__
+from sandboxgym.system.atomic import is_temporary, write_atomic
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -29,7 +31,7 @@ LOCK = ".lock"
 CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
 LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
-    SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "demonstrations.tmp", "results.md",
+    SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "results.md",
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
@@ -51,13 +53,13 @@ def named(args: Args) -> Args:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether a folder holds training or evaluation results that a new run would overwrite."""
+    """True if a folder holds training or evaluation results that a new run would overwrite."""
     events = any((out / "tensorboard").rglob("events.*"))
     return events or any(_holds_something(out / name) for name in (*CHECKPOINTS, *LOGS))
 
 
 def resumable(out: Path) -> bool:
-    """Whether ``--resume`` finds a checkpoint in a folder."""
+    """True if ``--resume`` finds a checkpoint in a folder."""
     return any((out / name).exists() for name in ("checkpoint", "checkpoint.old"))
 
 
@@ -81,7 +83,8 @@ def refusal(args: Args) -> str | None:
 
 def clear(out: Path) -> None:
     """Remove the files of a run from its folder, and nothing else."""
-    for path in (out / name for name in OWN):
+    unfinished = [path for path in out.glob(".*") if any(is_temporary(path.name, of=name) for name in OWN)]
+    for path in [*(out / name for name in OWN), *unfinished]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -109,6 +112,29 @@ def lock(out: Path) -> IO[str] | None:
     return file
 
 
+@contextmanager
+def token_in(folder: Path, name: str | None) -> Iterator[None]:
+    """Keep a file in the folder within the context; None: no file."""
+    path = None if name is None else folder / name
+    if path is not None:
+        path.touch()
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def appears(path: Path, *, seconds: float) -> bool:
+    """True if a file exists or appears in time: network file systems show new files late."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> None:
     """Write ``settings.yaml``: the settings as given, for ``--config``, and the preset's values as comments.
 
@@ -128,9 +154,7 @@ def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> N
         f"# Filled in by algo: {filled.algo}",
         *(f"# {line}" for line in yaml.safe_dump(preset, sort_keys=False).splitlines() if preset),
     ]
-    temporary = out / f"{SETTINGS}.tmp"
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(out / SETTINGS)
+    write_atomic(out / SETTINGS, ("\n".join(lines) + "\n").encode())
 
 
 def _plain(args: Args) -> Mapping[str, Any]:
@@ -140,7 +164,7 @@ def _plain(args: Args) -> Mapping[str, Any]:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether a file or folder is there and not empty."""
+    """True if a file or folder is there and not empty."""
     return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 

@@ -83,14 +83,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run needs of an engine."""
+    """Requirements of a run on an engine."""
 
     context: int
     """Largest number of tokens of a conversation."""
     text: str
-    """A text that the tokenizer is compared on."""
+    """Text on which tokenizers are compared."""
     tokens: list[int]
-    """Its ids, without special tokens."""
+    """Token ids of the text, without special tokens."""
     temperatures: tuple[float, ...] = (1.0,)
     """Temperatures whose log-probabilities are learned from."""
 

@@ -1,4 +1,4 @@
-"""Where the environments of a run live: in its process, in worker processes, or on the nodes of a Ray cluster."""
+"""Place of a run's environments: in its process, in worker processes, or on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 

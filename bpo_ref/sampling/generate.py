@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -89,6 +90,7 @@ class Generator:
         if kinds != {DynamicLayer}:  # windows are counted in columns of the cache, and ragged rows leave holes
             raise NotImplementedError(f"every layer needs full attention, got {sorted(map(str, kinds))}")
         self.model = model
+        self.cache_name = cache_name(model)
         self.layers = len(layers)
         self.stop_ids = frozenset(stop_ids)
         self.max_new_tokens = max_new_tokens
@@ -103,6 +105,12 @@ class Generator:
         for context in contexts:
             session.add(context)
         return session
+
+
+def cache_name(model: CausalLM) -> str:
+    """Name of a model's argument for keys and values; transformers 5.24 renamed ``past_key_values`` to ``cache``."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT, whose forward takes any
+    return "cache" if "cache" in signature(bare.forward).parameters else "past_key_values"
 
 
 class Session:
@@ -389,9 +397,9 @@ def _read(generator: Generator, store: _Store, rows: Sequence[_Row]) -> None:
         input_ids=tokens,
         attention_mask=batch.feed(fed.cpu().numpy()),
         position_ids=_positions(rows, fed),
-        past_key_values=batch.cache,
         use_cache=True,
         logits_to_keep=1,
+        **{generator.cache_name: batch.cache},
     )
     batch.end()
 
@@ -420,9 +428,9 @@ def _sample(generator: Generator, store: _Store, drafts: list[_Draft]) -> None:
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=batch.cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{generator.cache_name: batch.cache},
             ).logits[:, -1]
             distribution = _log_distribution(logits, generator.temperature)  # [B, V]
             tokens = _draw(distribution, drafts)

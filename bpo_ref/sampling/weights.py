@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bpo_ref.config import ConfigError
+from bpo_ref.learning.checkpoint import replaced
 from bpo_ref.learning.models import CausalLM, load_policy
 from bpo_ref.sampling.engine import Engine, EngineError, Request, checked
 from bpo_ref.sampling.generate import evaluating, score, weights_version
@@ -67,15 +68,12 @@ def write_weights(model: CausalLM, folder: Path, *, dtype: torch.dtype) -> None:
             for wanted in (bare.get_input_embeddings(), bare.get_output_embeddings())
         )
         weights[outputs] = weights[inputs].clone()
-    temporary = folder.with_name(folder.name + ".new")
-    shutil.rmtree(temporary, ignore_errors=True)
-    bare.save_pretrained(temporary, state_dict=weights)
-    path = temporary / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"tie_word_embeddings": False, "dtype": str(dtype).removeprefix("torch.")}
-    path.write_text(json.dumps(config, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    with replaced(folder) as fresh:
+        bare.save_pretrained(fresh, state_dict=weights)
+        path = fresh / "config.json"
+        config = json.loads(path.read_text())
+        config |= {"tie_word_embeddings": False, "dtype": str(dtype).removeprefix("torch.")}
+        path.write_text(json.dumps(config, indent=2))
 
 
 @contextmanager
@@ -156,7 +154,7 @@ class Publisher:
         self._published: tuple[CausalLM, int] | None = None
 
     def current(self, model: CausalLM) -> bool:
-        """Whether the engines have these weights."""
+        """True if the engines have these weights."""
         found = self._published
         return found is not None and found[0] is model and found[1] == weights_version(model)
 

@@ -331,6 +331,6 @@ def _count(value: Any) -> int | None:
 
 
 def _says_full(content: bytes) -> bool:
-    """Whether an error means that the context is full: OpenAI has a code for it, others use words."""
+    """True if an error means that the context is full: OpenAI has a code for it, others use words."""
     text = content[:4000].decode(errors="replace").lower()
     return "context_length_exceeded" in text or "context length" in text or "maximum context" in text

@@ -193,7 +193,7 @@ def entropy(logprobs: Sequence[float]) -> float:
 
 
 def _context_is_full(error: Exception) -> bool:
-    """Whether an error means that the context is full: OpenAI has a code for it, vLLM and SGLang only use words."""
+    """True if an error means that the context is full: OpenAI has a code for it, vLLM and SGLang only use words."""
     if getattr(error, "status_code", None) != 400:
         return False
     return getattr(error, "code", None) == "context_length_exceeded" or "context length" in str(error)

@@ -97,7 +97,7 @@ class Session:
     env: gym.Env[Any, Any]
     limits: Limits
     owned: bool = True
-    """Whether it ends with the connection of its client."""
+    """True if it ends with the connection of its client."""
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="session"))
     used: float = field(default_factory=time.monotonic)
@@ -106,7 +106,7 @@ class Session:
     parent: str = ""
     """Id of the session that it was forked from."""
     touched: bool = True
-    """Whether a client ever used it: a fork may be nobody's."""
+    """True if a client ever used it: a fork may be nobody's."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
     """Reason of its end."""

@@ -2,6 +2,6 @@
 
 import sys
 
-from sandboxgym.cli.passing import bench_main
+from sandboxgym.cli import main
 
-sys.exit(bench_main(sys.argv[1:]))
+sys.exit(main(["bench", *sys.argv[1:]]))

@@ -13,7 +13,6 @@ import argparse
 import gc
 import importlib.util
 import json
-import os
 import platform
 import random
 import statistics
@@ -32,6 +31,7 @@ from sandboxgym.envs.alfworld.game import Game
 from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of
 from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.envs.alfworld.solver import shortest_plan
+from sandboxgym.system import proc
 
 LENGTHS = (1, 10, 40, 400)
 """Episode lengths in steps at which snapshots are taken."""
@@ -116,11 +116,6 @@ def _each(calls: Sequence[Callable[[], Any]]) -> Times:
         with times.one():
             call()
     return times
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
@@ -214,11 +209,11 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
         lines.append(f"| snapshot on disk after {length} steps | {len(snap.to_bytes())} bytes | 2,048 bytes |")
     if sys.platform == "linux":
         gc.collect()
-        before = _resident_bytes()
+        before = proc.memory()[1]
         forks = native.fork(LIVE_FORKS, seed=seed)  # type: ignore[attr-defined]
         for fork in forks:
             fork.step("inventory")
-        taken = (_resident_bytes() - before) / 1e6
+        taken = (proc.memory()[1] - before) / 1e6
         lines.append(f"| {LIVE_FORKS:,} live forks, each stepped once | {taken:.0f} MB | 200 MB |")
     return lines
 

@@ -31,6 +31,7 @@ from sandboxgym.bench.webshop import Play, play, random_plays, recorded
 from sandboxgym.conformance.supervision.processes import descendants
 from sandboxgym.core import Snapshot
 from sandboxgym.envs.webshop.web.browser_page import BrowserMode
+from sandboxgym.system import proc
 
 FORKS = 8
 ROUNDS = 5
@@ -222,12 +223,10 @@ def memory() -> tuple[float, int]:
     total = 0
     for pid in (os.getpid(), *below):
         try:
-            told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += proc.nbytes(f"/proc/{pid}/smaps_rollup", "Pss")
         except OSError:  # it ended meanwhile
             continue
-        found = re.search(r"^Pss:\s+(\d+) kB", told, re.MULTILINE)
-        total += int(found[1]) if found else 0
-    return total / 1024, len(below)
+    return total / 2**20, len(below)
 
 
 def forks(env: Any, text: Any, goal: int, actions: Sequence[str]) -> Table:

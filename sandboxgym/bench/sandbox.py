@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sandboxgym.bench.tools import against, cost, page
@@ -34,6 +33,7 @@ from sandboxgym.sandbox.files.rootfs import resolve
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import make_sandbox
 from sandboxgym.sandbox.shell.bash import ARGV
+from sandboxgym.system import proc
 
 AMOUNTS = (
     ("1 file", "echo 1 > /root/f"),
@@ -85,15 +85,15 @@ def _backend() -> str:
 
 
 def layers(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
-    """Measure freezing a container, and starting one from the frozen files, against the usual ways of copying files."""
-    times = {name: Times() for name in ("freeze", "start", "tar", "cp -a", "cp --reflink")}
+    """Measure the commit of a container, and a start from its files, against the usual ways of copying."""
+    times = {name: Times() for name in ("commit", "start", "tar", "cp -a", "cp --reflink")}
     backend = OverlayBackend(rootfs)
     with contextlib.closing(backend), tempfile.TemporaryDirectory(dir=backend.runtime.directory) as folder:
         for number in range(repeats):
             backend.start()
             shell(backend, command)
-            with times["freeze"].one():
-                tree = backend.freeze()
+            with times["commit"].one():
+                tree = backend.commit()
             time.sleep(0.005)
             with times["start"].one():
                 backend.start(tree)
@@ -179,7 +179,7 @@ def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str
         files = layers(rootfs, command, repeats)
         whole = sandboxes(rootfs, command, repeats)
         rows: list[tuple[str, Times | None, Times | None, str]] = [
-            ("files: freeze; start on it", files["freeze"], files["start"], "5 / 8 ms"),
+            ("files: commit; start on it", files["commit"], files["start"], "5 / 8 ms"),
             ("with a shell: snapshot; restore and `true`", whole["snapshot"], whole["restore"], "12 / 30 ms"),
             ("with a shell: snapshot and `true` in the same", whole["snapshot and go on"], None, ""),
         ]
@@ -187,7 +187,7 @@ def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str
             theirs = docker(image, command, max(3, repeats // 8))
             rows.append(("docker commit; docker run and `true`", theirs["commit"], theirs["run"], ""))
         rows += [
-            (f"{name} of the files alone", files[name], None, "") for name in files if name not in ("freeze", "start")
+            (f"{name} of the files alone", files[name], None, "") for name in files if name not in ("commit", "start")
         ]
         ours = whole["snapshot"].median + whole["restore"].median
         lines += [
@@ -259,16 +259,9 @@ def memory_of(boxes: Sequence[OverlayBackend]) -> tuple[int, int, int]:
         box = backend.container
         if box is not None:
             pids = [box.pid, *(info.pid for info in backend.processes())]
-            shares += sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
+            shares += sum(proc.nbytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in pids)
             charged += (box.group and box.group.memory()) or 0
-    return shares, charged, _kilobytes("/proc/meminfo", "MemAvailable")
-
-
-def _kilobytes(path: str, name: str) -> int:
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return shares, charged, proc.nbytes("/proc/meminfo", "MemAvailable")
 
 
 def memory(rootfs: RootFS, number: int) -> list[str]:
@@ -276,7 +269,7 @@ def memory(rootfs: RootFS, number: int) -> list[str]:
     first = OverlayBackend(rootfs)
     first.start()
     shell(first, "mkdir -p /root/d; for i in {1..50}; do echo $i > /root/d/$i; done")
-    tree = first.freeze()
+    tree = first.commit()
     boxes = [first, *(first.sibling() for _ in range(number - 1))]
     times = Times()
     try:
@@ -314,10 +307,10 @@ def nested(rootfs: RootFS, number: int) -> list[str]:
     with contextlib.closing(backend):
         backend.start()
         for step in range(number):
-            freezes, starts, looks, walks = parts[step * 4 // number]
+            commits, starts, looks, walks = parts[step * 4 // number]
             shell(backend, f"mkdir -p /root/d; echo {step} >> /root/all; echo {step} > /root/d/{step}")
-            with freezes.one():
-                tree = backend.freeze()
+            with commits.one():
+                tree = backend.commit()
             with starts.one():
                 backend.start(tree)
             depth.append(len(tree.layers))
@@ -334,7 +327,7 @@ def nested(rootfs: RootFS, number: int) -> list[str]:
         "",
     ]
     lines += [
-        "| snapshots | layers at its end | freeze | start | 300 look-ups of missing names | find |",
+        "| snapshots | layers at its end | commit | start | 300 look-ups of missing names | find |",
         "|---|---|---|---|---|---|",
     ]
     for at, columns in enumerate(parts):

@@ -17,7 +17,6 @@ import gc
 import importlib
 import io
 import json
-import os
 import platform
 import random
 import statistics
@@ -35,7 +34,7 @@ import gymnasium as gym
 
 from sandboxgym.bench.alfworld import Times
 from sandboxgym.envs.webshop.shop import Shop
-from sandboxgym.system import interpreter
+from sandboxgym.system import interpreter, proc
 
 ORIGINAL_STEP = 15.1e-3
 """CPU seconds of a step of the original with Lucene on the 1,000 products, measured separately."""
@@ -192,11 +191,6 @@ def original(checkout: Path, directory: Path, shop: Shop) -> Iterator[Any]:
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def measure(setting: Setting) -> list[str]:
     """Measure everything; returns lines of Markdown."""
     opening = Times()
@@ -306,12 +300,12 @@ def _forks(env: gym.Env[Any, Any], plays: Sequence[Play]) -> str:
     """Measure the memory of live forks, with the shop's cache of their pages."""
     env.reset(seed=0)
     gc.collect()
-    before = _resident_bytes()
+    before = proc.memory()[1]
     forks = env.fork(LIVE_FORKS, seed=0)  # type: ignore[attr-defined]
     for index, fork in enumerate(forks):
         for action in plays[index % len(plays)][1]:
             fork.step(action)
-    taken = (_resident_bytes() - before) / 1e6
+    taken = (proc.memory()[1] - before) / 1e6
     return f"| {LIVE_FORKS:,} live forks, each after an episode | {taken:.0f} MB | 100 MB |"
 
 

@@ -99,4 +99,18 @@ def _run(name: str, arguments: list[str]) -> int:
             raise
         print(f"sandboxgym {name}: this version does not have {module}", file=sys.stderr)
         return FAILED
+    except Exception as error:
+        if not _is_missing(error):
+            raise
+        print(f"sandboxgym {name}: {error}", file=sys.stderr)
+        return FAILED
     return OK if status is None else status
+
+
+def _is_missing(error: Exception) -> bool:
+    """Whether an error says that a package or a sandbox is missing here, and what to install."""
+    from gymnasium.error import DependencyNotInstalled
+
+    from sandboxgym.sandbox.base import SandboxUnavailable
+
+    return isinstance(error, (DependencyNotInstalled, SandboxUnavailable))

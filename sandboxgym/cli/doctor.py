@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="Exit status: 0, or 1 if a component of --require is not ok. With --attack: 0 if no attempt "
         "succeeded, 1 if one did, 2 if none could be made.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument(
         "--require",
         default="",
@@ -38,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
         help="fail unless these are ok: docker, overlay, criu, data, or any other name of the list",
     )
     attacks = parser.add_argument_group("attacks on this machine's sandboxes")
-    attacks.add_argument("--attack", action="store_true", help="try to break out of throw-away sandboxes, and the like")
+    attacks.add_argument(
+        "--attack",
+        action="store_true",
+        help="attack throw-away sandboxes: break out, exhaust limits, find what others left",
+    )
     attacks.add_argument("--backend", action="append", metavar="NAME", help="attack only this backend; may be repeated")
     attacks.add_argument("--attempt", metavar="PATTERN", help="make only these attempts, such as 'escape/device-*'")
     attacks.add_argument("--thorough", action="store_true", help="make all attempts instead of a sample")

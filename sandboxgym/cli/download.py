@@ -27,7 +27,7 @@ from sandboxgym.cli.support.transfer import ChecksumMismatch, Progress, Transfer
 from sandboxgym.cli.support.unpack import UnsafeArchive, merge, unpack
 from sandboxgym.data import DataFile
 from sandboxgym.registration import data_sets, hook
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
 from sandboxgym.system.run_directories import try_lock
 
 RECORD = "downloads.json"

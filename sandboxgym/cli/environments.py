@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import inspect
 import json
@@ -22,7 +21,7 @@ from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec, constructor_signature
-from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id
+from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id, similar_id
 
 SENTENCES: dict[str, dict[Any, str]] = {
     "kind": {
@@ -106,16 +105,11 @@ def find_spec(env_id: str) -> EnvSpec:
     if module:
         see_this_folder()
         import_modules([module])
-    known = gym.registry
     try:
         return gym.spec(registered_id(env_id))
     except (gym.error.Error, ImportError) as error:
-        ours = [name for name in known if name.startswith("sandboxgym/")]
-        lower = {name.lower(): name for name in [*known, *(name.partition("/")[2] for name in ours)]}
-        near = difflib.get_close_matches(env_id.lower(), lower, n=1) or [
-            name for name in lower if name.rpartition("-")[0] == env_id.lower()
-        ]
-        hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
+        near = similar_id(env_id)
+        hint = f"; did you mean {near!r}?" if near else ""
         elsewhere = "sandboxgym list shows them; another package's is PACKAGE.MODULE:ID"
         raise CommandError(f"no environment {env_id!r}{hint} ({elsewhere}): {error}", status=USAGE) from error
 
@@ -159,10 +153,10 @@ def list_main(argv: Sequence[str]) -> int:
 
 def info_main(argv: Sequence[str]) -> int:
     """``sandboxgym info``."""
-    parser = argparse.ArgumentParser(prog="sandboxgym info", description="One environment in full.")
+    parser = argparse.ArgumentParser(prog="sandboxgym info", description="Show all facts about one environment.")
     parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
     add_kwargs(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args(argv)
     about = describe(options.env_id, parse_kwargs(options.kwargs))
     if options.json:
@@ -205,7 +199,7 @@ def describe(env_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": env_name,
             "class": f"{kind.__module__}.{kind.__qualname__}",
-            "about": (inspect.getdoc(kind) or "").partition("\n")[0],
+            "about": _summary(inspect.getdoc(kind) or ""),
             "observation_space": str(env.observation_space),
             "action_space": str(env.action_space),
             "max_episode_steps": None if spec is None else spec.max_episode_steps,
@@ -269,6 +263,12 @@ def _arguments(kind: type[Any]) -> list[dict[str, Any]]:
         for name, parameter in constructor_signature(kind).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
+
+
+def _summary(docstring: str) -> str:
+    """The first line that is no heading; Gymnasium's own environments begin with ``## Description``."""
+    lines = (line.strip() for line in docstring.splitlines())
+    return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 def _described_arguments(docstring: str) -> dict[str, str]:

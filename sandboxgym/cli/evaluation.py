@@ -90,9 +90,13 @@ def parser() -> argparse.ArgumentParser:
         help="ALFWorld-v0, package.module:Name-v0, or a function or class that makes it (module:name)",
     )
     add_kwargs(made)
-    made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
+    made.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules to import first"
+    )
     group = made.add_argument_group("the endpoint")
-    group.add_argument("--base-url", required=True, metavar="URL", help="such as http://localhost:8000/v1")
+    group.add_argument(
+        "--base-url", required=True, metavar="URL", help="address of the endpoint, such as http://localhost:8000/v1"
+    )
     group.add_argument("--model", required=True, help="name of the model at the endpoint")
     group.add_argument(
         "--api-key-env",
@@ -100,8 +104,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="environment variable with the API key (default: OPENAI_API_KEY; no key if it is not set)",
     )
-    group.add_argument("--temperature", type=_number(0), default=1.0, help="of sampling (default: 1)")
-    group.add_argument("--max-tokens", type=_whole(1), default=512, metavar="N", help="per answer (default: 512)")
+    group.add_argument("--temperature", type=_number(0), default=1.0, help="sampling temperature (default: 1)")
+    group.add_argument(
+        "--max-tokens", type=_whole(1), default=512, metavar="N", help="maximum tokens per answer (default: 512)"
+    )
     group.add_argument(
         "--option",
         nargs="+",
@@ -140,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--list-actions", action="store_true", help="list the admissible actions in every message")
     group.add_argument("--history", type=_whole(0), default=0, metavar="K", help="show the last K turns (default: all)")
-    group.add_argument("--system", metavar="TEXT", help="another system prompt")
+    group.add_argument("--system", metavar="TEXT", help="system prompt (default: the environment's)")
     made.add_argument("--out", metavar="DIR", help="folder of the results (default: runs/eval/ENV-MODEL)")
     made.add_argument("--quiet", action="store_true", help="no progress on standard error")
     return made
@@ -203,7 +209,7 @@ class Subject:
 
     tasks: tuple[Task, ...]
     named: bool
-    """Whether ``reset`` takes the task; otherwise the seed determines the episode."""
+    """True if ``reset`` takes the task; otherwise the seed determines the episode."""
     available: int | None
     limit: int
     space: gym.Space[Any]
@@ -256,7 +262,7 @@ def endpoint(options: argparse.Namespace) -> ChatClient:
     """
     fields = {"temperature": options.temperature, "max_tokens": options.max_tokens, **parse_kwargs(options.option)}
     if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
-        raise CommandError(f"--option {taken[0]}: this is not for you to choose", status=USAGE)
+        raise CommandError(f"--option {taken[0]}: it is set by the evaluation", status=USAGE)
     try:
         return ChatClient(
             options.base_url,

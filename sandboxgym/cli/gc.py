@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sandboxgym import data
@@ -21,11 +20,9 @@ from sandboxgym.cli.support.terminal import nbytes_text
 from sandboxgym.registration import caches as cache_directories
 from sandboxgym.registration import cards, data_sets, hook
 from sandboxgym.system import run_directories
+from sandboxgym.system.atomic import is_temporary
 from sandboxgym.system.run_directories import Leftover
 
-_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
-"""Temporary names of `serialization.write_atomic`: a dot, the file's name, a dot, and a suffix from mkstemp."""
-_HIDDEN = re.compile(r"\..+")
 _TREES = ("root", "files")
 """Directories in caches with file systems of sandboxes, whose hidden files are left alone."""
 
@@ -68,11 +65,11 @@ def stale_files() -> Iterator[tuple[Path, str]]:
             continue
         yield from ((path, "interrupted download") for path in sorted(scratch.iterdir()) if _is_stale(path))
     for root in sorted({*roots, data.data_dir(), data.cache_dir(), run_directories.runtime_dir(create=False)}):
-        yield from ((path, "temporary file") for path in _temporaries(root, _TEMPORARY))
+        yield from ((path, "temporary file") for path in _temporaries(root, is_temporary))
     for cache, _ in caches():
         for folder, folders, _ in os.walk(cache):  # written only by this package: hidden files are temporary
             folders[:] = [name for name in folders if name not in _TREES]
-            yield from ((path, "temporary file") for path in _temporaries(Path(folder), _HIDDEN))
+            yield from ((path, "temporary file") for path in _temporaries(Path(folder), _is_hidden))
 
 
 def caches() -> Iterator[tuple[Path, str]]:
@@ -83,9 +80,13 @@ def caches() -> Iterator[tuple[Path, str]]:
             yield path, f"cache ({holds})"
 
 
-def _temporaries(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _temporaries(folder: Path, is_one: Callable[[str], bool]) -> Iterator[Path]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if pattern.fullmatch(path.name) and path.is_file() and not path.is_symlink() and _is_stale(path):
+        if is_one(path.name) and path.is_file() and not path.is_symlink() and _is_stale(path):
             yield path
 
 

@@ -57,11 +57,13 @@ def check_name(name: str) -> None:
         better = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_").lstrip("0123456789_")
         hint = f"; {better} would do" if len(better) > 2 and _NAME.fullmatch(better) else ""
         expected = "expected lower-case letters, digits and single underscores, beginning with a letter"
-        raise CommandError(f"{name!r} is no name of a package: {expected}{hint}", status=USAGE)
+        raise CommandError(f"{name!r} is not the name of a package: {expected}{hint}", status=USAGE)
     if len(name) > LONGEST:
-        raise CommandError(f"{name!r} is no name of a package: expected at most {LONGEST} characters", status=USAGE)
+        raise CommandError(
+            f"{name!r} is not the name of a package: expected at most {LONGEST} characters", status=USAGE
+        )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise CommandError(f"{name!r} is no name of a package: it is a word of Python", status=USAGE)
+        raise CommandError(f"{name!r} is not the name of a package: it is a keyword of Python", status=USAGE)
     if name in sys.stdlib_module_names:
         raise CommandError(f"{name!r} is a module of Python's standard library; choose another name", status=USAGE)
     if name in _RESERVED or importlib.util.find_spec(name) is not None:

@@ -7,7 +7,6 @@ import importlib
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 
 from sandboxgym.bench import MODULES, NAMES
 from sandboxgym.cli import FAILED, OK, USAGE, CommandError
@@ -66,9 +65,10 @@ def eval_main(argv: Sequence[str]) -> int:
 
 
 def _require_trainer() -> None:
-    missing = [each for each in ("torch", "transformers", "accelerate", "tyro", "yaml") if find_spec(each) is None]
-    if missing:
-        raise CommandError(f"needs {', '.join(missing)}: pip install 'sandboxgym[train]'")
+    try:
+        importlib.import_module("bpo_ref")
+    except ModuleNotFoundError as error:
+        raise CommandError(str(error)) from None
 
 
 def _status(name: str, argv: Sequence[str], program: Callable[[], object]) -> int:

@@ -13,6 +13,7 @@ import json
 import random
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ import numpy as np
 from gymnasium import spaces
 
 from sandboxgym.cli import INTERRUPTED, OK, CommandError
-from sandboxgym.cli.environments import add_kwargs, import_modules, make, parse_kwargs
+from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, make, parse_kwargs
 from sandboxgym.cli.support.history import CannotGo, Exploration, Node, draw
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.errors import SnapshotError
+from sandboxgym.registration import card_of
 from sandboxgym.spaces import Unicode
+from sandboxgym.task_env import TaskEnv
 
 PROMPT = "> "
 LISTED_ROWS = 8
@@ -40,13 +43,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
     add_kwargs(parser)
-    parser.add_argument("--task", help="task to play: an index, an id, or what else the environment accepts")
-    parser.add_argument("--seed", type=int, help="of the first reset")
-    parser.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
+    parser.add_argument("--task", help="task to play: an index, an id, or any other value that the environment accepts")
+    parser.add_argument("--seed", type=int, help="seed of the first reset")
+    parser.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules to import first"
+    )
     parser.add_argument("--no-list", action="store_true", help="do not list the admissible commands at every step")
     options = parser.parse_args(argv)
     import_modules(options.modules)
-    env = make(options.env_id, parse_kwargs(options.kwargs), ansi=True)
+    kwargs = {**card_of(find_spec(options.env_id).id).played_with, **parse_kwargs(options.kwargs)}
+    env = make(options.env_id, kwargs, ansi=True)
     task = None if options.task is None else {"task": parse_task(options.task)}
     try:
         exploration = Exploration(env, seed=options.seed, options=task)
@@ -118,7 +124,9 @@ class Player:
             if line.startswith(":") and not line.startswith("::"):
                 self._say(line[1:])
             elif line:
-                self._show(self.exploration.step(self._action(line.removeprefix(":"))))
+                literal = line.startswith(":")
+                action = parse_action(self.exploration.env.action_space, line[1:]) if literal else self._action(line)
+                self._show(self.exploration.step(action))
         except (CannotGo, SnapshotError, OSError) as error:
             self.screen.text(str(error), "yellow")
 
@@ -154,6 +162,8 @@ class Player:
             if int(line) < len(commands):
                 return commands[int(line)]
             raise CannotGo(f"the commands are numbered 0 to {len(commands) - 1}")
+        if commands and line not in commands and line.partition(" ")[0] in self.words:
+            raise CannotGo(f"{line!r} is no admissible command; did you mean :{line}? (::{line} sends it all the same)")
         return parse_action(space, line)
 
     def _commands(self) -> list[str]:
@@ -270,6 +280,9 @@ class Player:
             if picture is not None:
                 self.screen.line(picture)
             self.screen.text(f"observation {_short(node.observation)}", *(("dim",) if picture else ()))
+        task = self._instruction(node)
+        if task and task not in " ".join(str(node.observation).split()):
+            self.screen.line(self.screen.style(textwrap.shorten(f"Task: {task}", self.screen.width), "dim"))
         if node.info.get("valid_action") is False:
             self.screen.line(self.screen.style("(not a valid action)", "yellow"))
         commands = self._commands()
@@ -285,6 +298,15 @@ class Player:
             self.screen.line(
                 self.screen.style(f"The episode is over ({how}{outcome}).", "bold", "green" if won else "yellow")
             )
+
+    def _instruction(self, node: Node) -> str:
+        """What the node's episode is about, on one line; empty where the environment does not say it."""
+        given, name = node.info.get("instruction"), node.info.get("task_id")
+        base = self.exploration.env.unwrapped
+        if given is None and isinstance(base, TaskEnv) and isinstance(name, str):
+            with contextlib.suppress(LookupError, OSError, ValueError):
+                given = base.tasks()[base.task_index(name)].instruction
+        return " ".join(str(given or "").split())
 
     def _status(self, node: Node) -> str:
         limit = self.exploration.limit

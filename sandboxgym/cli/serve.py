@@ -24,10 +24,12 @@ def main(argv: Sequence[str]) -> int:
         from sandboxgym.cli import serve_openenv
 
         return serve_openenv.main(argv[1:])
-    parser = argparse.ArgumentParser(prog="sandboxgym serve", description=__doc__)
-    parser.add_argument("what", choices=("webshop",), help="what to serve")
-    parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=int, default=3000, help="0: a free port (default: 3000)")
+    parser = argparse.ArgumentParser(prog="sandboxgym serve", description=(__doc__ or "").replace("``", ""))
+    parser.add_argument("what", choices=("webshop",), help="site to serve")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=3000, help="port to listen on; 0: a free one (default: 3000)")
     parser.add_argument(
         "--name",
         action="append",
@@ -35,9 +37,15 @@ def main(argv: Sequence[str]) -> int:
         metavar="HOST",
         help="host name by which visitors reach it; may be repeated (always: localhost, and the address itself)",
     )
-    parser.add_argument("--catalogue", default="embedded", metavar="DIR", help="official files (default: embedded)")
-    parser.add_argument("--goals", choices=("synthetic", "human"), default="synthetic", help="(default: synthetic)")
-    parser.add_argument("--split", default=None, help="test, eval, train or product-test, … (default: all tasks)")
+    parser.add_argument(
+        "--catalogue", default="embedded", metavar="DIR", help="folder of the official files (default: embedded)"
+    )
+    parser.add_argument(
+        "--goals", choices=("synthetic", "human"), default="synthetic", help="instructions (default: synthetic)"
+    )
+    parser.add_argument(
+        "--split", default=None, help="split of the tasks: test, eval, train, product-test, … (default: all tasks)"
+    )
     options = parser.parse_args(argv)
 
     from sandboxgym.envs.webshop.goals import split

@@ -18,16 +18,26 @@ LONGEST_OUTPUT = 30_000
 def main(argv: Sequence[str]) -> int:
     """Serve until the client closes its end, or until interrupted."""
     parser = argparse.ArgumentParser(prog="sandboxgym serve mcp", description=__doc__)
-    parser.add_argument("--backend", default="auto", help="overlay, overlay-rootless, docker, copy (default: auto)")
     parser.add_argument(
-        "--rootfs", default="host", help="docker:IMAGE, or an unpacked root file system (default: host, read-only)"
+        "--backend",
+        default="auto",
+        help="backend of the sandbox: overlay, overlay-rootless, docker, copy (default: auto)",
+    )
+    parser.add_argument(
+        "--rootfs",
+        default="host",
+        help="root file system: docker:IMAGE, or an unpacked root file system (default: host, read-only)",
     )
     parser.add_argument("--network", action="store_true", help="give commands this machine's network (default: none)")
     parser.add_argument("--allow-unsafe", action="store_true", help="permit a backend that isolates nothing")
-    parser.add_argument("--http", type=int, metavar="PORT", help="serve at http://127.0.0.1:PORT/mcp; 0: a free port")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds of a command at most (default: 120)")
-    parser.add_argument("--branches", type=int, default=8, help="live at one time, main included (default: 8)")
-    parser.add_argument("--snapshots", type=int, default=32, help="kept at one time (default: 32)")
+    parser.add_argument(
+        "--http", type=int, metavar="PORT", help="serve at http://127.0.0.1:PORT/mcp; with 0 at a free port"
+    )
+    parser.add_argument("--timeout", type=float, default=120, help="time limit of a command in seconds (default: 120)")
+    parser.add_argument(
+        "--branches", type=int, default=8, help="maximum number of live branches, main included (default: 8)"
+    )
+    parser.add_argument("--snapshots", type=int, default=32, help="maximum number of snapshots kept (default: 32)")
     options = parser.parse_args(argv)
     for name in ("branches", "snapshots"):
         if not 1 <= getattr(options, name) <= 1000:

@@ -21,18 +21,31 @@ LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 def main(argv: Sequence[str]) -> int:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(prog="sandboxgym serve openenv", description=__doc__)
-    parser.add_argument("env_ids", nargs="+", metavar="ENV_ID", help="one: at /; several: at /NAME each (ALFWorld-v0)")
-    add_kwargs(parser)
-    parser.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
-    parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free port (default: 8000)")
-    parser.add_argument("--sessions", type=int, default=16, help="at one time, of all environments (default: 16)")
-    parser.add_argument("--snapshots", type=int, default=64, help="of one session at one time (default: 64)")
+    parser = argparse.ArgumentParser(prog="sandboxgym serve openenv", description=(__doc__ or "").replace("``", ""))
     parser.add_argument(
-        "--idle", type=float, default=600, help="seconds without a call that end a session (default: 600)"
+        "env_ids",
+        nargs="+",
+        metavar="ENV_ID",
+        help="environment; one is served at /, several at /NAME each (ALFWorld-v0)",
     )
-    parser.add_argument("--timeout", type=float, default=300, help="seconds of a call at most (default: 300)")
+    add_kwargs(parser)
+    parser.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules to import first"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
+    parser.add_argument(
+        "--sessions", type=int, default=16, help="maximum number of sessions, of all environments (default: 16)"
+    )
+    parser.add_argument(
+        "--snapshots", type=int, default=64, help="maximum number of snapshots of a session (default: 64)"
+    )
+    parser.add_argument(
+        "--idle", type=float, default=600, help="seconds without a call after which a session ends (default: 600)"
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="time limit of a call in seconds (default: 300)")
     parser.add_argument("--verbose", action="store_true", help="log refused calls as well")
     options = parser.parse_args(argv)
     for name, most in (("sessions", 10_000), ("snapshots", 100_000), ("idle", 10_000_000), ("timeout", 100_000)):

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     boxes.add_argument("--allow-unsafe", action="store_true", help="permit a backend that isolates nothing")
     commands.add_parser("prepare", parents=[rows, boxes], help="put rows into the cache of prepared tasks")
     images = commands.add_parser("images", parents=[rows], help="list images: present, their size, missing")
-    images.add_argument("--json", action="store_true", help="for programs")
+    images.add_argument("--json", action="store_true", help="print JSON, for programs")
     get = images.add_mutually_exclusive_group()
     get.add_argument("--pull", action="store_true", help="pull missing images from their registries")
     get.add_argument(

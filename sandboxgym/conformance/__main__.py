@@ -23,6 +23,7 @@ from sandboxgym.conformance.harness.scenario import quiet
 from sandboxgym.conformance.reports import formats as reports
 from sandboxgym.conformance.runner import Report, all_checks, run
 from sandboxgym.conformance.subject import Subject
+from sandboxgym.registration import nearest_named
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.supervision.supervised import Watched
@@ -41,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Parser of the command line's options."""
     made = _Parser(
-        prog="python -m sandboxgym.conformance",
+        prog=sys.argv[0] if sys.argv[0].startswith("sandboxgym ") else "python -m sandboxgym.conformance",
         description="Certify that the snapshots of an environment are faithful.",
         epilog="Exit status: 0 no FAIL, 1 some FAIL, 2 no FAIL but some INCONCLUSIVE, 3 usage.",
     )
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=module:function",
-        help=f"what only you know of your environment: {', '.join(HOOKS)} (see Subject); repeatable",
+        help=f"hooks that describe your environment: {', '.join(HOOKS)} (see Subject); repeatable",
     )
     made.add_argument(
         "--level",
@@ -94,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", action="append", metavar="ID", help="run this check only, or a theme (restore); repeatable"
     )
-    made.add_argument("--budget", choices=tuple(BUDGETS), default="quick", help="how much to spend (default: quick)")
-    made.add_argument("--seed", type=int, default=0, help="of all that the suite draws (default: 0)")
+    made.add_argument("--budget", choices=tuple(BUDGETS), default="quick", help="effort of the checks (default: quick)")
+    made.add_argument("--seed", type=int, default=0, help="seed of everything that the suite draws (default: 0)")
     made.add_argument(
         "--strength",
         action=argparse.BooleanOptionalAction,
@@ -121,7 +122,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run in this process, for a debugger: an environment that hangs or crashes takes the run with it",
     )
-    made.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="import these first")
+    made.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules to import first"
+    )
     made.add_argument("--json", metavar="FILE", help="write the report as JSON (- for standard output)")
     made.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
     made.add_argument("--markdown", metavar="FILE", help="write the report as Markdown")
@@ -250,7 +253,7 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
     ways = [arguments_of_env, *({**arguments_of_env, **parse_arguments([text])} for text in options.beside)]
     subjects = [Subject.named(options.env, way, **hooks) for way in ways]
     for subject in subjects:
-        with quiet():
+        with quiet(), nearest_named(options.env):
             subject.make_env().close()
     return subjects
 

@@ -57,7 +57,7 @@ def register(name: str, factory: Factory) -> None:
     if not name.replace("-", "").replace("_", "").isalnum() or name == "auto":
         raise ValueError(f"expected a name of letters, digits and hyphens, found {brief(name, 80)}")
     if name in names():
-        raise ValueError(f"there is a backend {name!r} already")
+        raise ValueError(f"expected a new name for a backend, found {name!r}, which is taken")
     _registered[name] = factory
 
 
@@ -84,7 +84,7 @@ def make_backend(name: str, request: Request) -> Made:
     """Make a backend, with the environment of its processes and their directory.
 
     Raises:
-        SandboxUnavailable: it cannot be had here.
+        SandboxUnavailable: it does not work here.
         ValueError: there is no backend of this name.
     """
     factory = _OWN.get(name) or _registered.get(name)

@@ -57,7 +57,7 @@ class SandboxFull(OutsideError, SandboxError):
 
 
 class SnapshotLossy(SandboxError):
-    """With ``strict=True``: a snapshot would lose the processes or descriptors listed in the message."""
+    """Raised with ``strict=True`` where a snapshot would lose the processes or descriptors listed in the message."""
 
 
 class NotCaptured(SandboxError):
@@ -354,7 +354,7 @@ class Backend(Protocol):
     @property
     @abstractmethod
     def live(self) -> bool:
-        """True if started and neither closed nor frozen, and the processes were not killed from outside."""
+        """True if started and neither closed nor committed, and the processes were not killed from outside."""
 
     @abstractmethod
     def spawn(
@@ -423,7 +423,7 @@ class Backend(Protocol):
         """
 
     @abstractmethod
-    def freeze(self, *, keep_processes: bool = False) -> FileTree:
+    def commit(self, *, keep_processes: bool = False) -> FileTree:
         """Make a tree of the present files.
 
         Without ``keep_processes`` every process is ended first and the backend is no longer live: constant time where

@@ -451,8 +451,8 @@ class Sandbox:
         # In "full" mode the shell's history, say, must not be lost either; and where a tree is a copy, it may lack what
         # the live files have.
         if lost or self.mode == "full" or self.backend.capabilities.snapshot_cost != "constant":
-            return SandboxSnapshot(self.backend.freeze(keep_processes=True), state, lost)
-        tree = self.backend.freeze()
+            return SandboxSnapshot(self.backend.commit(keep_processes=True), state, lost)
+        tree = self.backend.commit()
         self._start_from(tree.retain(), state)
         return SandboxSnapshot(tree, state)
 
@@ -705,7 +705,7 @@ def _prepared(backend: Backend, mode: SnapshotMode, lazy_pages: int | None) -> C
     try:
         checkpointer.prepare(lazy_pages)
     except SandboxUnavailable as error:
-        raise SandboxUnavailable(f"snapshot={mode!r} cannot be had here: {error}") from error
+        raise SandboxUnavailable(f"snapshot={mode!r} is not available here: {error}") from error
     return checkpointer
 
 

@@ -32,7 +32,7 @@ KEPT = 32
 
 _FOLDER = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"))
 _BY_DESCRIPTOR = os.scandir in os.supports_fd and {os.open, os.unlink, os.rmdir} <= os.supports_dir_fd
-"""Not on Windows, where no sandbox runs either."""
+"""False on Windows, where no sandbox runs either."""
 _ATTEMPTS = 20
 _PAUSE = 0.05
 """Seconds between two attempts to empty a directory that somebody still writes to."""
@@ -107,7 +107,7 @@ class _Trail:
             _close(level)
 
     def _descend_again(self) -> bool:
-        """After an entry was moved, follow the names from the top while they still lead to the same directories."""
+        """Follow the names from the top again, after a move, while they still lead to the same directories."""
         for depth in range(1, len(self.levels)):
             self._reopen(self.levels[depth], self.levels[depth].name, self.levels[depth - 1].descriptor)
             if self.levels[depth].descriptor < 0:

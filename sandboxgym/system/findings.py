@@ -16,7 +16,7 @@ class Finding:
     name: str
     status: Status
     detail: str
-    """What was found, or why it does not work."""
+    """Version or state of the component, or the reason why it does not work."""
     enables: str
     fix: str = ""
     """The command or setting that adds it; empty where nothing is missing."""

@@ -1,4 +1,4 @@
-"""Processes as ``/proc/PID/stat`` shows them (proc_pid_stat(5)). Standard library only."""
+"""Processes as /proc shows them: their state, parents and memory (proc_pid_stat(5)). Standard library only."""
 
 from __future__ import annotations
 
@@ -63,3 +63,51 @@ def started(pid: int) -> str:
         return stat(pid).started
     except OSError:
         return ""
+
+
+def parents() -> dict[int, int]:
+    """Find the parent of every process, by process id; empty where there is no /proc."""
+    found = {}
+    try:
+        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return {}
+    for pid in numbers:
+        try:
+            found[pid] = stat(pid).parent
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Children of a process and their descendants, zombies too."""
+    above = parents()
+    found: set[int] = set()
+    newest = {pid}
+    while newest:
+        newest = {child for child, parent in above.items() if parent in newest} - found
+        found |= newest
+    return found
+
+
+def nbytes(path: str, *names: str) -> int:
+    """Sum of a file's lines ``NAME: NUMBER kB`` with these names, in bytes, such as ``Pss`` of ``smaps_rollup``.
+
+    Raises:
+        OSError: it is gone, or may not be read.
+    """
+    with open(path, encoding="ascii", errors="replace") as file:
+        lines = [line.partition(":") for line in file]
+    return sum(int(rest.split()[0]) * 1024 for name, _, rest in lines if name in names)
+
+
+def memory() -> tuple[int, int]:
+    """Virtual and resident memory of this process in bytes.
+
+    Raises:
+        OSError: there is no /proc.
+    """
+    virtual, resident = head("/proc/self/statm", _NBYTES).split()[:2]
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(virtual) * page, int(resident) * page

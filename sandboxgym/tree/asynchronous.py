@@ -112,11 +112,11 @@ class _Walk:
     cancelled: int = 0
     """Number of times that the task was cancelled because the path was dropped."""
     broken: Exception | None = None
-    """What the environment raised when it was captured while the policy was asked."""
+    """Exception of the environment when it was captured while the policy was asked."""
     point: Checkpoint | None = None
     """State being captured for the present step."""
     departed: bool = False
-    """It has decided for itself, and needs nothing of the path that it was forked off."""
+    """True if it has made a decision of its own and needs nothing of the path that it was forked off."""
 
 
 class Asynchronous(Driver):
@@ -437,7 +437,7 @@ class Asynchronous(Driver):
         if not self.retries:
             raise error
         await self.in_source(partial(super().discard, run.env))
-        if run.dropped:  # nobody goes on with it
+        if run.dropped:  # nobody continues it
             self.note(self.failure(run, error))
             return False
         run.lost += 1

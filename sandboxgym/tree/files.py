@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
 from sandboxgym.tree import Action, Edge, Node, RolloutTree
 from sandboxgym.tree import Path as TreePath
 

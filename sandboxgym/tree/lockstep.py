@@ -74,7 +74,7 @@ class LivePath:
     node: Node
     context: Context
     anchors: list[Checkpoint]
-    """With ``retries``: the state that the path started from, and the last that was captured on it, if any."""
+    """States to recover from, with ``retries``: the one where the path started, and the last one captured on it."""
     points: list[Checkpoint] = field(default_factory=list)
     """States captured on it, where forks may be requested once it has ended."""
     lost: int = 0
@@ -654,7 +654,7 @@ def repeat(env: gym.Env[Any, Any], edge: Edge) -> None:
 
 
 def same(begun: Begun) -> Begun:
-    """What a restore gave, for `Driver.replay_to`."""
+    """Outcome of a restore, for `Driver.replay_to`."""
     return begun
 
 

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
 from sandboxgym.tree import Path as TreePath
 from sandboxgym.tree import RolloutTree
 from sandboxgym.tree.files import TreeFile, TreeFileError, files_of_run, read_trees, to_json

@@ -42,7 +42,7 @@ class Blobs(ABC):
     """Bytes by name; names are relative paths with ``/``."""
 
     place: str
-    """For messages."""
+    """Name of the place in messages."""
 
     @abstractmethod
     def write(self, items: Iterable[tuple[str, bytes]]) -> int:

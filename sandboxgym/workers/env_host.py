@@ -82,7 +82,7 @@ class Description:
     card: EnvCard
     """Card of the environment, empty where it has none."""
     offers: frozenset[str]
-    """Those of ``num_tasks``, ``tasks`` and ``expert`` that the environment has; see `TaskEnv`."""
+    """Methods of `TaskEnv` that the environment has, of ``num_tasks``, ``tasks`` and ``expert``."""
 
 
 class Call(NamedTuple):
@@ -113,9 +113,9 @@ class Shipped(NamedTuple):
     data: bytes | None = None
     handle: Any = None
     facts: Facts | None = None
-    """To the owner: the worker keeps it."""
+    """Facts for the owner about a snapshot that the worker keeps."""
     stored: bool = False
-    """To a worker: the store has it."""
+    """True if the store has the snapshot, so that a worker reads it there."""
 
 
 class Executed(NamedTuple):

@@ -96,7 +96,7 @@ def _renew(ended: threading.Event, store: SnapshotStore, lease: Lease) -> None:
 
 
 class Facts(NamedTuple):
-    """What an owner knows of a snapshot that a worker keeps."""
+    """Facts that an owner knows about a snapshot that a worker keeps."""
 
     header: Header
     layers: tuple[Layer, ...]
@@ -124,7 +124,7 @@ class Keeper:
         self._stored: dict[SnapKey, str] = {}
         self._writing: SnapKey | None = None
         self._doomed = False
-        """What is being written was dropped meanwhile."""
+        """True if the snapshot that is being written was dropped meanwhile."""
         self._unwanted: list[tuple[SnapKey, str]] = []
         """Dropped snapshots that the lease holds, with their keys in the store."""
         self._changed = threading.Condition()

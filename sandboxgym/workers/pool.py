@@ -289,9 +289,7 @@ class EnvPool:
             with self._changed:
                 self._check_open()
                 if self._pending + len(jobs) > self._max_pending:
-                    raise queue.Full(
-                        f"{self._pending} of {self._max_pending} jobs are queued, no place for {len(jobs)}"
-                    )
+                    raise queue.Full(f"{self._pending} of {self._max_pending} jobs are queued, no room for {len(jobs)}")
                 for job in jobs:
                     self._enqueue(job)
         else:

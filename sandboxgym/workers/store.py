@@ -64,7 +64,7 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a collection deleted."""
+    """Objects that a collection deleted."""
 
     snapshots: int
     blobs: int

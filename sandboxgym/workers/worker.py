@@ -122,7 +122,7 @@ class Worker(ABC):
         return outcome
 
     def settle(self) -> None:
-        """After an interruption, end the worker if outcomes are due: they would be taken for those of later calls."""
+        """End the worker after an interruption if outcomes are due: they would be taken for those of later calls."""
         if self._pending and self.alive:
             self.kill()
         self._pending = 0
@@ -231,7 +231,7 @@ class Worker(ABC):
         """End the worker at once, without waiting for environments to close."""
 
     def interrupt(self) -> None:  # noqa: B027  # only a process can be
-        """From another thread than the one waiting in `take`: make it find the worker dead, where possible."""
+        """Make the thread that waits in `take` find the worker dead, where possible; called from another thread."""
 
     @abstractmethod
     def ask_to_close(self) -> None:

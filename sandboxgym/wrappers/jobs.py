@@ -47,7 +47,7 @@ class EnvResult:
     begun: Begun | None = None
     snap: Any = None
     ahead: Any = None
-    """What the look-ahead returned."""
+    """Result of the look-ahead."""
     stepped: Stepped | None = None
     capturing: float = 0.0
     """Seconds spent on the snapshot and the restore."""

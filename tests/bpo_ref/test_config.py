@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -75,7 +77,7 @@ sys.argv = {words}
         ("bpo_ref.train", ["--lr", "0"], "lr: expected more than 0"),
         ("bpo_ref.train", ["--algo", "grpo", "--roots", "1"], "two or more independent rollouts"),
         ("bpo_ref.train", ["--env-kwargs", "games"], "env_kwargs: expected NAME=VALUE"),
-        ("bpo_ref.train", ["--env-id", "ALFWord-v0"], "env_id: cannot make ALFWord-v0"),
+        ("bpo_ref.train", ["--env-id", "ALFWord-v0"], "Did you mean: `ALFWorld-v0`?"),
         ("bpo_ref.train", ["--env-id", "ALFWord-v0", "--envs", "ray"], "env_id: cannot make ALFWord-v0"),
         (
             "bpo_ref.train",
@@ -109,11 +111,48 @@ def test_help_and_wrong_settings_need_no_pytorch(module: str, words: list[str], 
     assert (done.returncode == 0) == ("--help" in words)
 
 
+@pytest.mark.parametrize(
+    ("words", "module", "said"),
+    [
+        (
+            ["--env-id", "WebShop-v0", "--env-kwargs"],
+            "regex",
+            "env_kwargs: .*WebShop-v0: .*install 'sandboxgym.webshop",
+        ),
+        (["--envs", "ray", "--prompts", "1"], "ray", r"envs: .*need Ray: pip install 'sandboxgym\[ray\]'"),
+        (["--envs", "process", "--env-store", "s3://a/b"], "fsspec", r"env_store: .*needs fsspec: pip install fsspec"),
+    ],
+)
+def test_a_missing_package_is_said_under_the_setting_that_needs_it(
+    words: list[str], module: str, said: str, tmp_path: Path
+) -> None:
+    start = f"sys.modules[{module!r}] = None\nrunpy.run_module('bpo_ref.train', run_name='__main__', alter_sys=True)"
+    program = PROGRAM.format(slow=(), words=["program", *words, "--out", str(tmp_path / "run")], start=start)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and re.search(said, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_script_reads_its_settings_before_it_imports_pytorch() -> None:
     start = f"runpy.run_path({str(CONFIGS.with_name('train.py'))!r}, run_name='__main__')"
     program = PROGRAM.format(slow=SLOW, words=["train.py", "--help"], start=start)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "--sft-steps" in done.stdout and done.stderr.splitlines()[-1] == "imported: []"
+
+
+def test_help_has_every_setting_once_under_headings_with_its_default_and_no_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse_args(["--config", "alfworld-tiny", "--help"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^  --([\w-]+)", shown, re.MULTILINE) == [f.name.replace("_", "-") for f in fields(Args)]
+    headings = re.findall(r"^\n^(\w.*)\n  --", shown, re.MULTILINE)
+    assert headings[:3] == ["Run", "Environment", "Policy"] and len(headings) >= 8
+    assert "``" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert "  --resume, --no-resume\n" in shown and "  --lr-decay {constant, linear, cosine}\n" in shown
+    assert "(default: games=embedded:train)" in " ".join(shown.split()), "the configuration's value"
 
 
 def test_what_depends_on_the_environment_is_left_to_the_run() -> None:

@@ -108,7 +108,7 @@ def test_paths_that_cannot_be_saved_are_left_out(tmp_path: Path, options: dict[s
 
 def test_where_every_environment_dies_the_run_ends_and_says_why(tmp_path: Path, perishing: Any) -> None:
     perishing(lambda env, action: action != "word")  # the expert's
-    with pytest.raises(SystemExit, match=r"no environment of .* came to an end: ConnectionError: the sandbox is gone"):
+    with pytest.raises(SystemExit, match=r"every environment of .* failed: ConnectionError: the sandbox is gone"):
         train.main(["--config", str(config_file(tmp_path, env_id=FATES, sft_steps=0, eval_untrained=False)),
                     "--out", str(tmp_path)])  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_an_episode_without_an_end_counts_as_not_solved(perishing: Any) -> None:
         assert (score.successes, score.n, score.dropped) == (4, 6, 2)
         assert score.outcomes == (1, 0, 1, 1, 0, 1)
         perishing(lambda env, action: True)
-        with pytest.raises(RuntimeError, match="none of 6 episodes came to an end"):
+        with pytest.raises(RuntimeError, match="none of 6 episodes ended"):
             evaluate(even, envs, 6, retries=1)
 
 

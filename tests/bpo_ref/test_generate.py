@@ -30,6 +30,7 @@ from bpo_ref.sampling.generate import (
     Generator,
     Session,
     StaleSession,
+    cache_name,
     forward,
     score,
     token_logps,
@@ -506,3 +507,19 @@ def test_what_sampling_holds_is_what_is_counted(joined: int) -> None:
     assert session.room(0) == 0
     counted = sum(keys_and_values(shape_of(config), rows=rows, tokens=256, size=4, joined=joined))
     assert counted / 1.1 < census.peak < counted * 1.1
+
+
+def test_the_argument_for_keys_and_values_has_the_name_that_the_model_gives_it() -> None:
+    class Old:
+        def forward(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> None: ...
+
+    class New:
+        def forward(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> None: ...
+
+    class Wrapped:
+        def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def get_base_model(self) -> New:
+            return New()
+
+    assert [cache_name(each()) for each in (Old, New, Wrapped)] == ["past_key_values", "cache", "cache"]

@@ -18,7 +18,8 @@ from bpo_ref.config import ConfigError
 from bpo_ref.distributed import fsdp2
 from bpo_ref.learning.checkpoint import STATE, load_checkpoint
 from bpo_ref.learning.models import load_policy
-from bpo_ref.session import TrainingSession, appears
+from bpo_ref.running.folder import appears
+from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer
 
 

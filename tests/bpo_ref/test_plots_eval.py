@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -207,3 +208,20 @@ def test_two_variants_of_an_algorithm_are_told_apart_by_their_lines(tmp_path: Pa
 def test_learning_curve_of_a_run_that_only_learned_from_demonstrations(tmp_path: Path) -> None:
     learning_curve([write_run(tmp_path / "sft", "sft", [0.4])], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("kind", ["curves", "gains"])
+def test_runs_without_evaluations_are_left_out_and_only_such_runs_are_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "scores.jsonl").touch()
+    done, out = write_run(tmp_path / "bpo-seed0", "bpo", [0.4, 0.5]), tmp_path / "plot.png"
+    plots.PLOTS[kind]([tmp_path / "new", done], out, "success")
+    assert out.stat().st_size > 1000
+    for folder, said in (("new", "evalu.*found none"), ("nowhere", "No such file")):
+        monkeypatch.setattr("sys.argv", ["plots", "--plot", kind, "--out", str(out), str(tmp_path / folder)])
+        with pytest.raises(SystemExit, match="1"):
+            plots.main()
+        told = capsys.readouterr().err
+        assert re.search(said, told) and told.count("\n") == 1

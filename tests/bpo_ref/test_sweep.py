@@ -253,5 +253,5 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     before = os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns
     main([*words, "--", "--match", "tokens", "--budget", "1500"])
     assert os.stat(out / "grpo-seed0" / "results.json").st_mtime_ns == before
-    with pytest.raises(SystemExit, match=r"was begun with extra .*1500.*, now it is \[\]: take another --out"):
+    with pytest.raises(SystemExit, match=r"was begun with extra .*1500.*, now it is \[\]: choose another --out"):
         main(words)

@@ -129,6 +129,12 @@ def test_a_run_that_has_nothing_to_learn_is_a_start_all_the_same(tmp_path: Path,
     assert results_of(tmp_path / "start")["counters"]["tokens"] == 0
 
 
+def test_a_run_without_any_evaluation_says_so_and_has_no_curve(tmp_path: Path) -> None:
+    trained(tmp_path, sft_steps=0, updates=0, eval_untrained=False)
+    assert results_of(tmp_path)["scores"] == {} and "was not evaluated" in (tmp_path / "results.md").read_text()
+    assert not (tmp_path / "learning_curve.png").exists()
+
+
 def test_a_checkpoint_is_evaluated_as_in_training(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import types
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
 import sandboxgym
@@ -18,6 +20,7 @@ from sandboxgym import cli, data
 from sandboxgym.cli import doctor, environments, passing
 from sandboxgym.cli.doctor import summary
 from sandboxgym.cli.support import doctor_checks
+from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.registration import card_of, data_set
 from sandboxgym.system.findings import Finding
@@ -59,6 +62,8 @@ def test_the_module_is_the_command_and_a_closed_pipe_is_no_error(tmp_path):
         (("play", "no.such.module:X-v0"), 2, "no.such"),
         (("list", "--import", "no.such.module"), 2, "no.such"),
         (("bench", "nothing"), 2, "there are: snapshots, alfworld, webshop"),
+        (("conformance", "ALFWord-v0"), 3, "sandboxgym conformance: error: NameNotFound: Environment `ALFWord` "),
+        (("conformance", "ALFWord-v0"), 3, "Did you mean: `ALFWorld-v0`?"),
         (("doctor", "--require", "nothing"), 2, "no component 'nothing'"),
     ],
 )
@@ -94,13 +99,45 @@ def test_list_says_what_to_install(run, monkeypatch):
     assert re.search(r"^sandboxgym/WebShop-v0 .* pip install 'sandboxgym\[webshop\]'", out, re.MULTILINE)
 
 
-def test_the_trainer_is_a_command_and_says_what_it_lacks(run, monkeypatch):
+def test_the_trainer_is_a_command(run):
     status, _, err = run("train", "--config", "alfworld-tinny")
     assert status == 1 and "did you mean 'alfworld-tiny'?" in err
-    monkeypatch.setattr(passing, "find_spec", lambda name: None if name == "torch" else object())
-    for command, *more in (("train",), ("eval", "--checkpoint", "folder")):
-        status, _, err = run(command, *more, "--help")
-        assert status == 1 and err == f"sandboxgym {command}: needs torch: pip install 'sandboxgym[train]'\n"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "command", "said"),
+    [
+        ("torch", "sandboxgym train --help", "bpo_ref needs torch: pip install 'sandboxgym[train]'"),
+        ("tqdm", "sandboxgym eval --checkpoint x", "bpo_ref needs tqdm: pip install 'sandboxgym[train]'"),
+        ("regex", "sandboxgym serve webshop", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("regex", "sandboxgym play WebShop-v0", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("swebench", "sandboxgym play SWEBench-v0", "swebench 5: pip install 'sandboxgym[swebench]'"),
+        ("regex", "sandboxgym bench webshop", "needs the package regex: pip install 'sandboxgym[webshop]'"),
+        ("pexpect", "sandboxgym.bench sandbox", "the shell needs pexpect: pip install 'sandboxgym[sandbox]'"),
+    ],
+)
+def test_a_missing_package_is_one_sentence_of_every_command(lacking, command, said, tmp_path):
+    module, *arguments = command.split()
+    code = (
+        f"import runpy, sys; sys.modules[{lacking!r}] = None; sys.argv = {[module, *arguments]}; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("module", ["train", "eval", "study", "compare", "variance", "experiments.gpu_memory"])
+def test_a_module_of_the_trainer_without_its_packages_is_one_sentence(module, tmp_path):
+    """In an interpreter of its own that sees nothing but NumPy and what the core needs."""
+    for name in ("bpo_ref", "sandboxgym"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", f"bpo_ref.{module}"], cwd=tmp_path, env={}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and re.fullmatch(
+        r"bpo_ref needs torch, .*yaml.*: pip install 'sandboxgym\[train\]'\n", done.stderr
+    )
 
 
 def test_doctor_begins_with_what_can_be_run():
@@ -115,6 +152,28 @@ def test_doctor_begins_with_what_can_be_run():
     ]
     none = [*ok[:2], Finding("overlay", "missing", "", "", "be root"), Finding("docker", "missing", "", "", "start it")]
     assert summary(none)[2] == ("SWE-bench", "not ready", "no sandbox works: be root")
+
+
+def test_info_begins_with_a_sentence_also_of_gymnasiums_own(run):
+    status, out, _ = run("info", "CartPole-v1")
+    assert status == 0 and re.match(r"CartPole-v1 .*\n[A-Z][a-z].* cart", out) and "## " not in out
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name not in ("train", "bench", "conformance")])
+def test_help_has_no_markup(run, command):
+    _, out, _ = run(command, "--help")
+    assert "usage:" in out and "``" not in out
+
+
+def test_an_address_is_not_broken_at_the_end_of_a_line():
+    address = "https://example.org/" + 30 * "long/"
+    assert address in Screen(io.StringIO(), width=60).wrapped(f"the packages of {address} or another")
+
+
+def test_an_id_that_is_misspelled_is_told_the_nearest_one():
+    for wrong in ("ALFWrld-v0", "alfworld-v0"):
+        with pytest.raises(gym.error.NameNotFound, match="Did you mean: `ALFWorld-v0`"):
+            sandboxgym.make(wrong)
 
 
 def test_a_split_that_is_misspelled_is_told_what_there_is():

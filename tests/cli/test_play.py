@@ -291,3 +291,25 @@ def test_colour_is_for_terminals_only(monkeypatch, tmp_path):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "")
     assert Screen(Terminal()).style("x", "bold") == "x"
+
+
+def test_a_word_without_its_colon_is_no_step(run):
+    out = play(run, "undo", "quit 2", "look", "::undo", env="ALFWorld-v0", options=("--task", "3"))
+    words = " ".join(out.split())
+    assert "'undo' is no admissible command; did you mean :undo? (::undo sends it all the same)" in words
+    assert "did you mean :quit 2?" in out
+    assert [line.partition(" | ")[0] for line in statuses(out)] == [
+        "step 0/50", "step 0/50", "step 0/50", "step 1/50", "step 2/50"
+    ]  # fmt: skip
+
+
+def test_the_task_is_shown_wherever_the_observation_does_not_say_it(run):
+    out = play(run, "0", "1", ":undo", ":goto 0", env="ALFWorld-v0", options=("--task", "3"))
+    shown = re.findall(r"^(?:Task: (.*)|Your task is to: .*)$", out, re.MULTILINE)
+    assert shown[0] == shown[-1] == "" and len(shown) == 5
+    assert set(shown[1:4]) == {sandboxgym.make("ALFWorld-v0").unwrapped.tasks()[3].instruction}
+
+
+def test_webshop_is_played_in_the_form_for_people_unless_another_is_asked_for(run):
+    assert "[button] Search [button_]" in play(run, env="WebShop-v0") and "[SEP]" not in play(run, env="WebShop-v0")
+    assert "[SEP]" in play(run, env="WebShop-v0", options=("--kwargs", "observation_mode=text"))

@@ -72,7 +72,7 @@ class Counters(Checkpointer):
         if reasons := self.obstacles(shell):
             raise NotCaptured(reasons)
         number = int(shell.execute(PEEK, timeout=SECONDS).output)
-        return self.backend.freeze(keep_processes=True), Count(number)
+        return self.backend.commit(keep_processes=True), Count(number)
 
     def restore(
         self, tree: FileTree, checkpoint: Checkpoint, *, env: Mapping[str, str], cwd: str, output: int
@@ -184,7 +184,7 @@ def test_files_alone_are_restored_where_processes_are_not(box: Sandbox) -> None:
 
 
 def test_a_checkpointer_that_cannot_work_here_says_why() -> None:
-    with pytest.raises(SandboxUnavailable, match="snapshot='auto' cannot be had here: seven is not counted on this"):
+    with pytest.raises(SandboxUnavailable, match="snapshot='auto' is not available here: seven is not counted on this"):
         make_sandbox("counting", allow_unsafe=True, snapshot="auto", lazy_pages=7)
 
 

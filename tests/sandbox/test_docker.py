@@ -286,7 +286,7 @@ def describe(backend: DockerBackend) -> str:
 def test_a_tree_keeps_the_files_exactly(backend: DockerBackend, keep_processes: bool) -> None:
     assert run(backend, CHANGES) == (0, "")
     before = describe(backend)
-    tree = backend.freeze(keep_processes=keep_processes)
+    tree = backend.commit(keep_processes=keep_processes)
     assert backend.live is keep_processes
     backend.start(tree)
     assert describe(backend) == before
@@ -297,12 +297,12 @@ def test_a_tree_keeps_the_files_exactly(backend: DockerBackend, keep_processes: 
 @pytest.mark.slow
 def test_a_packed_tree_of_several_layers_is_the_same(backend: DockerBackend) -> None:
     assert run(backend, CHANGES) == (0, "")
-    first = backend.freeze()
+    first = backend.commit()
     backend.start(first)
     run(backend, "cd /work; rm soft 'odd name\nwith newline'; rm -r empty; echo new >empty; ln empty third")
     run(backend, "rm /etc/ld.so.conf.d; mkdir /etc/shells")
     before = describe(backend)
-    second = backend.freeze()
+    second = backend.commit()
     archive = second.pack()
     reader = Reader(archive, base=second.base)
     names = {info.name for info in reader.members}
@@ -321,7 +321,7 @@ def test_what_a_tree_loses_is_what_is_declared(backend: DockerBackend) -> None:
     setting = "import os; os.setxattr('/file', 'user.colour', b'blue'); open('/dev/shm/file', 'w')"
     sparse = "f = open('/sparse', 'w'); f.truncate(2**24); f.close(); os.utime('/sparse', ns=(5, 7))"
     assert run(backend, f'python -c "{setting}; {sparse}"')[0] == 0
-    tree = backend.freeze()
+    tree = backend.commit()
     backend.start(tree)
     reading = """
 import os
@@ -336,10 +336,10 @@ print(*(name for name, value in {**kept, "mtimes": status.st_mtime_ns == 7}.item
 
 def test_a_tree_restores_any_number_of_times_after_any_detour(backend: DockerBackend) -> None:
     run(backend, "echo one >/file")
-    first = backend.freeze()
+    first = backend.commit()
     backend.start(first)
     run(backend, "echo two >/file; rm -r /opt/python/lib")
-    second = backend.freeze()
+    second = backend.commit()
     for tree, expected in ((first, b"one\n"), (second, b"two\n"), (first, b"one\n")):
         backend.start(tree)
         assert backend.read_file("/file") == expected
@@ -354,7 +354,7 @@ def test_a_tree_restores_any_number_of_times_after_any_detour(backend: DockerBac
 @pytest.mark.slow
 def test_twins_do_not_see_each_other(backend: DockerBackend) -> None:
     run(backend, "echo parent >/file")
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     twin = backend.sibling()
     twin.start(tree)
     run(twin, "echo child >/file; echo child >/tmp/file; echo x >/dev/shm/file")
@@ -372,7 +372,7 @@ def test_freezing_with_processes_disturbs_none(backend: DockerBackend) -> None:
     command = "cd /tmp; while :; do echo $((i++)) >count.new; mv count.new count; done"
     process = backend.spawn(["bash", "-c", command], env=PATH)
     until(lambda: run(backend, "test -s /tmp/count")[0] == 0)
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     later = int(backend.read_file("/tmp/count"))
     until(lambda: int(backend.read_file("/tmp/count")) > later)
     assert process.wait(0) is None
@@ -388,10 +388,10 @@ def test_freezing_with_processes_disturbs_none(backend: DockerBackend) -> None:
 @pytest.mark.slow
 def test_images_go_with_the_last_tree_and_the_base_stays(backend: DockerBackend, docker_image: str) -> None:  # noqa: F811
     run(backend, "echo one >/one")
-    first = backend.freeze()
+    first = backend.commit()
     backend.start(first)
     run(backend, "echo two >/two")
-    second = backend.freeze()
+    second = backend.commit()
     name = backend._ownership.path.name
     assert len(images(name)) == 2 and containers(name) == []
     other = first.retain()
@@ -414,7 +414,7 @@ def test_images_go_with_the_last_tree_and_the_base_stays(backend: DockerBackend,
 def test_what_is_forgotten_goes_too(docker_image: str) -> None:  # noqa: F811
     backend = DockerBackend(docker_image)
     backend.start()
-    tree: DockerTree | None = backend.freeze(keep_processes=True)
+    tree: DockerTree | None = backend.commit(keep_processes=True)
     name = backend._ownership.path.name
     assert len(images(name)) == len(containers(name)) == 1
     del backend, tree
@@ -428,7 +428,7 @@ def test_deep_stacks_are_squashed(backend: DockerBackend, monkeypatch: pytest.Mo
     depths = []
     for number in range(5):
         run(backend, f"echo {number} >/tmp/{number}; rm -f /tmp/{number - 2}; chmod 7{number}0 /root")
-        tree = backend.freeze()
+        tree = backend.commit()
         depths.append(len(tree.image.attributes()["RootFS"]["Layers"]))
         backend.start(tree)
         tree.release()
@@ -446,9 +446,9 @@ def test_limits_hold(docker_image: str) -> None:  # noqa: F811
     assert backend.live
     run(backend, "cp /big /big2")
     with pytest.raises(SandboxFull, match="limit is 4194304"):
-        backend.freeze()
+        backend.commit()
     assert backend.live and run(backend, "rm /big /big2")[0] == 0
-    backend.freeze().release()
+    backend.commit().release()
     backend.close()
 
 
@@ -458,7 +458,7 @@ def test_a_removed_container_is_a_typed_error(backend: DockerBackend) -> None:
     assert not backend.live
     for use in (
         lambda: backend.spawn(["true"], env=PATH),
-        lambda: backend.freeze(),
+        lambda: backend.commit(),
         lambda: backend.read_file("/etc/passwd"),
         lambda: process.wait(5),
     ):
@@ -470,9 +470,9 @@ def test_a_removed_container_is_a_typed_error(backend: DockerBackend) -> None:
     assert run(backend, "echo again") == (0, "again\n")
 
 
-def test_what_is_closed_or_frozen_says_so(backend: DockerBackend) -> None:
-    tree = backend.freeze()
-    with pytest.raises(SandboxClosed, match="frozen"):
+def test_what_is_closed_or_committed_says_so(backend: DockerBackend) -> None:
+    tree = backend.commit()
+    with pytest.raises(SandboxClosed, match="committed"):
         backend.processes()
     backend.close()
     backend.close()
@@ -491,10 +491,10 @@ import os, signal, sys
 from sandboxgym.sandbox.docker.backend import DockerBackend
 backend = DockerBackend(sys.argv[1])
 backend.start()
-trees = [backend.freeze(keep_processes=True)]
+trees = [backend.commit(keep_processes=True)]
 twin = backend.sibling()
 twin.start(trees[0])
-trees.append(twin.freeze(keep_processes=True))
+trees.append(twin.commit(keep_processes=True))
 print(backend._ownership.path.name, flush=True)
 if "exit" in sys.argv:
     sys.exit()
@@ -556,11 +556,11 @@ def test_a_daemon_that_dies_meanwhile_is_a_typed_error(
     backend = DockerBackend(docker_image)
     backend.start()
     process = backend.spawn(["sleep", "328"], env=PATH)
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     relay.cut()
     for use in (
         lambda: backend.spawn(["true"], env=PATH),
-        lambda: backend.freeze(),
+        lambda: backend.commit(),
         lambda: backend.start(tree),
         lambda: process.wait(5),
     ):

@@ -104,10 +104,10 @@ def test_merged_and_packed_trees_show_the_same(make: Maker, tmp_path: Path, seed
     backend.start()
     for _ in range(12):
         run(backend, "; ".join(f"{{ {_random_command(rng)}; }} 2>/dev/null" for _ in range(rng.randint(1, 6))))
-        backend.start(backend.freeze())
+        backend.start(backend.commit())
     expected = sh(backend, EVERYTHING)
     assert "t/" in expected
-    tree = backend.freeze()
+    tree = backend.commit()
     merged = tree.retain()
     squash.squash(merged, deepest=1, kept=rng.choice([0, 0, 2]))
     if backend.rootless:
@@ -128,7 +128,7 @@ def test_deep_stacks_are_merged_before_a_box_starts(box: OverlayBackend, monkeyp
     monkeypatch.setattr(squash.squash, "__kwdefaults__", {"deepest": 6, "kept": 2})
     for step in range(20):
         sh(box, f"echo {step} >> /all; echo {step} > /{step % 5}; rm -f /{(step + 1) % 5}")
-        tree = box.freeze()
+        tree = box.commit()
         box.start(tree)
         assert len(tree.layers) <= 7
     assert sh(box, "cat /all").split() == [str(step) for step in range(20)]
@@ -143,9 +143,9 @@ def test_merging_is_done_once_for_siblings_and_leaves_them_their_files(make: Mak
     backend.start()
     for step in range(4):
         sh(backend, f"echo {step} > /{step}")
-        backend.start(backend.freeze())
+        backend.start(backend.commit())
     sh(backend, "echo last > /last")
-    tree = backend.freeze()
+    tree = backend.commit()
     one, two = tree.retain(), tree.retain()
     squash.squash(one, deepest=1, kept=1)
     squash.squash(two, deepest=1, kept=1)
@@ -162,9 +162,9 @@ def test_a_renamed_directory_of_the_base_stays_where_it_was_moved(make: Maker, r
     backend.start()
     sh(backend, "mv /old /moved; echo 1 > /moved/new")
     for step in range(3):
-        backend.start(backend.freeze())
+        backend.start(backend.commit())
         sh(backend, f"echo {step} > /moved/{step}")
-    tree = backend.freeze()
+    tree = backend.commit()
     squash.squash(tree, deepest=1, kept=0)
     assert len(tree.layers) == 1
     for other in (tree, backend.unpack(tree.pack())):
@@ -196,7 +196,7 @@ def test_an_archive_keeps_what_a_tree_keeps(make: Maker) -> None:
     look = (
         EVERYTHING + '; md5sum /d/sparse; du /d/sparse; python3 -c \'import os; print(os.getxattr("/d/b", "user.x"))\''
     )
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     data = tree.pack()
     assert len(data) < 200_000
     assert data == tree.pack()
@@ -211,7 +211,7 @@ def test_an_archive_keeps_what_a_tree_keeps(make: Maker) -> None:
 
 def test_a_setuid_file_is_packed_without_that_bit(box: OverlayBackend) -> None:
     sh(box, "echo > /f; chmod 6755 /f")
-    box.start(box.unpack(box.freeze().pack()))
+    box.start(box.unpack(box.commit().pack()))
     assert sh(box, "stat -c %a /f") == "755"
 
 
@@ -363,7 +363,7 @@ def test_a_layer_is_packed_once_and_only_new_ones_are_new(make: Maker, monkeypat
     new = []
     for command in ("head -c 3000000 /dev/urandom > /big; echo > /small", "echo edited > /small", "rm /big"):
         sh(backend, command)
-        tree = backend.freeze()
+        tree = backend.commit()
         found = pieces_of(tree)
         fresh = {piece.digest: piece.read() for piece in found if piece.digest not in known}
         known |= fresh
@@ -382,7 +382,7 @@ def test_merging_layers_makes_few_new_pieces(make: Maker) -> None:
     backend.start()
     for number in range(6):
         sh(backend, f"head -c 1000000 /dev/urandom > /{number}; echo > /s{number}")
-        tree = backend.freeze()
+        tree = backend.commit()
         backend.start(tree)
     before = {piece.digest for piece in pieces_of(tree)}
     squash.squash(tree, deepest=1, kept=0)
@@ -395,7 +395,7 @@ def test_more_files_in_all_layers_than_an_archive_has_are_merged(make: Maker, mo
     backend.start()
     for _ in range(6):
         sh(backend, "mkdir -p /d; for i in {1..20}; do echo > /d/$i; done")
-        tree = backend.freeze()
+        tree = backend.commit()
         backend.start(tree)
     monkeypatch.setattr(archive, "MOST", 60)
     again = backend.unpack(serialization.join(pieces_of(tree)))
@@ -404,7 +404,7 @@ def test_more_files_in_all_layers_than_an_archive_has_are_merged(make: Maker, mo
     assert sh(backend, "ls /d | wc -l") == "20"
     sh(backend, "for i in {1..60}; do echo > /d/x$i; done")
     with pytest.raises(SandboxError, match="at most 58 files"):
-        pieces_of(backend.freeze())
+        pieces_of(backend.commit())
 
 
 def test_an_archive_of_another_form_is_cut_into_pieces_all_the_same() -> None:
@@ -426,7 +426,7 @@ def test_what_is_no_archive_is_refused(make: Maker) -> None:
     backend = make()
     backend.start()
     sh(backend, "mkdir /d; for i in {1..20}; do echo $i > /d/$i; done")
-    data = backend.freeze().pack()
+    data = backend.commit().pack()
     for wrong in (b"", b"x" * 2000, data[: len(data) // 2], data[: -1024 * 11], data[512:]):
         with pytest.raises(SnapshotCorrupt):
             backend.unpack(wrong)
@@ -446,7 +446,7 @@ def test_damaged_archives_never_raise_anything_else(make: Maker) -> None:
         backend,
         "mkdir -p /d/e; echo 1 > /d/f; ln /d/f /d/g; ln -s x /d/l; rm /old/file; truncate -s 1M /d/s; echo >> /d/s",
     )
-    data = backend.freeze().pack()
+    data = backend.commit().pack()
     rng = random.Random(0)
     for _ in range(150):
         damaged = bytearray(data)

@@ -78,7 +78,7 @@ def test_a_fork_bomb_ends_inside(make: Maker) -> None:
     with pytest.raises(OSError):
         for _ in range(60):
             backend.spawn(["sleep", "100"], env=backend.env).close()
-    tree = backend.freeze()
+    tree = backend.commit()
     bomb.close()
     backend.start(tree)
     assert sh(backend, "echo again") == "again"
@@ -122,7 +122,7 @@ def test_a_box_that_fills_the_disk_is_ended_and_says_why(make: Maker) -> None:
     with pytest.raises(SandboxFull, match="8,388,608 are allowed"):
         backend.spawn(["true"], env=backend.env)
     with pytest.raises(SandboxFull):
-        backend.freeze()
+        backend.commit()
     assert sh(other, "stat -c %s /f") == str(MIB)
     backend.start(tree)
     assert sh(backend, "ls / | grep -c f1") == "0"

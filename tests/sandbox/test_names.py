@@ -194,7 +194,7 @@ def test_with_a_network_the_daemons_resolver_is_kept_only_where_it_was_changed(d
         assert served(box) == f"localhost 501\n{name_files.HOST} 501\n"
         backend = box.backend
         assert isinstance(backend, DockerBackend)
-        tree = backend.freeze(keep_processes=True)
+        tree = backend.commit(keep_processes=True)
         assert tree.image.names() == {}
         tree.release()
         box.execute("echo nameserver 127.0.0.9 >/etc/resolv.conf")

@@ -330,7 +330,7 @@ def test_a_tree_keeps_everything_that_was_written(box: OverlayBackend) -> None:
         run(box, "chown 1000:100 /d/empty")
     before = sh(box, LIST)
     assert "same" in before and "d/sparse f 644 0:0 52428804" in before
-    tree = box.freeze()
+    tree = box.commit()
     assert not box.live
     box.start(tree)
     assert sh(box, LIST) == before
@@ -345,7 +345,7 @@ def test_processes_go_on_while_they_are_copied(box: OverlayBackend, stopped_by: 
     before = sh(box, LIST)
     process = box.spawn(["bash", "-c", "for ((i = 0; ; i++)); do echo $i >> /n; sleep 0.001; done"], env=box.env)
     _until(lambda: run(box, "test -s /n")[0] == 0)
-    tree = box.freeze(keep_processes=True)
+    tree = box.commit(keep_processes=True)
     count = sh(box, "wc -l < /n")
     _until(lambda: sh(box, "wc -l < /n") != count)
     assert process.wait(0) is None
@@ -362,7 +362,7 @@ def test_forks_of_a_tree_do_not_see_each_other(make: Maker) -> None:
     parent = make()
     parent.start()
     sh(parent, "mkdir /d; echo parent > /d/f; echo x > /dev/shm/x")
-    tree = parent.freeze()
+    tree = parent.commit()
     forks = [make() for _ in range(4)]
     for number, fork in enumerate(forks):
         fork.start(tree)
@@ -386,7 +386,7 @@ def test_a_snapshot_changes_nothing_for_those_who_rename_directories(make: Maker
     backend.start()
     sh(backend, "mkdir -p /d/e; echo 1 > /d/e/f; sync /d/e/f")
     number = sh(backend, "stat -c '%i %Z' /d/e/f")
-    backend.start(backend.freeze())
+    backend.start(backend.commit())
     assert sh(backend, "stat -c '%i %Z' /d/e/f") == number
     code = run(backend, python_inside('os.rename("/d", "/new")'))[0]
     if rootless:
@@ -394,7 +394,7 @@ def test_a_snapshot_changes_nothing_for_those_who_rename_directories(make: Maker
         assert sh(backend, "mv /d /new; cat /new/e/f; ls -d /d 2>&1 | grep -c cannot") == "1\n1"
     else:
         assert code == 0
-    backend.start(backend.freeze())
+    backend.start(backend.commit())
     assert sh(backend, "cat /new/e/f; ls /").split()[0] == "1"
     assert run(backend, "test -e /d")[0] == 1
 
@@ -405,17 +405,17 @@ def test_nested_snapshots_do_not_drift(box: OverlayBackend, steps: int) -> None:
     for step in range(steps):
         sh(box, f"mkdir -p /d/{step}; echo {step} >> /d/all; rm -rf /d/{step - 3}; mv /d/all /d/x; mv /d/x /d/all")
         expected.append(str(step))
-        box.start(box.freeze())
+        box.start(box.commit())
     assert sh(box, "cat /d/all").split() == expected
     assert set(sh(box, "ls /d").split()) == {"all", *(str(step) for step in range(steps - 3, steps))}
 
 
 def test_restoring_an_earlier_tree_undoes_all(box: OverlayBackend) -> None:
     sh(box, "echo 1 > /f")
-    first = box.freeze()
+    first = box.commit()
     box.start(first)
     sh(box, "echo 2 > /f; rm -rf /old; echo > /g")
-    second = box.freeze()
+    second = box.commit()
     box.start(first)
     assert sh(box, "cat /f /old/file; ls /g 2>&1 | wc -l") == "1\nfrom below\n1"
     box.start(second)
@@ -441,7 +441,7 @@ def test_a_box_starts_whatever_became_of_its_directories(make: Maker, damage: st
     backend = make()
     backend.start()
     run(backend, damage)
-    tree = backend.freeze()
+    tree = backend.commit()
     backend.start(tree)
     (backend.control / "here").write_text("control")
     assert backend.read_file(f"{CONTROL}/here") == b"control"
@@ -453,7 +453,7 @@ def test_a_box_starts_whatever_became_of_its_directories(make: Maker, damage: st
 
 def test_a_layer_is_written_only_once(box: OverlayBackend) -> None:
     sh(box, "echo 1 > /f")
-    tree = box.freeze()
+    tree = box.commit()
     content = (tree.layers[0].files / "f").stat()
     box.start(tree)
     sh(box, "echo 2 >> /f; rm /f; echo 3 > /f")
@@ -461,13 +461,13 @@ def test_a_layer_is_written_only_once(box: OverlayBackend) -> None:
     assert (tree.layers[0].files / "f").read_text() == "1\n"
     untouched = box.sibling()
     untouched.start(tree)
-    assert untouched.freeze().layers == tree.layers  # nothing was written: no new layer
+    assert untouched.commit().layers == tree.layers  # nothing was written: no new layer
 
 
 def test_trees_of_something_else_are_refused(make: Maker, tmp_path: Path, rootless: bool) -> None:
     backend, other = make(), make(rootfs=make_rootfs(tmp_path / "other", "other"))
     other.start()
-    tree = other.freeze()
+    tree = other.commit()
     with pytest.raises(SnapshotMismatch, match="other"):
         backend.start(tree)
     assert not backend.live
@@ -546,7 +546,7 @@ def test_closing_ends_everything_and_can_be_repeated(make: Maker, rootless: bool
     runtime().settle()
     assert not layer.exists() and not control.exists()
     assert not any(os.path.exists(path) for path in (groups.paths if groups else ()))
-    for use in (lambda: backend.spawn(["true"], env={}), backend.freeze, backend.processes, backend.start):
+    for use in (lambda: backend.spawn(["true"], env={}), backend.commit, backend.processes, backend.start):
         with pytest.raises(SandboxClosed):
             use()
     process.close()
@@ -556,7 +556,7 @@ def test_what_is_forgotten_is_cleared_away(make: Maker, tmp_path: Path, rootless
     backend = OverlayBackend(make_rootfs(tmp_path / "forgotten"), rootless=rootless)
     backend.start()
     sh(backend, "echo > /f")
-    tree = backend.freeze()
+    tree = backend.commit()
     backend.start(tree)
     below, top, pid = tree.layers[0].path, backend.container.layer.path, backend.container.pid  # type: ignore[union-attr]
     del backend, tree
@@ -572,14 +572,14 @@ def test_a_box_that_was_killed_from_outside_says_so(box: OverlayBackend) -> None
     with pytest.raises(SandboxClosed, match="killed from outside"):
         box.spawn(["true"], env=box.env)
     with pytest.raises(SandboxClosed):
-        box.freeze()
+        box.commit()
     box.start(tree)
     assert sh(box, "echo again") == "again"
 
 
 def test_a_released_tree_is_gone_and_its_other_holds_are_not(box: OverlayBackend) -> None:
     sh(box, "echo 1 > /f")
-    tree = box.freeze()
+    tree = box.commit()
     kept = tree.retain()
     assert kept.id == tree.id
     tree.release()
@@ -595,7 +595,7 @@ def test_a_released_tree_is_gone_and_its_other_holds_are_not(box: OverlayBackend
 @pytest.mark.slow
 def test_a_fork_of_the_owner_takes_nothing_away(box: OverlayBackend) -> None:
     sh(box, "echo 1 > /f")
-    tree = box.freeze()
+    tree = box.commit()
     box.start(tree)
     pid = os.fork()
     if pid == 0:
@@ -621,7 +621,7 @@ import os, sys
 backend = OverlayBackend(make_rootfs(Path(os.environ["HOME"], "lower")), limits=Limits(processes=20))
 backend.start()
 print(backend.capabilities.name, sh(backend, "id -u; echo 1 > /f; rm -r /old; echo 2 > /tmp/t; echo 3 > /dev/shm/s"))
-tree = backend.freeze()
+tree = backend.commit()
 twin = backend.sibling()
 twin.start(tree)
 backend.start(backend.unpack(tree.pack()))
@@ -630,7 +630,7 @@ for one in (backend, twin):
     print(run(one, "mount -t tmpfs none /tmp || unshare -r true || cat /proc/1/environ")[0] != 0, one.processes())
 print(run(twin, "for i in {1..40}; do sleep 5 & done; wait")[1].count("Resource temporarily unavailable") > 0)
 twin.close()
-print(len(backend.freeze(keep_processes=True).layers))
+print(len(backend.commit(keep_processes=True).layers))
 backend.close()
 """
 

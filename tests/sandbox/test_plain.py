@@ -198,7 +198,7 @@ def test_a_tree_keeps_the_files_exactly(backend: CopyBackend, keep_processes: bo
     if hasattr(os, "setxattr"):
         os.setxattr(backend.root / "etc/new", "user.colour", b"\xff\0blue")
     before = describe(backend.root)
-    tree = backend.freeze(keep_processes=keep_processes)
+    tree = backend.commit(keep_processes=keep_processes)
     assert backend.live is keep_processes
     if packed:
         tree = backend.unpack(tree.pack())
@@ -213,10 +213,10 @@ def test_a_tree_keeps_the_files_exactly(backend: CopyBackend, keep_processes: bo
 
 def test_a_tree_restores_any_number_of_times_after_any_detour(backend: CopyBackend) -> None:
     run(backend, "echo one >file")
-    first = backend.freeze()
+    first = backend.commit()
     backend.start(first)
     run(backend, "echo two >file; rm -r etc")
-    second = backend.freeze()
+    second = backend.commit()
     for tree, expected in ((first, b"one\n"), (second, b"two\n"), (first, b"one\n")):
         backend.start(tree)
         assert backend.read_file("/file") == expected
@@ -225,7 +225,7 @@ def test_a_tree_restores_any_number_of_times_after_any_detour(backend: CopyBacke
 
 def test_twins_do_not_see_each_other_not_even_through_absolute_links(backend: CopyBackend) -> None:
     run(backend, 'echo parent >file; ln -s "$SANDBOX_ROOT/file" link')
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     twin = backend.sibling()
     twin.start(tree)
     run(twin, "echo child >link")
@@ -244,7 +244,7 @@ def test_freezing_with_processes_disturbs_none(backend: CopyBackend) -> None:
         cwd="/tmp",
     )
     until(lambda: (backend.root / "tmp/count").exists())
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     frozen = int((tree.path / "tmp/count").read_text())
     until(lambda: int(backend.read_file("/tmp/count")) > frozen)
     assert process.wait(0) is None
@@ -281,7 +281,7 @@ def test_closing_ends_daemons_and_deletes_all_but_held_trees(backend: CopyBacken
     )
     daemon = int(backend.read_file("/tmp/daemon"))
     assert is_running(daemon)
-    tree = backend.freeze(keep_processes=True)
+    tree = backend.commit(keep_processes=True)
     other = tree.retain()
     backend.close()
     backend.close()
@@ -315,7 +315,7 @@ import os, signal, sys
 from sandboxgym.sandbox.copy.backend import CopyBackend
 backend = CopyBackend(None, allow_unsafe=True)
 backend.start()
-tree = backend.freeze(keep_processes=True)
+tree = backend.commit(keep_processes=True)
 child = backend.spawn(["sh", "-c", "setsid sleep 314 & sleep 315 & env -i sleep 316 & echo ready; wait"],
                       env={"PATH": os.environ["PATH"]})
 assert os.read(child.output, 100)
@@ -387,7 +387,7 @@ def test_an_archive_with_a_member_below_a_link_is_refused(backend: CopyBackend, 
 
 def test_damaged_archives_and_those_of_another_base_are_refused(backend: CopyBackend) -> None:
     run(backend, "echo change >file")
-    archive = backend.freeze(keep_processes=True).pack()
+    archive = backend.commit(keep_processes=True).pack()
     for damaged in (b"", b"junk" * 500, archive[:700]):
         with pytest.raises(SnapshotCorrupt):
             backend.unpack(damaged)
@@ -399,7 +399,7 @@ def test_damaged_archives_and_those_of_another_base_are_refused(backend: CopyBac
 
 def test_a_packed_tree_is_only_what_changed(backend: CopyBackend) -> None:
     run(backend, "echo change >file; rm etc/old")
-    reader = Reader(backend.freeze(keep_processes=True).pack(), base="directory:test")
+    reader = Reader(backend.commit(keep_processes=True).pack(), base="directory:test")
     assert "etc/old" in reader.header.deleted
     names = {info.name for info in reader.members}
     assert "file" in names and "etc/issue" not in names
@@ -408,7 +408,7 @@ def test_a_packed_tree_is_only_what_changed(backend: CopyBackend) -> None:
 def test_setuid_is_dropped_with_a_warning(backend: CopyBackend, caplog: pytest.LogCaptureFixture) -> None:
     run(backend, "touch tool; chmod 4755 tool")
     with caplog.at_level(logging.WARNING, "sandboxgym"):
-        backend.start(backend.unpack(backend.freeze(keep_processes=True).pack()))
+        backend.start(backend.unpack(backend.commit(keep_processes=True).pack()))
     assert stat.S_IMODE((backend.root / "tool").stat().st_mode) == 0o755
     assert "tool" in caplog.text
 

@@ -45,7 +45,7 @@ print(json.dumps({
 trees = []
 while True:
     sh(backends[0], f"echo {len(trees)} > /f{len(trees) % 7}; head -c 100K /dev/zero > /z")
-    trees = [*trees[-5:], backends[0].freeze(keep_processes=len(trees) % 3 == 0)]
+    trees = [*trees[-5:], backends[0].commit(keep_processes=len(trees) % 3 == 0)]
     backends[0].start(trees[-1])
 """
 REAP = """
@@ -181,7 +181,7 @@ def test_an_owner_whose_forks_live_on_takes_its_boxes_along(runtime_folder: Path
 
 def test_a_killed_zygote_takes_its_boxes_along_and_the_owner_goes_on(box: OverlayBackend, make: Maker) -> None:
     sh(box, "echo 1 > /f")
-    box.start(box.freeze())
+    box.start(box.commit())
     shared = runtime()
     pids = _processes_of(shared.process.pid)
     shared.process.kill()
@@ -200,13 +200,13 @@ def test_a_killed_zygote_takes_its_boxes_along_and_the_owner_goes_on(box: Overla
 
 def test_trees_survive_a_killed_zygote(box: OverlayBackend) -> None:
     sh(box, "echo 1 > /f")
-    tree = box.freeze()
+    tree = box.commit()
     shared = runtime()  # once: asked again after the kill it may be a new one, which never ends
     shared.process.kill()
     shared.process.wait(60)
     box.start(tree)
     assert sh(box, "cat /f") == "1"
-    box.start(box.freeze())
+    box.start(box.commit())
     assert sh(box, "cat /f") == "1"
 
 

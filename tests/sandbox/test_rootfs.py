@@ -190,10 +190,11 @@ def test_what_failed_or_was_killed_is_made_anew(tmp_path: Path) -> None:
 
     with pytest.raises(SandboxUnavailable, match="disk full"):
         rootfs._once(tmp_path / "target", fail)
-    (tmp_path / "target.partial").mkdir()
-    (tmp_path / "target.partial/half").touch()
+    (tmp_path / ".target.0123abcd").mkdir()  # of a process that was killed
+    (tmp_path / ".target.0123abcd/half").touch()
     rootfs._once(tmp_path / "target", lambda folder: (folder / "whole").touch())
     assert [path.name for path in (tmp_path / "target").iterdir()] == ["whole"]
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "target.lock"}
 
 
 @pytest.mark.slow

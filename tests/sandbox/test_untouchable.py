@@ -188,7 +188,7 @@ def test_nothing_in_the_control_directory_outlives_a_start(make: Maker) -> None:
     backend.start()
     (backend.control / "mark").write_text("of another life")
     run(backend, f"echo mark >{CONTROL}/{SHELL}/state.0")
-    tree = backend.freeze()
+    tree = backend.commit()
     backend.start(tree)
     assert sh(backend, f"ls {CONTROL}; cat {CONTROL}/{SHELL}/state.0") == SHELL
     tree.release()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Pair = tuple[float, float]
-"""What the operation took and what the alternative took, in seconds or bytes."""
+"""Cost of the operation and of the alternative, in seconds or bytes."""
 
 
 class RowUnavailable(Exception):
@@ -18,7 +18,7 @@ class RowUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What rows may use beyond this package.
+    """Programs and data that rows may use beyond this package.
 
     Args:
         games: ALFWorld's games, an argument of ``gym.make``.

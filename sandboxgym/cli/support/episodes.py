@@ -33,8 +33,8 @@ from sandboxgym.adapters.prompts import Exchange, Prompt
 from sandboxgym.cli import CommandError
 from sandboxgym.cli.play import parse_action
 from sandboxgym.cli.support.history import CannotGo
-from sandboxgym.serialization import write_atomic
 from sandboxgym.spaces import Unicode
+from sandboxgym.system.atomic import write_atomic
 
 FORMAT = "sandboxgym.evaluation/1"
 Task = int | str
@@ -170,7 +170,7 @@ def _episode(
 
 
 def _action(space: gym.Space[Any], text: str, complaint: str) -> tuple[Any, str]:
-    """What to give to ``step``, and what to tell the model; an action of None: there is none, ask again."""
+    """Action for ``step`` and complaint for the model; without an action (None) the model is asked again."""
     if isinstance(space, (Unicode, spaces.Text)):
         return (text, complaint) if not complaint or isinstance(space, Unicode) else (None, complaint)
     if complaint:
@@ -237,7 +237,7 @@ class Store:
         if self.folder.is_dir() and not about.exists():
             begun = ("lock", ".settings.json.")  # of a process that was killed before it had begun
             if not all(path.name.startswith(begun) for path in self.folder.iterdir()):
-                raise CommandError(f"{self.folder} holds something else than an evaluation; choose another --out")
+                raise CommandError(f"{self.folder} holds files that are not of an evaluation; choose another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
         episodes = self.folder / "episodes.jsonl"
@@ -303,7 +303,7 @@ class Store:
         self.records[key] = record
 
     def ended(self, key: Key) -> bool:
-        """Whether an episode was played to its end."""
+        """True if an episode was played to its end."""
         return key in self.records and self.records[key]["error"] is None
 
     def write(self, name: str, text: str) -> None:
@@ -318,7 +318,7 @@ class Store:
             raise CommandError(f"{self.folder / name}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Let go of the folder. Idempotent."""
+        """Release the folder. Idempotent."""
         for file in (self._file, self._lock):
             if file is not None:
                 file.close()
@@ -355,7 +355,9 @@ def _same(
         found, kept = content["format"], dict(content["settings"])
         earlier = {str(name): list(values) for name, values in dict(content.get("earlier", {})).items()}
     except (ValueError, LookupError, TypeError) as error:
-        raise CommandError(f"{about} is no settings of an evaluation: {error!r}; choose another --out") from error
+        raise CommandError(
+            f"{about} does not hold the settings of an evaluation: {error!r}; choose another --out"
+        ) from error
     if found != FORMAT:
         raise CommandError(f"{about}: expected the format {FORMAT!r}, found {found!r:.80}; choose another --out")
     names = sorted({*kept, *settings})

@@ -1,4 +1,4 @@
-"""What an evaluation's records say: success and reward with intervals, each task, tokens and cost, rollout trees.
+"""Report of an evaluation: success and reward with intervals, each task, tokens and cost, rollout trees.
 
 Methods:
 - *Success* is over the episodes that ended. Its 95 % interval is Wilson's score interval. Several samples of one task
@@ -139,7 +139,7 @@ def _success(groups: Sequence[Sequence[Record]], failed: int) -> dict[str, Any] 
 
 
 def _alike(groups: Sequence[Sequence[Record]]) -> bool:
-    """Whether the samples of every task have the same answers; False unless two tasks have several samples."""
+    """True if the samples of every task have the same answers; False unless two tasks have several samples."""
     answers = [[[turn["answer"] for turn in record["turns"]] for record in group] for group in groups if len(group) > 1]
     return len(answers) > 1 and all(said == group[0] for group in answers for said in group)
 

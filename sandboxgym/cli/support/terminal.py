@@ -58,6 +58,7 @@ class Screen:
                 subsequent_indent=indent if hanging is None else hanging,
                 replace_whitespace=False,
                 break_on_hyphens=False,
+                break_long_words="://" not in line,  # half an address cannot be opened
             ) or [""]
         return lines or [""]
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
 
 CHUNK = 2**20
 _RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")

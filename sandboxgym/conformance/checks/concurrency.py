@@ -108,8 +108,8 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
     blind="Races that are rarer than the rounds made.",
 )
 def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """While forks play in threads, their source continues with a snapshot after every call and restores each at the
-    end; all give what they give alone.
+    """A source that continues, with a snapshot after every call, while its forks play in threads, gives what it gives
+    alone, and so do the forks and the restores of all these snapshots at the end.
     """
     rounds = 0
     for number in budget.spending(min(4, budget.traces), at_least=1):

@@ -536,8 +536,8 @@ def _bomb(kind: Any, file: Path, proof: Path) -> None:
     blind="Handles without release().",
 )
 def released(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """After ``release()``: restore and save raise, a second release is harmless, the environment and other snapshots
-    (taken from it, or of the same state) work on.
+    """Restore and save raise after ``release()``, a second release is harmless, and the environment and other snapshots
+    (taken from it, or of the same state) continue to work.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)

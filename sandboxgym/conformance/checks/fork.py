@@ -549,9 +549,9 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
     blind="What is remembered by more than depth and action, and is met by no two branches.",
 )
 def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """As restore.diverge, with forks in place of restores: the children of one moment take other actions than their
-    source and than each other, first different ones, then the same at the same moments, one after the other; children
-    of children branch again; in the end the source takes its own.
+    """Forks take branches as restore.diverge does: the children of one moment take other actions than their source and
+    than each other, first different ones, then the same at the same moments, one after the other; children of
+    children branch again; in the end the source takes its own.
     """
     return diverging(subject, budget, rng, _by_fork, [])
 
@@ -642,9 +642,9 @@ def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     blind="Environments that define no __deepcopy__ and promise nothing.",
 )
 def deepcopy(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Where an environment defines ``__deepcopy__``: a deep copy, and one of that, start where the source is, and go
-    their own ways, also when the others act or are closed; one made before the first reset plays an episode.
-    ``copy.copy`` raises.
+    """A deep copy, and one of that, start where the source is and are independent of the others' actions and closing,
+    where an environment defines ``__deepcopy__``; a copy made before the first reset plays an episode; ``copy.copy``
+    raises.
     """
     with opened(subject) as env:
         if not methods(env) or not _defines(env, "__deepcopy__"):

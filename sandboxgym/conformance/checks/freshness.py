@@ -26,7 +26,7 @@ from sandboxgym.core import SnapshotEnv, Transition
     blind="Observations that are the same in both states.",
 )
 def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` returns, exactly, the observation of the captured moment: in the environment that went on, in a new
+    """``restore`` returns, exactly, the observation of the captured moment: in the environment that continued, in a new
     one, in one playing another episode; arrays, also of the steps that follow, can be written to if those of an
     uninterrupted run can; what it, reset and step returned stays as it is when the environment continues.
     """
@@ -251,7 +251,7 @@ def _frozen(expected: Any, found: Any, path: str) -> str | None:
 )
 def render(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``render()`` right after a restore gives what it gave at the captured moment, in the modes ansi and rgb_array:
-    in the environment that went on and in a new one; and in a fork it gives what it gives in its source.
+    in the environment that continued and in a new one; and in a fork it gives what it gives in its source.
     """
     tried: dict[str, int] = {}
     reasons = []

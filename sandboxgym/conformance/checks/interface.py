@@ -40,7 +40,7 @@ SPACES = ("action_space", "observation_space")
 )
 def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Actions and reset options belong to the caller, who overwrites them as soon as the call has returned: the
-    environment, snapshots of it that are restored, and forks go on like an uninterrupted run whose arguments stay.
+    environment, snapshots of it that are restored, and forks continue like an uninterrupted run whose arguments stay.
     """
     compared = overwritten = 0
     pool = controls(subject, budget)
@@ -443,7 +443,7 @@ def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
 
 _LETTERS = " Grüße \u6f22\u5b57 \U0001f511 e\u0301\u00e9 'q' \"p\" \\"
 ENDINGS = (_LETTERS, f"{_LETTERS}\r\n x\n")
-"""What is added to texts: letters in and outside of Latin-1 and of 16 bits, combined ones, signs, line ends."""
+"""Endings added to texts: letters in and outside of Latin-1 and of 16 bits, combined ones, signs, line ends."""
 
 
 def _with_endings(subject: Subject, control: Control, rng: np.random.Generator) -> tuple[Op, ...]:

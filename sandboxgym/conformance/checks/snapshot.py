@@ -98,8 +98,8 @@ def _global_streams() -> Any:
     blind="Objects that neither the environment nor what it returned leads to.",
 )
 def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """After a snapshot overwrites, in place, all that reset, step and restore returned, plays on, and restores: in a
-    new environment the future is unchanged, every time; bytes and digest of the handle are what they were.
+    """A snapshot is unchanged when everything that reset, step and restore returned is overwritten in place and the
+    episode continues: in a new environment its future is the same every time, and so are its bytes and digest.
     """
     overwritten = 0
     handles = "no digest or bytes to compare"

@@ -69,12 +69,12 @@ class Watched(dict[str, Any]):
             self.asked[key] = super().get(key, default)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict, and noted."""
+        """Look a key up as in a dict, and note it."""
         self._ask(key, default)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dict, and noted."""
+        """Look a key up as in a dict, and note it."""
         self._ask(key, *default)
         return super().pop(key, *default)
 
@@ -103,17 +103,17 @@ class Noted(Watched):
         return super().__iter__()
 
     def keys(self) -> Any:
-        """As of a dict, and noted."""
+        """Look a key up as in a dict, and note it."""
         self.whole = True
         return super().keys()
 
     def items(self) -> Any:
-        """As of a dict, and noted."""
+        """Look a key up as in a dict, and note it."""
         self.whole = True
         return super().items()
 
     def copy(self) -> dict[str, Any]:
-        """As of a dict, and noted."""
+        """Look a key up as in a dict, and note it."""
         self.whole = True
         return super().copy()
 

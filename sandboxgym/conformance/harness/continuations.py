@@ -133,9 +133,9 @@ class Place:
     drawn: Callable[[int], Future]
     """A future after a restore."""
     again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """In the live design: an uninterrupted future of a run from one fixed seed."""
+    """Uninterrupted future of a run from one fixed seed, in the live design."""
     drawn_again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """In the live design: a restored future of that run, each restore with another seed."""
+    """Restored future of that run in the live design, each restore with another seed."""
     uninterrupted: list[Future] = field(default_factory=list)
     restored: list[Future] = field(default_factory=list)
 

@@ -50,7 +50,7 @@ def understood(space: gym.Space[Any], mask: Any) -> Any:
         return _bits(mask, int(space.n))
     if isinstance(space, spaces.MultiDiscrete):
         if space.nvec.ndim != 1:
-            raise ValueError("masks of nested MultiDiscrete spaces are not understood")
+            raise ValueError("masks of nested MultiDiscrete spaces are not supported")
         sizes = [int(size) for size in space.nvec]
         if isinstance(mask, (tuple, list)) and len(mask) == len(sizes) and not np.isscalar(mask[0]):
             return tuple(_bits(item, size) for item, size in zip(mask, sizes))

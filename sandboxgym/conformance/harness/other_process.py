@@ -24,6 +24,7 @@ from typing import Any
 from sandboxgym.conformance.subject import MakeSpec, Op, Outcome, Subject
 from sandboxgym.conformance.supervision import scratch
 from sandboxgym.system import interpreter
+from sandboxgym.system.atomic import atomic_file
 
 TIMEOUT = 120
 """Seconds that a child may take."""
@@ -46,7 +47,7 @@ class Job:
     restored: Any = None
     """A snapshot as made by `carried`."""
     points: tuple[int, ...] = ()
-    """For `save`: numbers of calls after which a snapshot is saved."""
+    """Numbers of calls after which a snapshot is saved, for `save`."""
 
 
 @dataclass(frozen=True)
@@ -259,11 +260,11 @@ def main(arguments: Sequence[str]) -> None:
         answer = ("unreachable", str(error))
     except Exception:
         answer = ("broken", traceback.format_exc()[-4000:])
-    (folder / "part").write_bytes(pickle.dumps(answer))
-    if "closes" in arguments[3:]:
-        for env in kept:
-            env.close()
-    os.replace(folder / "part", folder / "answer")
+    with atomic_file(folder / "answer", durable=False) as part:
+        part.write_bytes(pickle.dumps(answer))
+        if "closes" in arguments[3:]:
+            for env in kept:
+                env.close()
     if "stays" in arguments[3:]:
         time.sleep(TIMEOUT)
 

@@ -570,7 +570,7 @@ class Scene:
         return end - point
 
     def expect_raw(self, env: AnyEnv, walk: Walk, index: int, what: str) -> tuple[tuple[Any, ...], Outcome] | None:
-        """Like `expect` for one call; its output, raw and canonical (None if it raised)."""
+        """Outcome of one call that must be as expected, see `expect`: raw and canonical (None if it raised)."""
         op = walk.control.ops[index]
         self._write_op(env, op)
         found, raw = self.subject.call(env, op)

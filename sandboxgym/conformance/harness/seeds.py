@@ -20,7 +20,7 @@ from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, restore, sn
 from sandboxgym.core import SnapshotEnv
 
 VARY = 16
-"""Of `LEAST` restores with seeds that must differ from a future for forks that never do to be at fault."""
+"""Restores with seeds, of `LEAST`, that must differ from a future before forks that never differ are at fault."""
 
 OTHER_DRAWS = "runs with other draws differ"
 """Prefix of `Subject.noise` if recognised streams affect the outcomes."""
@@ -30,7 +30,7 @@ OTHER_SEEDS = "restores with other seeds differ"
 TRIED = 3
 """Seeds by which it is found out beforehand whether seeds decide anything."""
 TRIED_DECLARED = 8
-"""As many where an environment says by a ``_reseed`` of its own that they do."""
+"""The number of these seeds where an environment says by a ``_reseed`` of its own that seeds decide something."""
 MANY = 400
 """Seeds that give one future before it is said that seeds do not decide it; `LEAST` where calls are slow."""
 LEAST = 64

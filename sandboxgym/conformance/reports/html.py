@@ -15,7 +15,7 @@ from sandboxgym.conformance.reports.causes import Cause, causes
 from sandboxgym.conformance.reports.caveats import caveats
 from sandboxgym.conformance.reports.verdicts import headline, weight
 from sandboxgym.conformance.runner import Report
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
 
 _STYLE = """
 :root { --fg: #1d2433; --dim: #5f6b82; --bg: #fff; --panel: #f5f7fa; --line: #d5dbe6;

@@ -12,7 +12,7 @@ from sandboxgym.conformance.reports.caveats import caveats
 from sandboxgym.conformance.reports.comparison import plain
 from sandboxgym.conformance.reports.verdicts import headline, weight
 from sandboxgym.conformance.runner import Report
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
 
 
 def write(report: Report, path: str | os.PathLike[str]) -> None:

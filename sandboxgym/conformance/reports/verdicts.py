@@ -54,7 +54,7 @@ class Weight(NamedTuple):
     rate: str
     """The rarest fault that would have shown with a probability of `SURE`: ``1 in 58``."""
     power: str
-    """For a statistical test: the smallest detectable difference, and the probability of detecting it."""
+    """Smallest difference that a statistical test detects, and the probability of detecting it."""
 
 
 def headline(report: Mapping[str, Any]) -> Headline:

@@ -169,7 +169,7 @@ SURVIVORS = {
     "fork chain": "for k in 3 6 10 15; do if command -v perl >/dev/null; then perl -e '@PERL@' $t chain & "
     "elif command -v python3 >/dev/null; then python3 -c '@PYTHON@' $t chain & fi; done",
 }
-"""Ways of going on after a command's time; each has a heartbeat, or shows in /proc."""
+"""Ways of continuing after a command's time; each has a heartbeat, or shows in /proc."""
 _BEATS = {way: way.split()[-1 if way == "fork chain" else 0] for way in SURVIVORS}
 
 

@@ -47,7 +47,7 @@ class Study:
     calibration: dict[str, Any] = field(default_factory=dict)
     scripts: dict[str, str] = field(default_factory=dict)
     chance: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """For tests of dependence: agreement by chance and the number of pairs."""
+    """Agreement by chance and the number of pairs, for tests of dependence."""
 
     @property
     def adjusted(self) -> dict[str, float]:

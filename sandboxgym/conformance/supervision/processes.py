@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sandboxgym.system import proc
+
 PROC = Path("/proc")
 
 
@@ -33,29 +35,14 @@ def held(folder: Path | None = None) -> dict[str, int]:
 def resident() -> int:
     """Bytes of memory that this process holds in RAM; 0 where that is unknown."""
     try:
-        return int((PROC / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
+        return proc.memory()[1]
+    except OSError:
         return 0
 
 
 def descendants(pid: int) -> set[int]:
     """Children of a process and their descendants; zombies too, for somebody must wait for them."""
-    parents: dict[int, int] = {}
-    if not PROC.is_dir():
-        return set()
-    for entry in PROC.iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(fields[1])
-            except (OSError, IndexError, ValueError):
-                continue
-    found: set[int] = set()
-    frontier = {pid}
-    while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier} - found
-        found |= frontier
-    return found
+    return proc.descendants(pid)
 
 
 def marked(name: str, value: str) -> set[int]:

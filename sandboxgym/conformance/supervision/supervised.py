@@ -36,7 +36,7 @@ from sandboxgym.conformance.runner import Listener, Report
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.conformance.supervision import janitor, pulse, scratch
 from sandboxgym.conformance.supervision.janitor import offspring
-from sandboxgym.system import interpreter, run_directories
+from sandboxgym.system import interpreter, proc, run_directories
 from sandboxgym.system.proc import started
 
 VARIABLE = "SANDBOXGYM_CONFORMANCE_WATCHED"
@@ -535,15 +535,13 @@ def memory(pids: Sequence[int]) -> int:
 
 def _status(pid: int, *names: str) -> int:
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        return proc.nbytes(f"/proc/{pid}/status", *names)
     except OSError:
         return 0
-    return sum(int(kib) * 1024 for kib in re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB", text, re.MULTILINE))
 
 
 def _proportional(pid: int) -> int:
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return proc.nbytes(f"/proc/{pid}/smaps_rollup", "Pss_Anon", "Pss_Shmem")
     except OSError:
         return 0
-    return sum(int(kib) * 1024 for kib in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE))

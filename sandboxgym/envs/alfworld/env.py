@@ -346,7 +346,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
             try:
                 index = self.library.index(state.task_id)
             except GameNotFound as error:
-                raise SnapshotMismatch(f"the snapshot plays a game that is not here: {error}") from error
+                raise SnapshotMismatch(f"the snapshot is of a game that is not available here: {error}") from error
             game, ref = load(self.engine, self.library, index), self.library[index]
             if game.digest != state.game_digest:
                 here, there = game.digest[:16], state.game_digest[:16]

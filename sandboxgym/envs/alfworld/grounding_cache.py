@@ -18,7 +18,6 @@ import hashlib
 import logging
 import os
 import pkgutil
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ import msgpack
 from sandboxgym.data import cache_dir
 from sandboxgym.envs.alfworld.grounding import Grounding
 from sandboxgym.envs.alfworld.pddl import Atom, Domain
+from sandboxgym.system.atomic import is_temporary, write_atomic
 
 logger = logging.getLogger("sandboxgym")
 
@@ -77,14 +77,7 @@ class GroundingCache:
         path = self._path(digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=_SUFFIX)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(_encode(grounding))
-                os.replace(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            write_atomic(path, _encode(grounding), durable=False)  # its checksum is compared when it is read
         except OSError as error:
             logger.debug("the game cache cannot be written: %s", error)
             return
@@ -96,13 +89,12 @@ class GroundingCache:
         entries: list[tuple[float, int, str]] = []
         with contextlib.suppress(OSError), os.scandir(self.directory) as found:
             for entry in found:
-                if not entry.name.endswith(_SUFFIX):
-                    continue
                 status = entry.stat(follow_symlinks=False)
-                if not entry.name.startswith("."):
+                if is_temporary(entry.name):
+                    if time.time() - status.st_mtime > _STALE_SECONDS:
+                        _remove(entry.path)
+                elif entry.name.endswith(_SUFFIX):
                     entries.append((status.st_mtime, status.st_size, entry.path))
-                elif time.time() - status.st_mtime > _STALE_SECONDS:
-                    _remove(entry.path)
         excess = sum(size for _, size, _ in entries) - self._max_bytes
         for _, size, path in sorted(entries):
             if excess <= 0:

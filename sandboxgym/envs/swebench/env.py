@@ -279,6 +279,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
             self._declare("written", kind="full", processes=True, cross_process=False)
         if backend in ("docker", "copy"):
             self._declare("written", loses=_LOSES.get(backend, ()))
+        grading.check_installed()
         self.task_set = open_tasks(dataset, instances=instances)
         self.tools = tools
         self.strict = arguments.flag("strict", strict)
@@ -361,7 +362,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return observation, float(info["resolved"]), info["submitted"], False, info
 
     def _over(self) -> bool:
-        """Whether the last step ended the episode, by itself or by the step limit."""
+        """True if the last step ended the episode, by itself or by the step limit."""
         assert self._last is not None
         return self._last.terminated or (self.step_limit is not None and self._steps >= self.step_limit > 0)
 
@@ -628,7 +629,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return snapshot
 
     def _at_limit(self) -> bool:
-        """Whether this step is to be graded though nothing was submitted."""
+        """True if this step is to be graded though nothing was submitted."""
         limit = self.step_limit if self.grade_at is None else self.grade_at
         return limit is not None and 0 < limit <= self._steps
 
@@ -692,7 +693,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         return EpisodeState(task.instance_id, task.digest, held, self._steps, self._editor, self._tests, self._gone)
 
     def _is_gone(self) -> bool:
-        """Whether the live sandbox has ended."""
+        """True if the live sandbox has ended."""
         try:
             if self._box is not None:
                 self._box.sandbox.backend.processes()
@@ -704,7 +705,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         try:
             task = self.task_set[self.task_set.index(state.task_id)]
         except TaskNotFound as error:
-            raise SnapshotMismatch(f"the snapshot plays a task that is not here: {error}") from error
+            raise SnapshotMismatch(f"the snapshot is of a task that is not available here: {error}") from error
         if task.digest != state.task_digest:
             raise SnapshotMismatch(
                 f"the task {task.instance_id} has digest {task.digest[:16]}…, in the snapshot {state.task_digest[:16]}…"

@@ -39,7 +39,13 @@ episode, and your purchase is compared with the instruction.""",
     extra="webshop",
     module="regex",
     ready="a generated catalogue",
+    played_with={"observation_mode": "text_rich"},
 )
 BROWSER_CARD = replace(
-    CARD, title="", extra="browser", module="playwright", probes="sandboxgym.envs.webshop.doctor:PROBES"
+    CARD,
+    title="",
+    extra="browser",
+    module="playwright",
+    probes="sandboxgym.envs.webshop.doctor:PROBES",
+    played_with={},
 )

@@ -55,7 +55,7 @@ class Order:
     words: frozenset[str]
     """Words of the wanted product, without courtesies, price and such options."""
     keywords: str
-    """The same words in their order, to search for."""
+    """Words to search for, in their order."""
 
 
 def read_order(instruction: str) -> Order:

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import random
 import sys
-import tempfile
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
@@ -36,6 +34,7 @@ from numpy.typing import NDArray
 from sandboxgym.data import cache_dir
 from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue
 from sandboxgym.envs.webshop.catalogues.product import Product
+from sandboxgym.system.atomic import atomic_file
 
 Kind = Literal["synthetic", "human"]
 Split = Literal["test", "eval", "train", "product-test", "product-eval", "product-train"]
@@ -375,6 +374,5 @@ def _keep(path: Path, values: NDArray[Any]) -> None:
     """Write an array to a file atomically. A full or read-only disk is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as staging:
-            np.save(Path(staging, path.name), values)
-            os.replace(Path(staging, path.name), path)
+        with atomic_file(path) as temporary, open(temporary, "xb") as file:
+            np.save(file, values)

@@ -321,7 +321,7 @@ class Shop:
             raise SnapshotCorrupt(f"expected a page with {needs}, found {brief(place)}")
         query = place.query
         if query is not None and (self._raises(query) or (self._random(query) and place.draw is None)):
-            raise SnapshotCorrupt(f"a search for {brief(query, 100)} leads nowhere")
+            raise SnapshotCorrupt(f"a search for {brief(query, 100)} finds no page")
         if place.asin is None:
             return
         if place.asin not in self.catalogue:

@@ -92,7 +92,7 @@ def snapshot(
         NotCaptured: there are obstacles.
         CriuError: it cannot be done; everything continues, as if nothing had been tried.
         SandboxFull: there is no room for it; as above.
-        SandboxClosed: the container was ended, for its memory could not be brought.
+        SandboxClosed: the container was ended, for its memory could not be loaded.
     """
     leader, container = shell.pid, backend.container
     if leader is None:
@@ -218,7 +218,7 @@ def stopped_jobs(leader: int) -> frozenset[int]:
 
 
 def resume(backend: OverlayBackend, *, but: frozenset[int] = frozenset()) -> None:
-    """Let captured processes continue; the shell last, for it is notified of its children."""
+    """Continue captured processes; the shell last, for it is notified of its children."""
     assert backend.container is not None
     for info in reversed(offspring(backend.container.pid)):
         if info.pid not in but:

@@ -111,7 +111,7 @@ def _connections(pid: int) -> set[str]:
 
 
 def _connected_outside(pid: int, held: Collection[str]) -> set[str]:
-    """Of the unix sockets held by these processes, those connected with a socket that none of them holds."""
+    """Unix sockets held by these processes that are connected with a socket that none of them holds."""
     if not held:
         return set()
     numbers = _unix_numbers(pid)

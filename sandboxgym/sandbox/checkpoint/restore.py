@@ -136,7 +136,7 @@ def _restored(
         _mount(backend, below, container)
         copy_control(image.control, Path(f"/proc/self/fd/{container.control}"))
         if lazy and not (readable(ready, SECONDS) and os.read(ready, 1)):
-            raise CriuError(f"the memory cannot be brought{criu.errors(work / _PAGES_LOG)}")
+            raise CriuError(f"the memory cannot be loaded{criu.errors(work / _PAGES_LOG)}")
     finally:
         if lazy:
             os.close(ready)
@@ -194,16 +194,16 @@ def await_pages(container: Container) -> None:
 
     Raises:
         CriuError: that takes too long.
-        SandboxClosed: it could not be brought, and the container was ended.
+        SandboxClosed: it could not be loaded, and the container was ended.
     """
     if container.pages < 0:
         return
     if not readable(container.pages, SECONDS):
-        raise CriuError(f"the memory of the processes was not all there after {SECONDS:.0f} s")
+        raise CriuError(f"the memory of the processes was not complete after {SECONDS:.0f} s")
     complete = os.read(container.pages, 1) == DONE
     os.close(container.pages)
     container.pages = -1
     if not complete:
         log = criu.errors(container.layer.path / _WORK / _PAGES_LOG)
         container.kill()
-        raise SandboxClosed(f"the memory of restored processes could not be brought, and they were ended{log}")
+        raise SandboxClosed(f"the memory of restored processes could not be loaded, and they were ended{log}")

@@ -35,7 +35,7 @@ class UnixSocket:
     peer: int
     """Number of the peer; 0 if there is none, or it has no number, for it is gone or was not accepted yet."""
     waiting: tuple[int, ...]
-    """For a listening socket: the numbers of those that connected to it and were not accepted yet."""
+    """Numbers of the sockets that connected to a listening one and were not accepted yet."""
     connected: bool
     """Connected to a peer that has not hung up; never true of datagram sockets."""
 

@@ -285,7 +285,7 @@ class CopyBackend(Backend):
 
     @property
     def live(self) -> bool:
-        """True if started and neither closed nor frozen."""
+        """True if started and neither closed nor committed."""
         return self._live
 
     def inside(self, path: str) -> str:
@@ -412,7 +412,7 @@ class CopyBackend(Backend):
         finally:
             go_on(stopped)
 
-    def freeze(self, *, keep_processes: bool = False) -> CopyTree:
+    def commit(self, *, keep_processes: bool = False) -> CopyTree:
         """Make a tree of the files under the root: moved, or copied while the processes are stopped."""
         self._check_live()
         held = _Held(self._base, self._origin, str(self.root))
@@ -556,7 +556,7 @@ class CopyBackend(Backend):
     def _check_live(self) -> None:
         self._check_open()
         if not self._live:
-            raise SandboxClosed("this sandbox was not started, or was frozen: start it first")
+            raise SandboxClosed("this sandbox was not started, or was committed: start it first")
 
 
 def _heed() -> None:

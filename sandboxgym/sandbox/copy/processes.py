@@ -76,7 +76,7 @@ def stop_all(mark: str, leaders: Collection[int]) -> list[int]:
 
 
 def go_on(pids: Collection[int]) -> None:
-    """Let stopped processes continue."""
+    """Continue stopped processes."""
     for pid in pids:
         send_signal(pid, signal.SIGCONT)
 

@@ -281,7 +281,7 @@ class DockerBackend(Backend):
         with self._live().paused():
             yield
 
-    def freeze(self, *, keep_processes: bool = False) -> DockerTree:
+    def commit(self, *, keep_processes: bool = False) -> DockerTree:
         """Make an image of the files. The processes are paused meanwhile; then they continue, or end.
 
         Raises:
@@ -484,7 +484,7 @@ class DockerBackend(Backend):
     def _live(self) -> Container:
         self._check_open()
         if self._container is None:
-            raise SandboxClosed("this sandbox was not started, or was frozen: start it first")
+            raise SandboxClosed("this sandbox was not started, or was committed: start it first")
         return self._container
 
     def _check_open(self) -> None:

@@ -29,8 +29,9 @@ from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.sandbox.base import RootFS, SandboxError
 from sandboxgym.sandbox.files import members as checked
+from sandboxgym.sandbox.files.copy import extents
 from sandboxgym.sandbox.files.members import LARGEST_FILE, LARGEST_HEADERS, LONGEST_NAME, MOST, Member, number
-from sandboxgym.sandbox.layers.squash import extents, is_whiteout, mark_deletions, own_attribute, prefix, squash
+from sandboxgym.sandbox.layers.squash import is_whiteout, mark_deletions, own_attribute, prefix, squash
 from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
 
 FORMAT, VERSION, OF_PARTS = "sandboxgym-overlay", 1, 2
@@ -80,7 +81,7 @@ def pack_layer(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
 
 
 def around_parts(tree: OverlayTree, layers: Sequence[Layer], members: int) -> tuple[bytes, bytes]:
-    """What comes before and after the parts of all ``layers``, lowest first, in an archive of a tree.
+    """Bytes before and after the parts of all ``layers``, lowest first, in an archive of a tree.
 
     Args:
         tree: with an identity of its own.
@@ -336,7 +337,7 @@ class _Unpacking:
         if len(parts) < 2 or parts[0] != "layers" or parts[1] not in self.numbers:
             raise SnapshotCorrupt(f"the member {name!r} belongs to no layer")
         if name in self.kinds:
-            raise SnapshotCorrupt(f"the member {name!r} comes twice")
+            raise SnapshotCorrupt(f"the member {name!r} occurs twice")
         if len(parts) > 2 and self.kinds.get("/".join(parts[:-1])) != tarfile.DIRTYPE:
             raise SnapshotCorrupt(f"the directory of the member {name!r} is missing")
         return os.path.join(self.layers[int(parts[1])].files, "/".join(parts[2:]))
@@ -364,7 +365,9 @@ class _Unpacking:
         elif kind == tarfile.LNKTYPE:
             same_layer = member.linkname.split("/")[:2] == member.name.split("/")[:2]
             if not same_layer or self.kinds.get(member.linkname) != tarfile.REGTYPE:
-                raise SnapshotCorrupt(f"the member {member.name!r} is a link to {member.linkname!r}, which is no file")
+                raise SnapshotCorrupt(
+                    f"the member {member.name!r} is a link to {member.linkname!r}, which is not a file"
+                )
             first = member.linkname.split("/")
             os.link(os.path.join(self.layers[int(first[1])].files, "/".join(first[2:])), path, follow_symlinks=False)
             self.kinds[member.name] = kind

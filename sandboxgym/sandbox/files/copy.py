@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -37,13 +38,53 @@ def copy_tree(source: Path, target: Path, *, moved: tuple[str, str] | None = Non
         _Copier(paths, str(source), str(target), moved).run()
 
 
-def copy_attributes(source: str, target: str, status: os.stat_result) -> None:
-    """Owner, mode, extended attributes and times of one entry; links are not followed."""
+def copy_entry(
+    source: str, target: str, status: os.stat_result, *, link: str | None = None, strict: bool = False
+) -> None:
+    """Copy an entry that is no directory: content, holes and attributes.
+
+    Args:
+        source: path of the entry.
+        target: is made; it must not exist.
+        status: of the entry.
+        link: target of the copy if the entry is a symbolic link; by default the entry's.
+        strict: see `copy_attributes`.
+    """
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFREG:
+        with readable(source, status), open(source, "rb") as reader, open(target, "xb") as writer:
+            if not _clone(reader.fileno(), writer.fileno()):
+                _copy_data(reader.fileno(), writer.fileno(), status.st_size)
+    elif kind == stat.S_IFLNK:
+        os.symlink(os.readlink(source) if link is None else link, target)
+    elif kind == stat.S_IFIFO:
+        os.mkfifo(target)
+    else:
+        os.mknod(target, status.st_mode, status.st_rdev)
+    copy_attributes(source, target, status, strict=strict)
+
+
+def copy_attributes(source: str, target: str, status: os.stat_result, *, strict: bool = False) -> None:
+    """Copy owner, mode, extended attributes and times of one entry; links are not followed.
+
+    Args:
+        source: path of the entry.
+        target: path of its copy.
+        status: of the entry.
+        strict: raise if an extended attribute cannot be copied that this process may set. Else those are left out that
+            the other file system does not take.
+    """
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
-    for name, value in attributes(source).items():
-        with contextlib.suppress(OSError):  # trusted.* and security.* of an ordinary user; another file system
-            os.setxattr(target, name, value, follow_symlinks=False)
+        with contextlib.suppress(PermissionError):  # root of a container without the right to change owners
+            os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
+    names: list[str] = []
+    refused = PermissionError if strict else OSError  # trusted.* and security.* of an ordinary user
+    if hasattr(os, "listxattr"):
+        with contextlib.suppress(refused):
+            names = os.listxattr(source, follow_symlinks=False)
+    for name in names:
+        with contextlib.suppress(refused):
+            os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         os.chmod(target, stat.S_IMODE(status.st_mode))  # after the owner, whose change clears setuid
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
@@ -67,7 +108,6 @@ class _Copier:
         self.target = target
         self.moved = moved
         self.links: dict[tuple[int, int], tuple[Place, str]] = {}
-        self.clones = True
         self.pending: list[Place] = []
         self.made: list[tuple[Place, os.stat_result]] = []
         self.unlocked: list[tuple[Place, int]] = []
@@ -115,27 +155,14 @@ class _Copier:
             if first != (place, name):
                 os.link(self.paths.path(self.target, *first), target, follow_symlinks=False)
                 return
-        if kind == stat.S_IFREG:
-            self.contents(source, target, status)
-        elif kind == stat.S_IFLNK:
-            os.symlink(self.destination(os.readlink(source)), target)
-        elif kind == stat.S_IFIFO:
-            os.mkfifo(target)
-        else:
-            os.mknod(target, status.st_mode, status.st_rdev)
-        copy_attributes(source, target, status)
+        link = self.destination(os.readlink(source)) if kind == stat.S_IFLNK else None
+        copy_entry(source, target, status, link=link)
 
     def destination(self, link: str) -> str:
         if self.moved is None:
             return link
         old, new = self.moved
         return new + link[len(old) :] if link == old or link.startswith(old + "/") else link
-
-    def contents(self, source: str, target: str, status: os.stat_result) -> None:
-        with readable(source, status), open(source, "rb") as reader, open(target, "xb") as writer:
-            self.clones = self.clones and _clone(reader.fileno(), writer.fileno())
-            if not self.clones:
-                _copy_data(reader.fileno(), writer.fileno(), status.st_size)
 
 
 @contextlib.contextmanager
@@ -171,19 +198,27 @@ def _clone(source: int, target: int) -> bool:
 
 def _copy_data(source: int, target: int, size: int) -> None:
     """Copy a file's content, leaving out its holes where the system reports them."""
-    offset = 0
-    while offset < size:
-        end = size
-        if hasattr(os, "SEEK_DATA"):
-            try:
-                offset = os.lseek(source, offset, os.SEEK_DATA)
-                end = os.lseek(source, offset, os.SEEK_HOLE)
-            except OSError:  # nothing but a hole from here on
-                break
-        while offset < end:
-            block = os.pread(source, min(_CHUNK, end - offset), offset)
-            if not block:
-                size = offset
-                break
+    for offset, length in extents(source, size):
+        end = offset + length
+        while offset < end and (block := os.pread(source, min(_CHUNK, end - offset), offset)):
             offset += os.pwrite(target, block, offset)
-    os.ftruncate(target, size)
+    os.ftruncate(target, min(size, os.fstat(source).st_size))
+
+
+def extents(descriptor: int, size: int) -> list[tuple[int, int]]:
+    """Data extents of a file: offsets and lengths; one for all of it where the system does not report holes."""
+    if not hasattr(os, "SEEK_DATA"):
+        return [(0, size)] if size else []
+    found = []
+    at = 0
+    while at < size:
+        try:
+            at = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole from there on
+                break
+            raise
+        end = os.lseek(descriptor, at, os.SEEK_HOLE)
+        found.append((at, end - at))
+        at = end
+    return found

@@ -70,7 +70,7 @@ def _shown(name: str) -> str:
 
 
 def _facts(data: bytes) -> dict[str, str]:
-    """What is to be compared of each file of an archive, by its absolute path."""
+    """Facts about each file of an archive that are compared, by its absolute path."""
     members = checked.read(data, prefixes=_PREFIXES)
     head = members[0].name if members else ""
     if head not in _HEADS:

@@ -194,7 +194,7 @@ def _records(data: bytes) -> dict[str, str]:
             raise SnapshotCorrupt("expected an extended header as long as it says")
         name = key.decode("utf-8", "surrogateescape")
         if name in found:
-            raise SnapshotCorrupt(f"the extended header {brief(name, 80)} comes twice")
+            raise SnapshotCorrupt(f"the extended header {brief(name, 80)} occurs twice")
         found[name] = value.decode("utf-8", "surrogateescape")
         at = end
     return found

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +22,14 @@ from pathlib import Path
 from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.sandbox.layers.squash import is_whiteout
 from sandboxgym.system import proc
+from sandboxgym.system.atomic import atomic_folder
 
 HOST = "sandbox"
 """Host name of every container."""
 OWN_ADDRESS = "127.0.1.1"
 """Address of the host name, a loopback address of its own: a reverse look-up finds the name."""
 FILES = ("hosts", "hostname", "resolv.conf")
-"""Their names in ``/etc``."""
+"""Names of the files in ``/etc``."""
 LONGEST = 1 << 16
 """Bytes of one file that are read or recorded."""
 _LINKS = 40  # that are followed, as the kernel does
@@ -72,25 +72,21 @@ def layer(directory: Path, lowers: Sequence[Path], files: dict[str, bytes]) -> P
     path = directory / f"names-{key}"
     if path.exists():
         return path
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    folder = partial
-    try:
-        _dress(folder, lowers[0].stat())
-    except OSError as error:
-        raise SandboxUnavailable(f"the root file system cannot be read: {error}") from error
-    for part, status in _etc(lowers):
-        folder = folder / part
-        folder.mkdir()
-        _dress(folder, status)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-        (folder / name).chmod(0o644)
-        os.utime(folder / name, (0, 0))
-    for made, status in zip([folder, *folder.parents], _statuses(lowers)):
-        os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))  # which making what is inside has changed
-    partial.rename(path)
+    with atomic_folder(path) as folder:
+        try:
+            _dress(folder, lowers[0].stat())
+        except OSError as error:
+            raise SandboxUnavailable(f"the root file system cannot be read: {error}") from error
+        for part, status in _etc(lowers):
+            folder = folder / part
+            folder.mkdir()
+            _dress(folder, status)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+            (folder / name).chmod(0o644)
+            os.utime(folder / name, (0, 0))
+        for made, status in zip([folder, *folder.parents], _statuses(lowers)):
+            os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))  # which making what is inside has changed
     return path
 
 

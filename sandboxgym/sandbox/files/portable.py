@@ -293,7 +293,7 @@ def _check(members: Iterable[Member]) -> None:
             raise SnapshotCorrupt(f"{name}: an extended attribute outside user.*")
         checked.nanoseconds(member.mtime)
         if kind == tarfile.LNKTYPE and kinds.get(member.linkname) != tarfile.REGTYPE:
-            raise SnapshotCorrupt(f"{name}: a hard link to {member.linkname!r}, which is no earlier file")
+            raise SnapshotCorrupt(f"{name}: a hard link to {member.linkname!r}, which is not an earlier file")
 
 
 def _target(root: Path, name: str, seen: set[str]) -> str | None:

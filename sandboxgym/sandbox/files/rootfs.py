@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -35,6 +34,7 @@ from sandboxgym.sandbox.base import RootFS, SandboxUnavailable
 from sandboxgym.sandbox.files.copy import copy_attributes
 from sandboxgym.sandbox.files.portable import entries
 from sandboxgym.system import run_directories
+from sandboxgym.system.once import made_once
 
 _PYTHON = "/opt/python"
 _PATH = f"{_PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -430,30 +430,11 @@ def _once(target: Path, make: Callable[[Path], None]) -> None:
     Raises:
         SandboxUnavailable: it cannot be written, such as where the disk is full. Nothing is left of it.
     """
-    if target.is_dir():
-        return
     try:
-        _made_once(target, make)
+        made_once(target, make, look=lambda: target.is_dir() or None)
     except OSError as error:
         reason = error.strerror or brief(error, 200)
         raise SandboxUnavailable(
             f"the root file system {target} cannot be made: {reason}; set SANDBOXGYM_CACHE to a directory that can be "
             "written and has room"
         ) from error
-
-
-def _made_once(target: Path, make: Callable[[Path], None]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    with open(target.with_name(target.name + ".lock"), "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.is_dir():
-            return
-        run_directories.remove_tree(partial)  # of a process that was killed
-        partial.mkdir()
-        try:
-            make(partial)
-            partial.rename(target)
-        except BaseException:
-            run_directories.remove_tree(partial)
-            raise

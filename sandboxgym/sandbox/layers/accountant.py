@@ -35,7 +35,7 @@ FLOOR = 256 * 2**20
 NOTICED = 64 * 2**20
 """Bytes of unexplained growth from which on a container is ended for it where the disk is nearly full."""
 NONE = 1 << 62
-"""In place of a limit, where there is none."""
+"""Value in place of a limit, where there is none."""
 
 _SECONDS = 5.0
 """Seconds for inspecting the processes of one container; descriptors not seen then count as hidden."""

@@ -8,15 +8,13 @@ deeper than the longest path.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
 
 from sandboxgym.sandbox.base import SandboxError
-from sandboxgym.sandbox.files.copy import readable
+from sandboxgym.sandbox.files.copy import copy_attributes, copy_entry
 from sandboxgym.sandbox.files.deep_paths import DeepPaths, Place
 from sandboxgym.sandbox.layers.store import Layer, OverlayTree
 
@@ -27,7 +25,6 @@ KEPT = 8
 LIMIT = 400
 """Layers that cannot be merged are refused beyond this; the kernel's limit is 500, with those of the image."""
 
-_FICLONE = 0x40049409
 _OPAQUE, _REDIRECT, _ORIGIN = "opaque", "redirect", "origin"
 
 _ENTERED = stat.S_IRUSR | stat.S_IXUSR
@@ -144,7 +141,7 @@ class _Copying:
             if first != (place, name):
                 os.link(merging.paths.path(merging.target, *first), copy, follow_symlinks=False)
                 return
-        copy_file(path, copy, status)
+        copy_entry(path, copy, status, strict=True)
 
 
 def _merge(sources: Sequence[str], target: str, transfer: Transfer, *, rootless: bool) -> None:
@@ -195,7 +192,7 @@ class _Merging:
         """Make an existing directory of the target a copy of those in ``shown``."""
         source, copy = self.paths.path(shown[0], place), self.paths.path(self.target, place)
         status = os.lstat(source)
-        copy_attributes(source, copy)
+        copy_attributes(source, copy, status, strict=True)
         if os.geteuid() != 0:
             os.chmod(copy, stat.S_IRWXU)  # until it is full
         self.made.append((place, status))
@@ -266,18 +263,6 @@ class _Merging:
             self.unlocked.append((part, place, mode))
 
 
-def copy_attributes(source: str, copy: str) -> None:
-    """Owner, mode and extended attributes of a file or directory."""
-    status = os.lstat(source)
-    with contextlib.suppress(PermissionError):  # without privileges there is one owner
-        os.chown(copy, status.st_uid, status.st_gid, follow_symlinks=False)
-    if not stat.S_ISLNK(status.st_mode):
-        os.chmod(copy, stat.S_IMODE(status.st_mode))
-    for name in os.listxattr(source, follow_symlinks=False):
-        with contextlib.suppress(PermissionError):
-            os.setxattr(copy, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
-
-
 class _Linking:
     """Hard links of files, with copies where linking fails."""
 
@@ -289,52 +274,8 @@ class _Linking:
             os.link(path, copy, follow_symlinks=False)
         except OSError as error:
             if error.errno == errno.EMLINK:  # whiteouts of one layer are one file with many names
-                copy_file(path, copy, os.lstat(path))
+                copy_entry(path, copy, os.lstat(path), strict=True)
             elif error.errno in (errno.EXDEV, errno.EPERM):  # a borrowed layer lies on another file system
                 self.copying(merging, path, copy, place, name)
             else:
                 raise
-
-
-def copy_file(path: str, copy: str, status: os.stat_result) -> None:
-    """Copy a file that is no directory, with all its attributes and holes."""
-    if stat.S_ISREG(status.st_mode):
-        with readable(path, status), open(path, "rb") as source, open(copy, "xb") as target:
-            try:
-                fcntl.ioctl(target, _FICLONE, source.fileno())
-            except OSError:
-                for start, length in extents(source.fileno(), status.st_size):
-                    _copy_range(source.fileno(), target.fileno(), start, length)
-                os.ftruncate(target.fileno(), status.st_size)
-    elif stat.S_ISLNK(status.st_mode):
-        os.symlink(os.readlink(path), copy)
-    else:
-        os.mknod(copy, status.st_mode, status.st_rdev)
-    copy_attributes(path, copy)
-    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
-
-
-def extents(descriptor: int, size: int) -> list[tuple[int, int]]:
-    """Data extents of a file: offsets and lengths."""
-    found = []
-    at = 0
-    while at < size:
-        try:
-            at = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole from there on
-                break
-            raise
-        end = os.lseek(descriptor, at, os.SEEK_HOLE)
-        found.append((at, end - at))
-        at = end
-    return found
-
-
-def _copy_range(source: int, target: int, start: int, length: int) -> None:
-    os.lseek(target, start, os.SEEK_SET)
-    while length:
-        done = os.sendfile(target, source, start, length)
-        if not done:
-            return
-        start, length = start + done, length - done

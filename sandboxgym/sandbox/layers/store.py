@@ -58,7 +58,7 @@ class Layer:
         self.redirects: bool | None = None
         """True if a directory in it was renamed; None until that is known."""
         self.packed: Packed | None = None
-        """Its part of an archive, once it was packed."""
+        """Part of an archive that holds the layer, once it was packed."""
         self._nbytes: int | None = None
         self._dress: tuple[int, ...] = ()
 

@@ -5,7 +5,7 @@
 2. Processes inside are root without the capabilities that reach beyond the container, cannot gain privileges, and are
    held to a filter of system calls and to a control group, where this process may make them. With private ids (as root,
    where the kernel can map the ids of files) they are an unused user id outside.
-3. `freeze` ends the processes and keeps the layer they wrote: nothing is copied, whatever its size.
+3. `commit` ends the processes and keeps the layer they wrote: nothing is copied, whatever its size.
 4. Containers are made by a small process beside this one (``zygote.py``), a few ahead of demand. Every process ends
    when its owner does.
 5. A live container's init is a small program that is compiled once, where there is a C compiler; else it is a fork of
@@ -238,7 +238,7 @@ class OverlayBackend(Backend):
         if os.getpid() != self.runtime.pid:
             raise SandboxClosed("the sandbox belongs to the process that this one was forked from")
         if self.container is None:
-            raise SandboxClosed("the sandbox is not live: it was not started, or frozen, or closed")
+            raise SandboxClosed("the sandbox is not live: it was not started, or was committed, or closed")
         if self.container.ended:
             self._check_full(self.container)
             raise SandboxClosed("the processes of the sandbox were killed from outside")
@@ -334,8 +334,8 @@ class OverlayBackend(Backend):
         with self._stopped(self._live_container()):
             yield
 
-    def freeze(self, *, keep_processes: bool = False) -> OverlayTree:
-        """Make a tree of the present files; see `base.Backend.freeze`."""
+    def commit(self, *, keep_processes: bool = False) -> OverlayTree:
+        """Make a tree of the present files; see `base.Backend.commit`."""
         container = self._live_container()
         below = self.below
         assert below is not None

@@ -72,7 +72,7 @@ class Group:
         return self._until("freezer.state", "FROZEN", seconds)
 
     def thaw(self) -> None:
-        """Let frozen processes continue."""
+        """Continue frozen processes."""
         if "freezer" in self.unified:
             self._write("freezer", "cgroup.freeze", "0")
         else:

@@ -5,7 +5,6 @@ It saves memory: without it a container's init stays the fork of Python that it 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.resources
 import logging
@@ -13,10 +12,10 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from sandboxgym.data import cache_dir
+from sandboxgym.system.atomic import atomic_file
 
 log = logging.getLogger("sandboxgym")
 
@@ -50,14 +49,7 @@ def _compile(source: bytes, path: Path) -> None:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    try:
-        command = [compiler, *_OPTIONS, "-x", "c", "-", "-o", made]
+    with atomic_file(path) as made:
+        command = [compiler, *_OPTIONS, "-x", "c", "-", "-o", os.fspath(made)]
         subprocess.run(command, input=source, capture_output=True, check=True, timeout=_SECONDS)
-        os.chmod(made, _MODE)
-        os.rename(made, path)  # complete, or not there
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(made)
-        raise
+        made.chmod(_MODE)

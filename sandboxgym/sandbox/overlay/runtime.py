@@ -145,7 +145,7 @@ class Container:
         return self.frozen
 
     def thaw(self) -> None:
-        """Let stopped processes continue. Idempotent."""
+        """Continue stopped processes. Idempotent."""
         if self.frozen and self.group is not None:
             self.frozen = False
             with contextlib.suppress(OSError):  # they have ended, and the group with them

@@ -61,7 +61,7 @@ def births_of(pids: Iterable[int]) -> dict[int, str]:
 def started_since(
     infos: Collection[ProcessInfo], since: Moment, *, older: Mapping[int, str], shell: int | None
 ) -> dict[int, str]:
-    """Of these processes those started since a moment, with their start times.
+    """Processes, of those given, that started since a moment, with their start times.
 
     Args:
         infos: all of a sandbox.

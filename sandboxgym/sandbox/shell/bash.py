@@ -337,7 +337,7 @@ class BashProcess:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(name, flags, 0o644, dir_fd=self._place), "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(f"{name} is no file any more")
+                raise OSError(f"{name} is no longer a file")
             file.write(content)
             file.truncate()  # not emptied first, which can take a file system a millisecond and more
 

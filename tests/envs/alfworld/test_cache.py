@@ -134,7 +134,7 @@ def test_the_entries_not_used_for_longest_go_first(tmp_path: Path) -> None:
         os.utime(path, (time.time() - 1000 + age, time.time() - 1000 + age))
     number = next(n for n in range(6) if cache._path(compile_game(n, None).digest) == paths[0])
     compile_game(number, cache)  # used again
-    left = (tmp_path / ".killed.grounding", tmp_path / ".busy.grounding", tmp_path / "notes.txt")
+    left = (tmp_path / ".a.grounding.0123abcd", tmp_path / ".b.grounding.4567cdef", tmp_path / "notes.txt")
     for path in left:
         path.write_bytes(b"x")
     os.utime(left[0], (1, 1))

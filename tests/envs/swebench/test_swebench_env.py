@@ -403,7 +403,7 @@ def test_a_snapshot_needs_its_task(make_env: Maker) -> None:
     with pytest.raises(ResetNeeded):
         other.snapshot()
     start(other)
-    with pytest.raises(SnapshotMismatch, match="a task that is not here"):
+    with pytest.raises(SnapshotMismatch, match="a task that is not available here"):
         other.restore(env.snapshot())
     assert output(other.step("basename $PWD")) == "testbed"
 

@@ -22,6 +22,7 @@ from sandboxgym.envs.webshop.catalogues.catalogue import (
 )
 from sandboxgym.envs.webshop.catalogues.official_data import find_files
 from sandboxgym.envs.webshop.catalogues.product import decode, encode
+from sandboxgym.system import once
 
 
 def item(asin="B000000001", **changes):
@@ -399,7 +400,7 @@ def _open_and_report(directory, stores, started, queue):
     queue.put(catalogue_store.open_store(find_files(directory), stores).digest)
 
 
-@pytest.mark.skipif(catalogue_store.fcntl is None, reason="two processes may both build where there are no locks")
+@pytest.mark.skipif(once.fcntl is None, reason="two processes may both build where there are no locks")
 def test_of_several_processes_one_builds_the_store(generated, tmp_path, monkeypatch):
     context = multiprocessing.get_context("fork")
     builds = tmp_path / "builds"
@@ -424,7 +425,7 @@ def test_of_several_processes_one_builds_the_store(generated, tmp_path, monkeypa
     assert builds.read_text() == "x"
 
 
-@pytest.mark.skipif(catalogue_store.fcntl is None, reason="needs fork")
+@pytest.mark.skipif(once.fcntl is None, reason="needs fork")
 def test_what_a_killed_builder_leaves_is_removed_by_the_next(generated, tmp_path, monkeypatch):
     context = multiprocessing.get_context("fork")
     stores = tmp_path / "stores"

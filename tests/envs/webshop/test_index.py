@@ -192,7 +192,7 @@ build_on_disk(documents, Path(sys.argv[1]), workers=1)
 def test_a_killed_builder_is_cleared_away(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", BUILDER, tmp_path / "index"], stdout=subprocess.PIPE) as builder:
         assert builder.stdout is not None and builder.stdout.readline() == b"under way\n"
-        (staging,) = tmp_path.glob(".index.building-*")
+        (staging,) = tmp_path.glob(".index.*")
         builder.send_signal(signal.SIGKILL)
     index = build_on_disk(lambda: [("a", "red shoe")], tmp_path / "index", workers=1)
     assert [name for name, _ in index.search(["shoe"])] == ["a"]

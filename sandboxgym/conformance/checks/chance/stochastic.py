@@ -27,9 +27,9 @@ from sandboxgym.conformance.subject import Subject
     blind="Streams that no call of the recorded runs draws from.",
 )
 def coupled(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """For environments with captured streams: a restore after one with a seed gives the uninterrupted future again; a
-    restore with a seed gives the same future twice, also in another environment; and a snapshot of what was restored
-    with a seed repeats that future.
+    """A restore after one with a seed gives the uninterrupted future again, where streams are captured; a restore with
+    a seed gives the same future twice, also in another environment; and a snapshot of what was restored with a seed
+    repeats that future.
     """
     compared = 0
     if not subject.noise:

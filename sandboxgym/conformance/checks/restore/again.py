@@ -38,7 +38,7 @@ from sandboxgym.conformance.subject import Control, Subject
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Takes snapshots at the start, in the middle, before and after the end of episodes of several seeds, on- and
-    off-policy, some of them long; restores each, in the environment that went on to the end, with what surrounds it
+    off-policy, some of them long; restores each, in the environment that continued to the end, with what surrounds it
     changed in between (global random streams, environment variables, time), and compares the whole rest with an
     uninterrupted run.
     """
@@ -209,8 +209,8 @@ def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     blind="Tasks that neither seeds nor reset_options reach.",
 )
 def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """After the snapshot resets to other seeds and tasks, plays there (a little, or to the end), and restores; and
-    after a restored episode, a whole other one is what it is after an uninterrupted episode.
+    """A restore is exact after resets to other seeds and tasks and play there (a little, or to the end); and a whole
+    other episode after a restored one is what it is after an uninterrupted one.
     """
     restores = 0
     pool = controls(subject, budget)
@@ -407,7 +407,7 @@ def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
 def covered(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Searches, with the environment's own snapshots, for long episodes, every way of ending, rare actions, rewards and
     entries of info; records each from a reset without snapshots. Takes snapshots before and after each such event, near
-    the end and in the middle, restores each in the environment that went on, in a new one and through a fork, and
+    the end and in the middle, restores each in the environment that continued, in a new one and through a fork, and
     compares everything to the end.
     """
     found = coverage(subject, budget)

@@ -39,7 +39,7 @@ FOLLOWED = 4
 )
 def whole_episode(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Plays an episode to its end, of thousands of steps where a step is fast; restores snapshots of its early part, in
-    an environment far into another episode and in the one that went on, and follows each to the end.
+    an environment far into another episode and in the one that continued, and follows each to the end.
     """
     pool = [subject.control(index, budget.steps) for index in range(min(2, budget.traces))]
     if any(control.ended is None for control in pool):
@@ -163,7 +163,7 @@ def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 
 def _mark(outcome: Outcome) -> int:
-    """What an environment shows, as a number: thousands of outcomes would take too much memory."""
+    """Digest of an environment's outcome as a number: thousands of outcomes would take too much memory."""
     return hash((outcome.observation, outcome.info, outcome.raised))
 
 

@@ -367,13 +367,13 @@ def content_of(ref: GameRef) -> bytes:
 
 
 def instruction_of(ref: GameRef) -> str:
-    """What a game asks for, as its introduction says after "Your task is to:"; the game is read, not compiled."""
+    """Instruction of a game, after "Your task is to:" in its introduction; the game is read, not compiled."""
     found = _INSTRUCTION.search(content_of(ref))
     return "" if found is None else found[1].decode("utf-8", "replace").strip()
 
 
 def check_data(root: Path) -> list[str]:
-    """What of the official data lies under a directory, a line per split; the first game of each is compiled.
+    """Official data found under a directory, a line per split; the first game of each is compiled.
 
     Raises:
         ValueError: there is no split, or its first game cannot be played.

@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.system import interpreter
+from sandboxgym.system import interpreter, proc
 
 CPU_SECONDS = 60
 """Limit of CPU seconds per log."""
@@ -172,7 +172,7 @@ def _serve_one(descriptor: int) -> None:
     try:
         with socket.socket(fileno=descriptor) as connection:
             asked = json.loads(_all(connection))
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            size, _ = proc.memory()
             resource.setrlimit(resource.RLIMIT_AS, (size + asked["memory"],) * 2)
             resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"],) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

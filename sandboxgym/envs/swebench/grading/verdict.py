@@ -26,8 +26,11 @@ import tempfile
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.brief import brief
 from sandboxgym.envs.swebench.grading import countercheck, parsing, suspicion
@@ -97,6 +100,15 @@ class Verdict:
         return not self.infra_failure and self.reason != "tests time out"
 
 
+_NEEDED = "grading needs the official code, swebench 5: pip install 'sandboxgym[swebench]'"
+
+
+def check_installed() -> None:
+    """Raise `gymnasium.error.DependencyNotInstalled` if the official code is not there."""
+    if find_spec("swebench") is None:
+        raise DependencyNotInstalled(_NEEDED)
+
+
 class _Official:
     """The parts of swebench in use, imported when first needed (this takes a second or two)."""
 
@@ -105,9 +117,7 @@ class _Official:
             from swebench.harness import constants, log_parsers, utils
             from swebench.harness.run_evaluation import GIT_APPLY_CMDS
         except ImportError as error:
-            raise ImportError(
-                "grading needs the official code, swebench 5: pip install 'sandboxgym[swebench]'"
-            ) from error
+            raise ImportError(f"{_NEEDED} ({error})") from error
         self.constants = constants
         self.parsers = log_parsers.PARSER_REGISTRY
         self.parsers.update(PARSERS)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import logging
@@ -22,7 +21,8 @@ from typing import Any
 from sandboxgym import data
 from sandboxgym.brief import brief
 from sandboxgym.envs.swebench.rows.tasks import Task
-from sandboxgym.serialization import write_atomic
+from sandboxgym.system.atomic import write_atomic
+from sandboxgym.system.once import file_lock
 
 log = logging.getLogger("sandboxgym")
 
@@ -109,8 +109,7 @@ def write(path: Path, checks: Iterable[Check]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "ab") as lock:  # two may be checking
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(path.with_name(f".{path.name}.lock")):  # two may be checking
         whole = {**read(path), **{check.instance_id: check for check in checks}}
         lines = [json.dumps(asdict(whole[name]), sort_keys=True) + "\n" for name in sorted(whole)]
         write_atomic(path, "".join(lines).encode())

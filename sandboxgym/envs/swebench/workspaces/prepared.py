@@ -39,6 +39,8 @@ from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
 from sandboxgym.sandbox.shell.state import ShellState
 from sandboxgym.system import run_directories
+from sandboxgym.system.atomic import atomic_folder, write_atomic
+from sandboxgym.system.once import file_lock
 from sandboxgym.system.run_directories import Leftover
 
 log = logging.getLogger("sandboxgym")
@@ -295,7 +297,7 @@ def _read(place: Path, sandbox: Sandbox, lease: _Lease, *, verify: bool) -> Stor
         snapshot = _snapshot(_stacked(folders, sandbox, lease), about)
     if contents:
         with contextlib.suppress(OSError):
-            durable.write_atomic(place / _CHECKED, boot.encode())
+            write_atomic(place / _CHECKED, boot.encode())
     return Stored(snapshot, about["notes"])
 
 
@@ -360,8 +362,7 @@ def _save(place: Path, sandbox: Sandbox, made: Stored) -> None:
     }
     partial = place.with_name(_PARTIAL + place.name)
     run_directories.remove_tree(partial)
-    partial.mkdir()
-    try:
+    with atomic_folder(place, temporary=partial):
         if isinstance(tree, OverlayTree):
             about |= _save_layers(partial, tree)
         elif sandbox.backend.capabilities.name == "docker":
@@ -374,10 +375,6 @@ def _save(place: Path, sandbox: Sandbox, made: Stored) -> None:
         (partial / _ABOUT).write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         (partial / _USED).write_text(str(about["nbytes"]), encoding="ascii")
         (partial / _CHECKED).write_text(_boot(), encoding="ascii")
-        partial.rename(place)
-    except BaseException:
-        run_directories.remove_tree(partial)
-        raise
 
 
 def _save_layers(partial: Path, tree: OverlayTree) -> dict[str, Any]:
@@ -463,10 +460,7 @@ def _alone(name: str) -> Iterator[None]:
     locks = directory() / _LOCKS
     locks.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory().chmod(0o700)  # programs of images lie there, with the modes that they have inside
-    with open(locks / name, "ab") as lock:
-        if not run_directories.try_lock(lock):
-            log.info("another process prepares %s", name)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(locks / name, waiting=lambda: log.info("another process prepares %s", name)):
         yield
 
 

@@ -12,13 +12,10 @@ What this module promises:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import mmap
 import os
-import shutil
-import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -45,11 +42,7 @@ from sandboxgym.envs.webshop.catalogues.product import (
     decode,
     encode,
 )
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two processes may both build; the first to end wins
-    fcntl = None  # type: ignore[assignment]
+from sandboxgym.system.once import made_once
 
 logger = logging.getLogger("sandboxgym")
 
@@ -199,26 +192,12 @@ def open_store(files: OfficialFiles, directory: Path | None = None) -> StoredCat
     """
     parent = directory or cache_dir() / "webshop"
     store = parent / f"catalogue-{_key(files)}"
-    with contextlib.suppress(FileNotFoundError):
-        return _open(store, files)
-    parent.mkdir(parents=True, exist_ok=True)
-    with (parent / f"{store.name}.lock").open("ab") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            return _open(store, files)  # another process built it in the meantime
-        for stale in parent.glob(f".{store.name}.*"):
-            shutil.rmtree(stale, ignore_errors=True)
+
+    def make(folder: Path) -> None:
         logger.info("reading %s into %s: some minutes, once", files.products, store)
-        staging = Path(tempfile.mkdtemp(prefix=f".{store.name}.", dir=parent))
-        try:
-            _build(files, staging)
-            if store.exists():
-                shutil.rmtree(store)  # damaged
-            os.rename(staging, store)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    return StoredCatalogue(store, files)
+        _build(files, folder)
+
+    return made_once(store, make, look=lambda: _open(store, files))
 
 
 def _key(files: OfficialFiles) -> str:
@@ -226,15 +205,15 @@ def _key(files: OfficialFiles) -> str:
     return sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-def _open(store: Path, files: OfficialFiles) -> StoredCatalogue:
-    """Open a store. Raises FileNotFoundError if there is none, or none that can be used."""
+def _open(store: Path, files: OfficialFiles) -> StoredCatalogue | None:
+    """Open a store; None if there is none, or none that can be used."""
     if not store.is_dir():
-        raise FileNotFoundError(store)
+        return None
     try:
         return StoredCatalogue(store, files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged and will be built again: %s", store, error)
-        raise FileNotFoundError(store) from error
+        return None
 
 
 def _build(files: OfficialFiles, directory: Path) -> None:

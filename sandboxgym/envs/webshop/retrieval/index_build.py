@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +32,7 @@ from numpy.typing import NDArray
 from sandboxgym.envs.webshop.retrieval import analysis
 from sandboxgym.envs.webshop.retrieval.index import EXHAUSTIVE, K1, META, B, Index, Strings
 from sandboxgym.system import interpreter
-from sandboxgym.system.run_directories import try_lock
+from sandboxgym.system.once import made_once
 
 Document = tuple[str, str]
 """A document's name and searchable text."""
@@ -47,7 +45,6 @@ DENSE = 8
 BATCH = 8_192
 """Number of documents sent to a worker at a time."""
 _REMEMBERED_CHUNKS = 1 << 20
-_WAIT_SECONDS = 0.2
 _DONE = b"done\n"
 
 
@@ -140,24 +137,14 @@ def build_on_disk(documents: Callable[[], Iterable[Document]], directory: Path, 
     Raises:
         IndexingFailed: a worker was killed, say by the system for want of memory.
     """
-    while not (directory / META).exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with open(directory.with_name(f".{directory.name}.lock"), "ab") as lock:
-            if not try_lock(lock):
-                time.sleep(_WAIT_SECONDS)
-                continue
-            if (directory / META).exists():
-                break
-            staging = f".{directory.name}.building-"
-            for left in directory.parent.glob(f"{staging}*"):  # its owner held the lock, and is gone
-                shutil.rmtree(left, ignore_errors=True)
-            scratch = Path(tempfile.mkdtemp(prefix=staging, dir=directory.parent))
-            try:
-                _build_in(scratch, documents(), workers or min(4, os.cpu_count() or 1))
-                os.rename(scratch / "index", directory)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    return Index.open(directory)
+
+    def make(scratch: Path) -> None:
+        _build_in(scratch, documents(), workers or min(4, os.cpu_count() or 1))
+
+    def look() -> Index | None:
+        return Index.open(directory) if (directory / META).exists() else None
+
+    return made_once(directory, make, look=look, keep="index")
 
 
 def _build_in(scratch: Path, documents: Iterable[Document], workers: int) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.system import interpreter
+from sandboxgym.system.once import made_once
 
 INSTALL = "pip install 'sandboxgym[webshop-lucene]' (and Java 21 or later: set JAVA_HOME)"
 # The original's options except --storeRaw: products come from the catalogue, not from the index.
@@ -73,9 +71,9 @@ def build_lucene(documents: Iterable[tuple[str, str]], directory: Path) -> None:
     if directory.exists():
         return
     _java("io.anserini.index.IndexCollection")  # before anything is written
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
-        source, target = Path(scratch, "source"), Path(scratch, "index")
+
+    def make(scratch: Path) -> None:
+        source, target = scratch / "source", scratch / "index"
         source.mkdir()
         with open(source / "documents.jsonl", "w", encoding="utf-8") as file:
             for name, text in documents:
@@ -85,12 +83,8 @@ def build_lucene(documents: Iterable[tuple[str, str]], directory: Path) -> None:
         done = subprocess.run(command, env=interpreter.environment(), capture_output=True, text=True)
         if done.returncode or not target.exists():
             raise LuceneFailed(f"pyserini.index.lucene ended with {done.returncode}: {done.stderr[-2000:]}")
-        shutil.rmtree(source)
-        try:
-            os.rename(target, directory)
-        except OSError:
-            if not directory.exists():  # else another process was faster
-                raise
+
+    made_once(directory, make, look=lambda: directory.exists() or None, keep="index")
 
 
 def _java(name: str) -> Any:

@@ -159,7 +159,7 @@ class Site:
         assert place.query is not None and place.number is not None
         searched = self.shop.act(self.shop.start(session.goal), f"search[{place.query}]", draw=_never).place
         if searched.query is None:
-            raise _NoSuchPage("these are no keywords")
+            raise _NoSuchPage("the path holds no keywords")
         last = max(1, -(-len(self.shop.results(searched)) // RESULTS_PER_PAGE))
         if not 1 <= place.number <= last:
             raise _NoSuchPage(f"the results have the pages 1 to {last}")

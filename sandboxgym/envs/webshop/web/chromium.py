@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.envs.webshop.web.shared import Leases
-from sandboxgym.system import run_directories
+from sandboxgym.system import proc, run_directories
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright
@@ -79,7 +79,7 @@ def chosen_executable(named: str | os.PathLike[str] | None) -> str:
     found = shutil.which(path)
     if found is None:
         who = "the argument executable" if named is not None else f"${VARIABLE}"
-        raise DependencyNotInstalled(f"{who} names {path!r}, which is no executable. Run: {_INSTALL}")
+        raise DependencyNotInstalled(f"{who} names {path!r}, which is not executable. Run: {_INSTALL}")
     return found
 
 
@@ -221,22 +221,12 @@ def reap(directory: Path) -> None:
 
 def _profiles() -> list[str]:
     """Find the profile directories of the browsers under this process, where ``/proc`` tells."""
-    parents: dict[str, str] = {}
-    found: dict[str, str] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            status = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            parents[entry.name] = status[1]
-            for word in (entry / "cmdline").read_text(encoding="utf-8", errors="replace").split("\0"):
-                name, _, value = word.partition("=")
-                if name == "--user-data-dir" and os.path.basename(value).startswith(_PROFILE):
-                    found[entry.name] = value
-    mine = str(os.getpid())
     profiles = set()
-    for process, profile in found.items():
-        ancestor = process
-        while ancestor in parents and ancestor != mine:
-            ancestor = parents[ancestor]
-        if ancestor == mine and os.path.dirname(profile) == os.path.realpath(tempfile.gettempdir()):
-            profiles.add(profile)
+    for pid in proc.descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            for word in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0"):
+                name, _, profile = word.partition("=")
+                here = os.path.dirname(profile) == os.path.realpath(tempfile.gettempdir())
+                if name == "--user-data-dir" and here and os.path.basename(profile).startswith(_PROFILE):
+                    profiles.add(profile)
     return sorted(profiles)
