@@ -158,7 +158,7 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         return ExecResult(result.exit_code == 0, result.exit_code, out, err + result.output)
 
     def _output(self, path: str) -> str:
-        """What a command printed; its end, where it is more than Inspect's limit."""
+        """A command's output; its end, where it is more than Inspect's limit."""
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
         try:
             data = self._read(path, limit)

@@ -47,7 +47,7 @@ class Result:
     """The answer to `Client.reset`, `Client.step` and `Client.restore`, with Gymnasium's words."""
 
     observation: Any
-    """As the environment's observation space has it in JSON: text, numbers, lists, objects. From other servers of
+    """The observation as its space has it in JSON: text, numbers, lists, objects. From other servers of
     OpenEnv: all fields of their observation."""
     reward: float | None
     """None after a reset."""
