@@ -376,8 +376,9 @@ def test_entropy_counts_the_rest_as_one_outcome(known: Sequence[float]):
 def test_the_adapters_are_imported_without_the_packages_they_serve(tmp_path):
     code = """
 import sys
-sys.modules["openai"] = sys.modules["trl"] = None  # as if not installed
-import sandboxgym.adapters.trl
+for name in ("openai", "trl", "verl", "transfer_queue", "skyrl", "transformers", "torch"):
+    sys.modules[name] = None  # as if not installed
+import sandboxgym.adapters.trl, sandboxgym.adapters.verl, sandboxgym.adapters.skyrl
 from sandboxgym.adapters.openai import ChatEndpoint
 try:
     ChatEndpoint.connect("http://localhost/v1", "model")

@@ -200,7 +200,7 @@ def test_rooms_of_the_trainer_import_in_one_direction() -> None:
     assert reached("distributed") == {"learning", "config"}
     assert reached("sampling") == {"learning", "config"}
     users = {name.split(".")[1] for name, found in imports.items() if "bpo_ref.train" in found}
-    assert users == {"experiments"}
+    assert users == {"experiments", "adapters"}
 
 
 def test_the_algorithm_stays_one_file_that_is_read_in_one_go() -> None:

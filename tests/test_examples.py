@@ -215,6 +215,20 @@ def test_a_chat_endpoint_is_a_policy(tmp_path):
 
 
 @pytest.mark.slow  # importing TRL alone takes seconds
+def test_the_returns_of_the_trees_that_trl_trains_on_differ(tmp_path):
+    try:
+        import trl  # noqa: F401
+    except ImportError:
+        missing("trl", "trl is not installed")
+    printed = run(EXAMPLES / "trl_trees.py", "--steps", 1, "--out", tmp_path, cwd=tmp_path)
+    found = re.findall(r"task (\d): (\d+) rows, (\d+) branch points, returns=\[(.*)\]", printed)
+    assert {int(task) for task, *_ in found} == set(range(4)), printed[-2000:]
+    assert all(int(rows) > 2 and int(points) > 1 for _, rows, points, _ in found)
+    assert sum(len(set(returns.split(", "))) > 1 for *_, returns in found) >= 2
+    assert float(re.search(r"'reward_std': '?([\d.e-]+)", printed)[1]) > 0
+
+
+@pytest.mark.slow  # importing TRL alone takes seconds
 def test_trl_trains_on_what_the_environments_gave(tmp_path):
     try:
         import trl  # noqa: F401

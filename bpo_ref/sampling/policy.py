@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,31 +17,10 @@ from bpo_ref.sampling.backends import Backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.generate import Generation
 from sandboxgym.adapters.prompts import Exchange, Prompt
+from sandboxgym.adapters.tokens.chat_format import Turn as Turn  # for importers of this module
 from sandboxgym.task_env import Expert, has_expert, task_count
 from sandboxgym.tree import Action, Context, Envs, Path, PathKey
 from sandboxgym.tree.envs import described, logger
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The text and tokens that one turn added to a conversation: `Action.memory`. Forks share the turns before them."""
-
-    before: Turn | None
-    """The previous turn; None where a conversation begins: at the root, and at every turn if prompts show a window."""
-    prompt: list[int]
-    sampled: list[int]
-    truncated: bool
-    past: tuple[Exchange, ...] = ()
-    """The episode so far in words, this turn included: the source of prompts."""
-
-    def ids(self) -> list[int]:
-        """Exact ids of the conversation up to here."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.before
-        return [token for turn in reversed(turns) for token in turn.prompt + turn.sampled]
 
 
 class ChatPolicy:

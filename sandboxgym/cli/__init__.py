@@ -108,7 +108,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Whether an error says that a package or a sandbox is missing here, and what to install."""
+    """Check whether an error says that a package or a sandbox is missing here, and what to install."""
     from gymnasium.error import DependencyNotInstalled
 
     from sandboxgym.sandbox.base import SandboxUnavailable

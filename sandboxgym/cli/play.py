@@ -300,7 +300,7 @@ class Player:
             )
 
     def _instruction(self, node: Node) -> str:
-        """What the node's episode is about, on one line; empty where the environment does not say it."""
+        """Task of the node's episode, on one line; empty where the environment does not say it."""
         given, name = node.info.get("instruction"), node.info.get("task_id")
         base = self.exploration.env.unwrapped
         if given is None and isinstance(base, TaskEnv) and isinstance(name, str):

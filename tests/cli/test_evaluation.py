@@ -334,7 +334,7 @@ def test_a_folder_with_something_else_is_left_alone(here, run):
     (here / "o/thesis.tex").write_text("years of work")
     with chat_stub(answer) as stub:
         status, _, err = run("eval", "quiz_env:Quiz", "--base-url", stub.url, "--model", "m", "--out", "o")
-    assert status == 1 and "something else" in err and not stub.requests
+    assert status == 1 and "files that are not of an evaluation" in err and not stub.requests
     assert [path.name for path in (here / "o").iterdir()] == ["thesis.tex"]
 
 

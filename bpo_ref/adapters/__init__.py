@@ -1,0 +1,1 @@
+"""The algorithms in trainers of others."""
