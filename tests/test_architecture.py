@@ -116,6 +116,7 @@ def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
     assert reached("tree") == {"wrappers", "system"}
     assert reached("workers") == {"wrappers", "tree", "system"}
     assert reached("adapters") == {"wrappers", "tree", "sandbox"}
+    assert reached("e2b") == {"sandbox"}
     assert reached("sandbox") == {"system"}
     assert reached("envs") == {"sandbox", "system"}
     assert reached("conformance") == {"wrappers", "system"}
@@ -163,7 +164,7 @@ def test_the_sandbox_and_its_shell_know_no_backend() -> None:
     modules = modules_of(ROOT / "sandboxgym" / "sandbox")
     generic = {name for name in modules if name in ("sandbox.base", "sandbox.sandbox") or ".shell." in name}
     assert len(generic) > 4
-    for room in ("overlay", "docker", "copy"):
+    for room in ("overlay", "docker", "copy", "e2b"):
         users = {name for name, _ in importers_of(f"sandboxgym.sandbox.{room}.backend", modules)}
         assert users and not users & generic
 

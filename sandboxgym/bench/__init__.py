@@ -13,6 +13,7 @@ NAMES = {
     "swebench": "SWE-bench on a large repository: steps, resets, snapshots, verdicts against the official harness",
     "sandbox": "sandboxes: snapshots, commands and forks against Docker and others",
     "full": "full snapshots: forks with running processes, against files alone, replay and Docker",
+    "e2b": "twenty live forks of a sandbox with a large process, in this process and by E2B's API",
     "fidelity": "state that a sandbox's snapshot keeps, loses and leaks, on every backend",
     "cheats": "cheats on SWE-bench tasks: our verdicts, the official harness's, and the findings",
     "faults": "faults that sandboxes survive, and the traces they leave",

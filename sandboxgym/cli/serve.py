@@ -1,7 +1,7 @@
 """``sandboxgym serve webshop``: serve the shop as a website for people.
 
-``sandboxgym serve mcp`` serves a sandbox to agents, ``sandboxgym serve openenv`` environments to trainers; each has a
-``--help`` of its own.
+``sandboxgym serve openenv`` serves environments to trainers, ``sandboxgym serve mcp`` a sandbox to agents, and
+``sandboxgym serve e2b`` sandboxes to programs that use E2B's client library; see their ``--help``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ def main(argv: Sequence[str]) -> int:
         from sandboxgym.cli import serve_openenv
 
         return serve_openenv.main(argv[1:])
+    if argv[:1] == ["e2b"]:
+        from sandboxgym.cli import serve_e2b
+
+        return serve_e2b.main(argv[1:])
     parser = argparse.ArgumentParser(prog="sandboxgym serve", description=(__doc__ or "").replace("``", ""))
     parser.add_argument("what", choices=("webshop",), help="site to serve")
     parser.add_argument(

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     from sandboxgym.sandbox.sandbox import make_sandbox
 
     with contextlib.ExitStack() as stack:
-        listening = None if options.http is None else stack.enter_context(_listen(options.http))
+        listening = None if options.http is None else stack.enter_context(listen(options.http))
         try:
             sandbox = make_sandbox(
                 options.backend,
@@ -90,9 +90,10 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int, *, host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket."""
     try:
-        return socket.create_server(("127.0.0.1", port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CommandError(f"cannot listen on 127.0.0.1:{port}: {reason}") from error
+        raise CommandError(f"cannot listen on {host}:{port}: {reason}") from error

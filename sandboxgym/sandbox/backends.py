@@ -77,7 +77,7 @@ def _installed() -> dict[str, metadata.EntryPoint]:
 
 def names() -> tuple[str, ...]:
     """All names that `make_sandbox` accepts except ``"auto"``, the built-in ones first."""
-    return tuple(dict.fromkeys((*NAMES, *_registered, *_installed())))
+    return tuple(dict.fromkeys((*NAMES, *_ELSEWHERE, *_registered, *_installed())))
 
 
 def make_backend(name: str, request: Request) -> Made:
@@ -87,7 +87,7 @@ def make_backend(name: str, request: Request) -> Made:
         SandboxUnavailable: it does not work here.
         ValueError: there is no backend of this name.
     """
-    factory = _OWN.get(name) or _registered.get(name)
+    factory = _OWN.get(name) or _ELSEWHERE.get(name) or _registered.get(name)
     if factory is None:
         if name not in _installed():
             raise ValueError(f"expected a backend of auto, {', '.join(names())}, found {brief(name, 80)}")
@@ -140,6 +140,21 @@ _OWN: dict[str, Factory] = {
 }
 NAMES = tuple(_OWN)
 """Built-in backends, in the order in which ``"auto"`` tries them."""
+
+
+def _e2b(request: Request) -> Made:
+    from sandboxgym.sandbox.e2b.backend import TEMPLATE, WORKDIR, E2BBackend
+
+    rootfs = request.rootfs.id if isinstance(request.rootfs, RootFS) else os.fspath(request.rootfs)
+    template = TEMPLATE if rootfs == "host" else rootfs.removeprefix("template:")
+    if rootfs not in ("host", f"template:{template}"):
+        raise SandboxUnavailable(f"the e2b backend runs templates: expected rootfs='template:NAME', found {rootfs!r}")
+    remote = E2BBackend(template, limits=request.limits, network=request.network, env=request.env)
+    return Made(remote, dict(request.env or {}), WORKDIR)
+
+
+_ELSEWHERE: dict[str, Factory] = {"e2b": _e2b}
+"""Backends that run sandboxes on other machines, which ``"auto"`` never chooses."""
 
 
 def _image_settings(name: str) -> RootFS:

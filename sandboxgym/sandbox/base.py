@@ -463,6 +463,18 @@ class Backend(Protocol):
         """A new checkpointer of this backend; None if its running processes cannot be captured: the default."""
         return None
 
+    def shell(self, *, env: Mapping[str, str], cwd: str, output: int) -> Shell | None:
+        """A shell of the backend's own making; by default None, for one on a terminal with files in `control`.
+
+        Its state must be in the files of the sandbox, for nothing else is handed to the shell of a copy.
+
+        Args:
+            env: as for any `Shell`, and so the others.
+            cwd: see there.
+            output: see there.
+        """
+        return None
+
     def relocate(self, text: str, tree: FileTree) -> str:
         """Text with paths of the sandbox that a tree was taken in replaced by those of the live one.
 

@@ -635,7 +635,8 @@ class Sandbox:
             state, tree = self._state, parts.tree
             if state is not None and tree is not None:
                 state = state.mapped(lambda text: _relocated(self.backend, text, tree))
-            parts.shell = Shell(self.backend, env=self._env, cwd=self._workdir, output=self.limits.output, state=state)
+            options: dict[str, Any] = {"env": self._env, "cwd": self._workdir, "output": self.limits.output}
+            parts.shell = self.backend.shell(**options) or Shell(self.backend, state=state, **options)
         return parts.shell
 
 
@@ -655,8 +656,9 @@ def make_sandbox(
 
     Args:
         backend: ``"overlay"`` (needs root), ``"overlay-rootless"``, ``"docker"``, ``"copy"`` (isolates nothing), or
-            ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``; or one that was
-            registered (`backends.register`, or an entry point of the group ``sandboxgym.sandbox_backends``).
+            ``"auto"``: the first of them that works here, the last only with ``allow_unsafe``; ``"e2b"``: of a service
+            with E2B's API; or one that was registered (`backends.register`, or an entry point of the group
+            ``sandboxgym.sandbox_backends``).
         rootfs: ``"host"`` for this machine's tool chain, ``"docker:IMAGE"``, the path of an unpacked root file system.
         limits: on its resources.
         network: give it the machine's network.

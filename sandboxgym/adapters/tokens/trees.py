@@ -31,7 +31,7 @@ class EngineError(RuntimeError):
 
 
 class Algorithm(Protocol):
-    """Where trees fork, and what their actions are credited with. It may learn from one batch for the next."""
+    """Places of forks, and credit of actions. An algorithm may learn from one batch for the next."""
 
     def schedule(self, seed: Sequence[int], tasks: Sequence[Any], /) -> Schedule:
         """Schedule of a batch with these tasks; ``seed`` keys what it draws."""

@@ -399,6 +399,25 @@ class OverlayBackend(Backend):
         finally:
             os.close(descriptor)
 
+    def open_pipe(self, path: str, *, write: bool = False) -> int:
+        """Open a named pipe inside, without waiting for its other end; returns a descriptor that does not block.
+
+        Args:
+            path: absolute, inside.
+            write: open it for writing, else for reading.
+
+        Raises:
+            OSError: as `open` would (``ENXIO``: nobody reads what would be written); it is no pipe.
+            SandboxClosed, SandboxFull: there is no live container.
+        """
+        container = self._live_container()
+        flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        descriptor = kernel.open_beneath(container.root, check_inside(path), flags)
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a named pipe", path)
+        return descriptor
+
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file as root of the container, making missing parents; see `base.Backend.write_file`."""
         container = self._live_container()

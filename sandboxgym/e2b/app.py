@@ -1,0 +1,129 @@
+"""The server of ``sandboxgym serve e2b``: one address for the control plane and for the daemons of all sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sandboxgym.brief import brief
+from sandboxgym.e2b import control, envd
+from sandboxgym.e2b.control import Handler
+from sandboxgym.e2b.service import Refused, Service, refusal
+
+log = logging.getLogger("sandboxgym")
+
+CLOSING = 5.0
+"""Seconds that ending everything may take, before the process ends with it."""
+MOST_CONNECTIONS = 2000
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service, *, local_only: bool) -> Any:
+    """An ASGI application.
+
+    Args:
+        service: of its sandboxes; closed with the application.
+        local_only: refuse requests that a web page can have made: with another host name than this machine's, or with
+            an origin.
+    """
+
+    def controlled(handler: Handler) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            try:
+                tenant = service.tenant(request.headers.get("x-api-key"))
+                tenant.requests.take()
+                return await handler(request, service, tenant)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:
+                return _refused(refusal(error))
+
+        return endpoint
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING):
+                await service.close()
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=204)
+
+    async def missing(request: Request, error: Exception) -> Response:
+        return _refused(Refused(404, f"{request.method} {brief(request.url.path, 80)} is not served"))
+
+    routes = [Route(path, controlled(handler), methods=[method]) for method, path, handler in control.ROUTES]
+    routes.append(Route("/health", health, methods=["GET"]))
+    plane = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: missing, 405: missing})
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await plane(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        if local_only and not _is_local(request):
+            response: Any = _refused(Refused(403, "expected a request to this machine's own name, without an origin"))
+        elif (named := envd.name_of(request, service)) is not None:
+            response = await envd.answer(request, service, *named)
+        else:
+            response = plane
+        await response(scope, receive, send)
+
+    return app
+
+
+def _is_local(request: Request) -> bool:
+    host = request.headers.get("host", "")
+    return "origin" not in request.headers and host.removesuffix(f":{host.rpartition(':')[2]}") in _LOCAL
+
+
+def _refused(error: Refused) -> Response:
+    headers = {}
+    if error.status == 429:
+        headers = {"should-retry": "false"} if error.retry is None else {"retry-after": f"{error.retry:.0f}"}
+    return JSONResponse({"code": error.status, "message": str(error)}, error.status, headers=headers)
+
+
+def run(service: Service, listening: socket.socket, *, local_only: bool) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        KeyboardInterrupt: it was ended.
+    """
+    import uvicorn
+
+    # uvicorn ends by sending itself the signal that it has dealt with.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    app = make_app(service, local_only=local_only)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="on",
+        timeout_graceful_shutdown=1,
+        access_log=False,
+        ws="none",
+        limit_concurrency=MOST_CONNECTIONS,
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        # A thread that works for a sandbox would be waited for; sandboxes end with this process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not service.join(1.0):
+            os._exit(0)

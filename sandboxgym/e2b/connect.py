@@ -1,0 +1,234 @@
+"""The Connect protocol over HTTP: unary calls and streams, their errors, time limits and sizes.
+
+1. A call is ``POST /PACKAGE.SERVICE/METHOD``. Unary bodies are one message; streams are envelopes, the last of which
+   ends the stream and holds its error.
+2. A refused call is answered in the protocol's own form: `Failure` with one of its codes.
+3. No body is read beyond `LARGEST_MESSAGE`, or waited for longer than `SILENCE`; a stream whose client has gone is
+   given up at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from sandboxgym.brief import brief
+from sandboxgym.e2b.messages import BadMessage, Message, decode, encode, envelope
+
+log = logging.getLogger("sandboxgym")
+
+LARGEST_MESSAGE = 4 * 2**20
+"""Bytes of one message."""
+LONGEST_STREAM = 7 * 86_400.0
+"""Seconds of a stream whose client names no time limit."""
+SILENCE = 60.0
+"""Seconds after which a request that is not complete is given up."""
+_END = 2  # flag of the envelope that ends a stream
+_STATUS = {
+    "canceled": 499,
+    "unknown": 500,
+    "invalid_argument": 400,
+    "deadline_exceeded": 504,
+    "not_found": 404,
+    "already_exists": 409,
+    "permission_denied": 403,
+    "resource_exhausted": 429,
+    "failed_precondition": 400,
+    "unimplemented": 501,
+    "internal": 500,
+    "unavailable": 503,
+    "unauthenticated": 401,
+}
+
+
+class Failure(Exception):
+    """A call that cannot be done, with one of Connect's codes and a message for its caller."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def body(self) -> dict[str, str]:
+        """The error in the protocol's form."""
+        return {"code": self.code, "message": str(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call as its handler sees it."""
+
+    message: Message
+    seconds: float | None
+    """Time limit of the client, if it gave one."""
+    keepalive: float
+    """Seconds of silence after which a stream shall say that it lives."""
+    rest: AsyncIterator[Message]
+    """Messages after the first, where the client streams."""
+
+
+Unary = Callable[[Call], Awaitable[Message]]
+Stream = Callable[[Call], AsyncIterator[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of a service: message kinds, and whether client and server stream."""
+
+    takes: str
+    gives: str
+    unary: Unary | None = None
+    stream: Stream | None = None
+    client_streams: bool = False
+
+
+async def serve(request: Request, method: Method) -> Response:
+    """Answer one call."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    streams = method.stream is not None or method.client_streams
+    prefix = "application/connect+" if streams else "application/"
+    codec = kind.removeprefix(prefix)
+    if not kind.startswith(prefix) or codec not in ("json", "proto"):
+        return Response(status_code=415, headers={"accept-post": f"{prefix}json, {prefix}proto"})
+    binary = codec == "proto"
+    header = "connect-content-encoding" if streams else "content-encoding"
+    try:
+        if request.headers.get(header, "identity") != "identity":
+            raise Failure("unimplemented", f"expected no compression, found {brief(request.headers[header], 40)}")
+        seconds = _seconds(request)
+        if not streams:
+            message = decode(method.takes, await body_of(request, LARGEST_MESSAGE), binary=binary)
+            call = Call(message, seconds, 0.0, _nothing())
+            assert method.unary is not None
+            answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
+            return Response(answer, media_type=kind)
+        messages = _messages(request, method.takes, binary=binary)
+        first = await _within(anext(messages, None), SILENCE if seconds is None else min(seconds, SILENCE))
+        if first is None:
+            raise Failure("invalid_argument", f"expected a message of {method.takes}, found the end of the stream")
+        call = Call(first, seconds, _keepalive(request), messages)
+        if method.stream is None:  # answered when all was read, for a response that is under way reads the request too
+            assert method.unary is not None
+            answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
+            return Response(envelope(answer) + envelope(b"{}", _END), media_type=kind)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except Exception as error:
+        failure = _failure(error, method)
+        if streams:
+            return Response(envelope(json.dumps({"error": failure.body()}).encode(), _END), media_type=kind)
+        return Response(json.dumps(failure.body()), _STATUS[failure.code], media_type="application/json")
+    return StreamingResponse(_answers(method, call, binary=binary), media_type=kind)
+
+
+async def body_of(request: Request, limit: int) -> bytes:
+    """The body of a request, read to a limit.
+
+    Raises:
+        Failure: it is larger.
+    """
+    data = bytearray()
+    async for chunk in chunks_of(request):
+        data += chunk
+        if len(data) > limit:
+            raise Failure("resource_exhausted", f"expected a body of at most {limit:,} bytes, found more")
+    return bytes(data)
+
+
+async def chunks_of(request: Request) -> AsyncIterator[bytes]:
+    """The body of a request as it comes.
+
+    Raises:
+        Failure: it is silent for too long.
+    """
+    chunks = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise Failure("deadline_exceeded", f"nothing more of the request came for {SILENCE:g} seconds") from error
+        yield chunk
+
+
+async def _answers(method: Method, call: Call, *, binary: bool) -> AsyncIterator[bytes]:
+    end: dict[str, Any] = {}
+    try:
+        assert method.stream is not None
+        async with contextlib.aclosing(_as_generator(method.stream(call))) as messages:
+            async for message in messages:
+                yield envelope(encode(method.gives, message, binary=binary))
+    except Exception as error:
+        end = {"error": _failure(error, method).body()}
+    yield envelope(json.dumps(end).encode(), _END)
+
+
+def _as_generator(messages: AsyncIterator[Message]) -> Any:
+    return messages
+
+
+async def _nothing() -> AsyncIterator[Message]:
+    return
+    yield
+
+
+async def _messages(request: Request, kind: str, *, binary: bool) -> AsyncIterator[Message]:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        while len(data) >= 5:
+            size = int.from_bytes(data[1:5], "big")
+            if data[0] & ~_END:
+                raise Failure("invalid_argument", f"expected an envelope without compression, found flags {data[0]}")
+            if size > LARGEST_MESSAGE:
+                raise Failure(
+                    "resource_exhausted", f"expected a message of at most {LARGEST_MESSAGE:,} bytes, found {size:,}"
+                )
+            if len(data) < 5 + size:
+                break
+            if data[0] & _END:
+                return
+            yield decode(kind, bytes(data[5 : 5 + size]), binary=binary)
+            del data[: 5 + size]
+    if data:
+        raise Failure("invalid_argument", f"expected an envelope, found {len(data)} bytes of one")
+
+
+async def _within(work: Awaitable[Any], seconds: float | None) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError as error:
+        raise Failure("deadline_exceeded", f"the call took more than its time limit of {seconds:g} seconds") from error
+
+
+def _seconds(request: Request) -> float | None:
+    given = request.headers.get("connect-timeout-ms")
+    if given is None:
+        return None
+    if not given.isdecimal() or len(given) > 10:
+        raise Failure("invalid_argument", f"Connect-Timeout-Ms: expected up to 10 digits, found {brief(given, 40)}")
+    return int(given) / 1000
+
+
+def _keepalive(request: Request) -> float:
+    given = request.headers.get("keepalive-ping-interval", "")
+    return float(given) if given.isdecimal() and len(given) < 6 and int(given) else 90.0
+
+
+def _failure(error: Exception, method: Method) -> Failure:
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, BadMessage):
+        return Failure("invalid_argument", str(error))
+    log.error("a call of %s failed", method.takes, exc_info=error)
+    return Failure("internal", f"the server failed: {type(error).__name__}: {brief(str(error), 200)}")
