@@ -41,7 +41,7 @@ test: setup
 # All tests. SANDBOXGYM_PARITY_DATA names the recordings, SANDBOXGYM_REQUIRE what must not be skipped.
 # A test that hangs fails after ten minutes and says where it was.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup
