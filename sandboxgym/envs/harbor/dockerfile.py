@@ -12,6 +12,7 @@ import io
 import json
 import posixpath
 import re
+import secrets
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from sandboxgym.brief import brief
 from sandboxgym.envs.harbor.tasks import TaskError
+from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
 
 _IGNORED = frozenset(
@@ -28,11 +30,14 @@ _IGNORED = frozenset(
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _VARIABLE = re.compile(r"\\(.)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
-_ARCHIVE = "/tmp/.files.tar"
 
 
 class DockerfileError(TaskError):
     """A Dockerfile holds something outside of the subset, or a command of it failed; the message has the line."""
+
+
+class NotWritten(TaskError):
+    """Files could not be written into a sandbox, because of what it contains; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,7 @@ class Build:
         self.built = Built(dict(env), workdir)
         self._sandbox, self._context, self._file, self._timeout = sandbox, context, file, timeout
         self._arguments: dict[str, str] = {}
+        self._path: str | None = None
         self._stages = 0
 
     def run(self, instructions: Sequence[Instruction]) -> Built:
@@ -245,13 +251,20 @@ class Build:
             return {name: self._expanded(value).strip()}
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
+    def _base_path(self) -> str:
+        if self._path is None:
+            self._path = self._sandbox.run('printf %s "$PATH"').output
+        return self._path
+
     def _expanded(self, text: str) -> str:
         known = {**self._arguments, **self.built.env}
 
         def value(match: re.Match[str]) -> str:
             if match[1] is not None:
                 return match[0] if match[1] != "$" else "$"
-            found = known.get(match[2] or match[3], "")
+            name = match[2] or match[3]
+            # Of the base image's variables only this one is part of Dockerfiles, in ENV PATH=/new:$PATH.
+            found = self._base_path() if name == "PATH" and name not in known else known.get(name, "")
             if match[4] == "-":
                 return found or match[5]
             return (match[5] if found else "") if match[4] == "+" else found
@@ -264,13 +277,19 @@ def _below(folder: Path) -> Iterator[tuple[Path, str]]:
         yield path, path.relative_to(folder).as_posix()
 
 
-def put(sandbox: Sandbox, members: Sequence[tuple[str, Path | bytes]], *, mode: int | None = None) -> None:
+def put(
+    sandbox: Sandbox, members: Sequence[tuple[str, Path | bytes]], *, mode: int | None = None, through: str = "/tmp"
+) -> None:
     """Write files of this machine into a sandbox, in one archive, owned by root.
 
     Args:
         sandbox: the sandbox, whose image needs ``tar``.
         members: absolute path inside, and a file, link or directory of this machine or the content of a file.
         mode: of the files; by default their own.
+        through: directory inside where the archive stands meanwhile, under a name that nobody can have taken.
+
+    Raises:
+        NotWritten: the sandbox lacks ``tar``, or has something else in their place.
     """
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
@@ -290,12 +309,19 @@ def put(sandbox: Sandbox, members: Sequence[tuple[str, Path | bytes]], *, mode: 
                     archive.addfile(info, content)
             else:
                 archive.addfile(info)
-    sandbox.write_file(_ARCHIVE, stream.getvalue())
+    archive_name = f"{through}/.{secrets.token_hex(8)}.tar"
+    try:
+        sandbox.write_file(archive_name, stream.getvalue())
+    except SandboxError:
+        raise
+    except OSError as error:  # the path is no directory, for one
+        raise NotWritten(f"files could not be written into the sandbox: {error}") from error
     done = sandbox.run(
-        f"tar -C / -xf {_ARCHIVE} --no-same-owner --overwrite-dir 2>&1; code=$?; rm -f {_ARCHIVE}; exit $code", cwd="/"
+        f"tar -C / -xf {archive_name} --no-same-owner --overwrite-dir 2>&1; code=$?; rm -f {archive_name}; exit $code",
+        cwd="/",
     )
     if done.exit_code:
-        raise TaskError(f"files could not be written into the sandbox: {done.output[-500:].strip()}")
+        raise NotWritten(f"files could not be written into the sandbox: {done.output[-500:].strip()}")
 
 
 def tree(folder: Path, target: str) -> list[tuple[str, Path | bytes]]:

@@ -15,8 +15,9 @@ from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.envs.harbor.card import CARD
+from sandboxgym.envs.harbor.dockerfile import NotWritten
 from sandboxgym.envs.harbor.expert import Expert
-from sandboxgym.envs.harbor.grading import Verdict, grade
+from sandboxgym.envs.harbor.grading import Verdict, grade, prepare
 from sandboxgym.envs.harbor.images import Builder, Settings, Start, start_of
 from sandboxgym.envs.harbor.tasks import HarborTask, open_tasks
 from sandboxgym.envs.harbor.workspace import EditedFiles, Workspace
@@ -122,7 +123,8 @@ class HarborEnv(TaskEnv[str, str]):
       ``returncode`` (None without a command) and ``timed_out``.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
     - ``verdict``: None, or ``passed``, ``failed``, ``tests time out``, ``no reward`` (the tests wrote none, or one that
-      is not a number), ``infra failure``, ``sandbox ended``; ``rewards``: all values of ``reward.json``.
+      is not a number; or what the agent left prevents that they are written or run), ``infra failure``, ``sandbox
+      ended``; ``rewards``: all values of ``reward.json``.
     - ``masked``: the verdict is one of the last two, so the reward of 0 says nothing about the work, and the trainer
       excludes the episode.
 
@@ -343,12 +345,29 @@ class HarborEnv(TaskEnv[str, str]):
     def _verdict_in(self, sandbox: Any, task: HarborTask) -> Verdict:
         try:
             return grade(sandbox, task, self._settings.needs_of(task))
+        except NotWritten as error:
+            reason = "no reward" if self._can_be_tested() else "infra failure"
+            return Verdict(0.0, reason, output=_cause(error))
         except Exception as error:
             if from_handler(error):
                 raise
             log.warning("%s could not be graded", task.id, exc_info=not isinstance(error, SandboxError))
             reason = "sandbox ended" if isinstance(error, SandboxClosed | SandboxFull) else "infra failure"
             return Verdict(0.0, reason, output=_cause(error))
+
+    def _can_be_tested(self) -> bool:
+        """True if the tests can be written into a sandbox at the start of the task: else it is not the work's fault."""
+        task, start = self._at()
+        try:
+            with start.sandbox(task, self._settings) as sandbox:
+                sandbox.restore(start.snapshot)
+                prepare(sandbox, task, self._settings.needs_of(task))
+        except Exception as error:
+            if from_handler(error):
+                raise
+            log.warning("%s: tests cannot be written into its image: %s", task.id, error)
+            return False
+        return True
 
     def grade(self) -> Verdict:
         """The verdict on the work as it stands, in a fork; changes nothing.

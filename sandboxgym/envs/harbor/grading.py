@@ -3,13 +3,14 @@
 1. Tests are written into the sandbox when they are run, never before, and only into one that is thrown away, or
    restored to the state before, afterwards (`env`).
 2. As in Harbor, ``/tests/test.sh`` runs in the task's directory, its output goes to ``/logs/verifier/test-stdout.txt``,
-   and the reward is read from ``/logs/verifier/reward.json`` if it exists, else from ``reward.txt``. Rewards that were
-   there before are deleted.
+   and the reward is read from ``/logs/verifier/reward.json`` if it exists, else from ``reward.txt``. What was in
+   ``/logs/verifier`` before is deleted.
 3. What an agent leaves behind can take part in the tests, as in Harbor: they run as root in the agent's container.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.harbor.dockerfile import put, tree
+from sandboxgym.envs.harbor.dockerfile import NotWritten, put, tree
 from sandboxgym.envs.harbor.needs import STAND_INS, Needs, stand_ins
 from sandboxgym.envs.harbor.tasks import HarborTask
 from sandboxgym.sandbox.sandbox import Sandbox
@@ -58,19 +59,20 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
         sandbox: with the work, live.
         task: whose tests are run.
         needs: packages that its image was given for the tests.
+
+    Raises:
+        NotWritten: of `prepare`.
     """
-    done = sandbox.run(f"rm -rf /tests {STAND_INS} {' '.join(_REWARDS)}; mkdir -p /tests /logs/verifier", cwd="/")
-    put(sandbox, tree(task.tests, "/tests"))
+    prepare(sandbox, task, needs)
     extra = stand_ins(needs)
-    if extra:
-        put(sandbox, list(extra.items()), mode=0o755)
     path = (
         f"export PATH={STAND_INS}:$PATH; [ -e ~/.local/bin/env ] || {{ mkdir -p ~/.local/bin; : > ~/.local/bin/env; }}"
     )
     done = sandbox.run(
-        f"chmod +x /tests/test.sh; {path if extra else ':'}\n"
+        f"cd -- {shlex.quote(sandbox.workdir)} || exit\nchmod +x /tests/test.sh; {path if extra else ':'}\n"
         f"(exec /tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1\ntail -c {_SHOWN} /logs/verifier/test-stdout.txt",
         env=task.verifier_env,
+        cwd="/",  # which is there whatever the agent removed
         timeout=task.verifier_seconds,
         output=2 * _SHOWN,
     )
@@ -79,8 +81,41 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
     rewards, why = _rewards(sandbox)
     if rewards is None:
         return Verdict(0.0, "no reward", output=f"{why}; the tests printed:\n{done.output}")
-    reward = rewards["reward"] if "reward" in rewards else math.fsum(rewards.values()) / len(rewards)
+    try:
+        reward = rewards["reward"] if "reward" in rewards else math.fsum(rewards.values()) / len(rewards)
+    except OverflowError:
+        return Verdict(0.0, "no reward", rewards, f"expected rewards with a mean, found {brief(rewards, 200)}")
     return Verdict(reward, "passed" if reward >= 1 else "failed", rewards, done.output)
+
+
+def prepare(sandbox: Sandbox, task: HarborTask, needs: Needs) -> None:
+    """Write the tests into a sandbox, and empty the directory of their output and rewards.
+
+    Nothing that stood there before stays, not even a link in place of a directory: output that leads to ``/dev/full``
+    makes ``grep -q`` report a match.
+
+    Args:
+        sandbox: with the work, live.
+        task: whose tests are written.
+        needs: packages that its image was given for the tests.
+
+    Raises:
+        NotWritten: what the sandbox contains does not permit it.
+    """
+    done = sandbox.run(
+        f"[ -L /logs ] || [ ! -d /logs ] && rm -rf /logs; rm -rf /tests {STAND_INS} /logs/verifier 2>&1\n"
+        "mkdir -p /logs && mkdir /tests /logs/verifier 2>&1",
+        cwd="/",
+    )
+    if done.exit_code:
+        raise NotWritten(f"/tests and /logs/verifier could not be emptied: {done.output[-500:].strip()}")
+    for path in _REWARDS:  # `rm` is the agent's, too
+        with contextlib.suppress(FileNotFoundError):
+            sandbox.read_file(path, limit=_LIMIT)
+            raise NotWritten(f"{path} could not be deleted")
+    put(sandbox, tree(task.tests, "/tests"), through="/tests")
+    if extra := stand_ins(needs):
+        put(sandbox, list(extra.items()), mode=0o755, through="/tests")
 
 
 def _rewards(sandbox: Sandbox) -> tuple[dict[str, float] | None, str]:
@@ -97,10 +132,27 @@ def _rewards(sandbox: Sandbox) -> tuple[dict[str, float] | None, str]:
         except (ValueError, RecursionError):
             return None, f"{path}: expected a number{' by name' * path.endswith('.json')}, found {brief(text, 80)}"
         rewards = found if isinstance(found, dict) else {"reward": found}
-        if not rewards or not all(isinstance(one, int | float) and math.isfinite(one) for one in rewards.values()):
+        numbers = {_printable(name): _number(value) for name, value in rewards.items()}
+        if not numbers or None in numbers.values():
             return None, f"{path}: expected finite numbers, found {brief(found, 80)}"
-        return {str(name): float(value) for name, value in rewards.items()}, ""
+        return {name: value for name, value in numbers.items() if value is not None}, ""
     return None, f"the tests wrote neither {' nor '.join(_REWARDS)}"
+
+
+def _number(value: object) -> float | None:
+    """A finite number as a float; None for anything else."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _printable(name: str) -> str:
+    """A name that can be encoded: JSON may hold halves of surrogate pairs, a snapshot may not."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def exported(variables: Mapping[str, str]) -> str:

@@ -144,5 +144,5 @@ class EditedFiles:
         self._sandbox.write_file(path, data, mode=mode)
 
     def run(self, command: str) -> Result:
-        """Run a command in a bash of its own."""
-        return self._sandbox.run(command)
+        """Run a command in a bash of its own, at the root: the agent may have removed the task's directory."""
+        return self._sandbox.run(command, cwd="/")

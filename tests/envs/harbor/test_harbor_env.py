@@ -157,6 +157,8 @@ def test_work_is_graded_at_the_step_limit(sandboxes: None, tmp_path: Path) -> No
         ("echo nan > /logs/verifier/reward.txt", "no reward", 0.0),
         ("""echo '{"status": "pass"}' > /logs/verifier/reward.json""", "no reward", 0.0),
         ("ln -s /dev/zero /logs/verifier/reward.txt", "no reward", 0.0),
+        (f"""echo '{{"reward": 1{"0" * 400}}}' > /logs/verifier/reward.json""", "no reward", 0.0),
+        ("""echo '{"a": 1e308, "b": 1e308}' > /logs/verifier/reward.json""", "no reward", 0.0),
         ("sleep 60", "tests time out", 0.0),
     ],
 )
@@ -169,6 +171,83 @@ def test_rewards_are_read_as_harbor_reads_them(
     env.step("echo 1 > /logs/verifier/reward.txt")  # forged: deleted before the tests
     _, found, _, _, info = env.step("submit")
     assert (found, info["verdict"], info["masked"]) == (reward, reason, False)
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "mkdir -p /tmp/.files.tar/x",
+        "rm -rf /tmp; echo > /tmp",
+        "ln -s /dev/full /logs/verifier/test-stdout.txt",  # `grep -q` with errors that cannot be written says yes
+        "rm -rf /logs; echo > /logs",
+        "rm -rf /logs; mkdir /app/logs; ln -s /app/logs /logs; mkdir -m 0 -p /app/logs/verifier/reward.txt",
+        "rm -rf /logs/verifier; ln -s /dev /logs/verifier",
+        "echo > /tests",
+    ],
+)
+def test_what_an_agent_leaves_in_the_place_of_the_tests_earns_nothing(
+    sandboxes: None, tmp_path: Path, left: str
+) -> None:
+    test = "#!/bin/bash\ngrep -qx done /app/answer\necho $((!$?)) > /logs/verifier/reward.txt\n"
+    env = toy(write_task(tmp_path / "toy", test=test))
+    env.reset()
+    env.step(left)
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"], info["masked"]) == (0.0, "failed", False), env.unwrapped.verdict  # type: ignore[attr-defined]
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "printf '#!/bin/sh\\nexit 3\\n' > bin/tar; chmod +x bin/tar",
+        "printf '#!/bin/sh\\n' > bin/rm; chmod +x bin/rm; echo '{\"reward\": 1}' > /logs/verifier/reward.json",
+        "printf '#!/bin/sh\\nexit 3\\n' > bin/mkdir; chmod +x bin/mkdir",
+        "rm -rf /app",
+    ],
+)
+def test_programs_that_an_agent_breaks_earn_nothing_and_do_not_hide_the_failure(
+    sandboxes: None, tmp_path: Path, left: str
+) -> None:
+    env = toy(write_task(tmp_path / "toy", dockerfile="FROM a\nWORKDIR /app\nRUN mkdir bin\nENV PATH=/app/bin:$PATH\n"))
+    env.reset()
+    env.step(left)
+    assert env.unwrapped.grade().reason == "no reward"  # type: ignore[attr-defined]
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"], info["masked"]) == (0.0, "no reward", False), env.unwrapped.verdict  # type: ignore[attr-defined]
+    env.close()
+
+
+def test_the_editor_works_without_the_directory_of_the_task(sandboxes: None, tmp_path: Path) -> None:
+    env = toy(write_task(tmp_path / "toy"), tools="swe-agent")
+    env.reset()
+    env.step(
+        json.dumps({"name": "bash", "arguments": {"command": "rm -rf /app; mkdir -p /srv/files; touch /srv/files/a"}})
+    )
+    view = {"name": "str_replace_editor", "arguments": {"command": "view", "path": "/srv"}}
+    observation, _, terminated, _, _ = env.step(json.dumps(view))
+    assert "/srv/files/a" in observation and not terminated
+    env.close()
+
+
+def test_an_image_without_tar_is_not_the_fault_of_the_work(sandboxes: None, tmp_path: Path) -> None:
+    broken = "FROM a\nRUN mkdir -p /app/bin && printf '#!/bin/sh\\nexit 3\\n' > /app/bin/tar && chmod +x /app/bin/tar\n"
+    env = toy(write_task(tmp_path / "toy", dockerfile=f"{broken}ENV PATH=/app/bin:$PATH\n"))
+    env.reset()
+    *_, info = env.step("submit")
+    assert (info["verdict"], info["masked"]) == ("infra failure", True)
+    env.close()
+
+
+def test_names_of_rewards_that_are_no_text_can_be_kept(sandboxes: None, tmp_path: Path) -> None:
+    test = """#!/bin/bash\necho '{"\\ud800": 1}' > /logs/verifier/reward.json\n"""
+    env = toy(write_task(tmp_path / "toy", test=test))
+    env.reset()
+    *_, info = env.step("submit")
+    assert info["rewards"] == {"\\ud800": 1.0}
+    snapshot = Snapshot.from_bytes(env.snapshot().to_bytes())
+    assert env.restore(snapshot)[1]["rewards"] == info["rewards"]
     env.close()
 
 
