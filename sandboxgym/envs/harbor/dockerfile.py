@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import posixpath
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.harbor.tasks import TaskError
+from sandboxgym.envs.harbor.tasks import TaskError, is_below
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
 
 _IGNORED = frozenset(
     ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME", "HEALTHCHECK", "ONBUILD")
 )
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_HEREDOC = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1")
 _VARIABLE = re.compile(r"\\(.)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
 
@@ -65,12 +66,14 @@ def parse(text: str, file: str) -> list[Instruction]:
     r"""Parse a Dockerfile.
 
     Raises:
-        DockerfileError: a here-document does not end, or a line has no instruction.
+        DockerfileError: a here-document does not end, a line has no instruction, or there are null characters.
 
     Example:
         >>> [(one.name, one.text) for one in parse("FROM a\n# b\nRUN c \\\n  d\n", "Dockerfile")]
         [('FROM', 'a'), ('RUN', 'c   d')]
     """
+    if "\0" in text:
+        raise DockerfileError(f"{file}: expected a text without null characters")
     lines = text.splitlines()
     found = []
     number = 0
@@ -87,7 +90,7 @@ def parse(text: str, file: str) -> list[Instruction]:
                 whole = whole.rstrip()[:-1] + following
         name, _, rest = whole.strip().partition(" ")
         documents = []
-        if name.upper() in ("RUN", "COPY"):
+        if name.upper() in ("RUN", "COPY", "ADD"):
             for match in _HEREDOC.finditer(rest):
                 body = []
                 while number < len(lines) and lines[number].strip() != match[2]:
@@ -176,10 +179,8 @@ class Build:
         elif one.documents:
             text = f"{text}\n" + "".join(f"{body}{name}\n" for name, body in one.documents)
         elif text.startswith("["):
-            try:
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # else it is a command of the shell, `[`
                 text = shlex.join(json.loads(text))
-            except (ValueError, TypeError) as error:
-                raise self._refused(one, f"expected a list of texts, found {brief(text, 80)}") from error
         self._command(one, text)
 
     def _command(self, one: Instruction, command: str, *, cwd: str | None = None) -> None:
@@ -197,22 +198,22 @@ class Build:
     def _copy(self, one: Instruction) -> None:
         text, mode = one.text, None
         while flag := _FLAG.match(text):
-            if flag[1] == "chmod" and flag[2]:
+            if flag[1] == "chmod" and re.fullmatch("[0-7]{1,4}", flag[2] or ""):
                 mode = int(flag[2], 8)
             elif flag[1] not in ("chown", "link"):
-                raise self._refused(one, f"--{flag[1]}")
+                raise self._refused(one, brief(flag[0].strip(), 80))
             text = text[flag.end() :]
         words = self._words(one, text)
         if len(words) < 2:
             raise self._refused(one, "expected a source and a destination")
         *sources, destination = words
-        target = posixpath.join(self.built.workdir, destination)
+        target = posixpath.normpath(posixpath.join(self.built.workdir, destination))
         into = destination.endswith("/") or destination in (".", "..") or len(sources) > 1
         members: list[tuple[str, Path | bytes]] = []
         for source in sources:
             heredoc = _HEREDOC.fullmatch(source)
             if heredoc is not None:
-                body = dict(one.documents)[heredoc[2]].encode()
+                body = dict(one.documents).get(heredoc[2], "").encode()
                 members.append((posixpath.join(target, heredoc[2]) if into else target, body))
                 continue
             for path in self._found(one, source):
@@ -235,13 +236,16 @@ class Build:
         paths = sorted(self._context.glob(name)) if re.search(r"[*?\[]", name) else [self._context / name]
         if not paths or not all(path.exists() or path.is_symlink() for path in paths):
             raise DockerfileError(f"{self._file}:{one.line}: {one.name}: environment/ has no {brief(source, 80)}")
+        for path in paths:  # a link is copied as a link, but none on the way to a file may lead out
+            if path != self._context and not is_below(path.parent, self._context):
+                raise self._refused(one, f"expected files below environment/, found {brief(source, 80)} behind a link")
         return paths
 
     def _words(self, one: Instruction, text: str) -> list[str]:
         text = self._expanded(text)
         try:
             return list(map(str, json.loads(text))) if text.startswith("[") else shlex.split(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._refused(one, f"expected words, found {brief(text, 80)}") from error
 
     def _pairs(self, one: Instruction) -> dict[str, str]:
@@ -249,6 +253,8 @@ class Build:
         if words and "=" not in words[0]:  # the old form: ENV NAME any text
             name, _, value = one.text.partition(" ")
             return {name: self._expanded(value).strip()}
+        if any(word.startswith("=") for word in words):
+            raise self._refused(one, f"expected NAME=VALUE, found {brief(one.text, 80)}")
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
     def _base_path(self) -> str:
@@ -300,6 +306,7 @@ def put(
                 archive.addfile(info, io.BytesIO(source))
                 continue
             info = archive.gettarinfo(str(source), arcname=name.lstrip("/"))
+            assert info is not None, source  # no socket: the task's digest has been computed
             info.uid = info.gid = 0
             info.uname = info.gname = "root"
             if mode is not None and info.isreg():

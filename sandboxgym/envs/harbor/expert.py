@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator
 
 from sandboxgym.envs.harbor.grading import exported
-from sandboxgym.envs.harbor.tasks import HarborTask
+from sandboxgym.envs.harbor.tasks import HarborTask, TaskError, is_below
 from sandboxgym.sandbox.agent.tools import ToolSet
 
 _NOISE = ("cat missing.txt", "ls missing", "pwd", "whoami", "lss -l")
@@ -66,12 +66,15 @@ def actions(task: HarborTask) -> list[str]:
 
     Raises:
         NotImplementedError: the task has no solution.
+        TaskError: a link leads out of it.
     """
     folder = task.solution
     if folder is None:
         raise NotImplementedError(f"{task.path} has no solution/solve.sh")
     commands = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if not is_below(path, folder):
+            raise TaskError(f"{path}: expected a part of the solution, found a link that leads out of it")
         name = f"/solution/{path.relative_to(folder).as_posix()}"
         parent = shlex.quote(name.rpartition("/")[0])
         commands.append(f"mkdir -p {parent} && {_written(path.read_bytes(), shlex.quote(name))}")

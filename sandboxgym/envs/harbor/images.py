@@ -40,6 +40,8 @@ REPOSITORY = "sandboxgym-harbor"
 """Name of the images that the daemon builds for tasks."""
 KEPT = 64
 """Starts kept in a process; the least recently used one is dropped and made again when needed."""
+_BUILD_VERSION = 2
+"""Raised when Dockerfiles are carried out differently, so that the images in the cache are built again."""
 _FOLDERS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
 _QUIET = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "PIP_PROGRESS_BAR": "off", "PYTHONHASHSEED": "0"}
 _BUILD_LIMITS = Limits(seconds=3600.0, memory=None, disk=32 * 2**30, files=None, output=200_000)
@@ -232,7 +234,14 @@ def _built_in_sandbox(task: HarborTask, settings: Settings, rootfs: str) -> Star
         base = sandbox.backend.base()
         base_id = base.base
         base.release()
-        parts = (base_id, sandbox.backend.capabilities.name, task.environment_digest(), text, task.workdir)
+        parts = (
+            _BUILD_VERSION,
+            base_id,
+            sandbox.backend.capabilities.name,
+            task.environment_digest(),
+            text,
+            task.workdir,
+        )
         place = data.cache_dir() / "harbor" / hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
         with _alone(place):
             kept = _loaded(place, sandbox, rootfs)

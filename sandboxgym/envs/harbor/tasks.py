@@ -6,6 +6,8 @@
 2. A malformed task is refused when the tasks are opened, with an error that names the file and the field
    (`TaskError`). A well-formed task that needs something this environment lacks (several containers, a GPU, Windows,
    several steps) is refused when it is played (`TaskUnsupported`), so that the other tasks of its folder can be used.
+   Nothing outside of a task's directory is read: its links are copied as links, and none of its own files may be one
+   that leads out.
 3. Environment variables of this process are never passed on: of a template ``${NAME:-default}`` the default is used.
 """
 
@@ -17,6 +19,7 @@ import hashlib
 import math
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +31,8 @@ from sandboxgym.task_env import TaskNotFound
 
 MINI = Path(__file__).parent / "mini"
 """Directory of the embedded tasks."""
+LARGEST_TEXT = 16 * 2**20
+"""Bytes of a ``task.toml`` or ``instruction.md``."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-(.*))?\}", re.DOTALL)
@@ -184,6 +189,10 @@ def read_task(folder: Path) -> HarborTask:
     Raises:
         TaskError: it is malformed.
     """
+    try:
+        folder.name.encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{brief(str(folder))}: expected the name of a task in UTF-8, found {folder.name!a}") from error
     config = _Section(_toml(folder / "task.toml"), folder / "task.toml", "")
     agent, verifier = config.section("agent"), config.section("verifier")
     environment, metadata = config.section("environment"), config.section("metadata")
@@ -198,6 +207,9 @@ def read_task(folder: Path) -> HarborTask:
         )
     if not (folder / "tests" / "test.sh").is_file() and "steps" not in config.values:
         raise TaskError(f"{folder}: expected tests/test.sh, found none")
+    for name in ("environment", "environment/Dockerfile", "tests", "tests/test.sh", "solution", "solution/solve.sh"):
+        if not is_below(folder / name, folder):
+            raise TaskError(f"{folder / name}: expected a part of the task, found a link that leads out of it")
     workdir = environment.text("workdir")
     if workdir is not None and not workdir.startswith("/"):
         raise environment.wrong("workdir", "an absolute path", workdir)
@@ -312,12 +324,24 @@ class _Section:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except TaskError:
+        raise
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of too many digits
         raise TaskError(f"{path}: expected TOML, found {brief(str(error))}") from error
 
 
+def is_below(path: Path, folder: Path) -> bool:
+    """True if no link leads from a path out of a directory above it; the directory may be a link itself."""
+    place, root = os.path.realpath(path), os.path.realpath(folder)
+    return place == root or place.startswith(root.rstrip("/") + "/")
+
+
 def _text(path: Path) -> str:
+    if not is_below(path, path.parent):
+        raise TaskError(f"{path}: expected a part of the task, found a link that leads out of it")
     try:
+        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > LARGEST_TEXT:
+            raise TaskError(f"{path}: expected a file of at most {LARGEST_TEXT:,} bytes")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise TaskError(f"{path}: expected a file, found none") from error
@@ -329,11 +353,20 @@ def _digest_of(folder: Path, *, beside: Sequence[str] = ()) -> str:
     """Digest of names, modes and contents of all files, without some of the entries at the top."""
     digest = hashlib.sha256()
     for path, name in _walk(folder, lambda name: name not in beside):
-        content = b"" if path.is_dir() else path.read_bytes() if path.is_file() else b"?"
-        if path.is_symlink():
-            content = os.fsencode(os.readlink(path))
-        digest.update(f"{name}\0{path.lstat().st_mode & 0o100:o}\0{len(content)}\0".encode("utf-8", "surrogateescape"))
-        digest.update(content)
+        try:
+            found = path.lstat()
+            link = os.fsencode(os.readlink(path)) if stat.S_ISLNK(found.st_mode) else b""
+            size = found.st_size if stat.S_ISREG(found.st_mode) else len(link)
+            digest.update(f"{name}\0{found.st_mode & 0o100:o}\0{size}\0".encode("utf-8", "surrogateescape"))
+            digest.update(link)
+            if stat.S_ISREG(found.st_mode):
+                with path.open("rb") as content:
+                    while piece := content.read(2**20):
+                        digest.update(piece)
+            elif not link and not stat.S_ISDIR(found.st_mode):
+                raise TaskError(f"{path}: expected a file, a directory or a link, found something else")
+        except OSError as error:
+            raise TaskError(f"{path}: expected a file that can be read, found {brief(str(error))}") from error
     return digest.hexdigest()
 
 

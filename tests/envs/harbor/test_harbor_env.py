@@ -309,6 +309,12 @@ CMD ["bash"]
         ("COPY nothing /x", r"Dockerfile:2: COPY: environment/ has no 'nothing'"),
         ("COPY ../task.toml /x", r"Dockerfile:2: COPY: expected files below environment/"),
         ("FROM other", r"Dockerfile:2: FROM: expected one stage"),
+        ("COPY etc/hostname /x", r"Dockerfile:2: COPY: expected files below environment/, found .* behind a link"),
+        ("COPY etc/host* /x", r"Dockerfile:2: COPY: expected files below environment/, found .* behind a link"),
+        ("COPY --chmod=u+x etc /x", r"Dockerfile:2: COPY: '--chmod=u\+x'"),
+        ("COPY --chmod=77777 etc /x", r"Dockerfile:2: COPY: '--chmod=77777'"),
+        ("ENV =value", r"Dockerfile:2: ENV: expected NAME=VALUE, found '=value'"),
+        ("ENV NAME=\0", r"Dockerfile: expected a text without null characters"),
         ("USER nobody", r"Dockerfile:2: USER: expected root, found 'nobody'"),
         ("ADD https://example.org/x /x", r"Dockerfile:2: ADD: expected files of the task, found an address"),
         ("SHELL ['x']", r"Dockerfile:2: SHELL: .* without a daemon; .*build='docker'"),
@@ -317,9 +323,29 @@ CMD ["bash"]
 def test_what_a_dockerfile_may_not_say_is_named_with_its_line(
     sandboxes: None, tmp_path: Path, line: str, words: str
 ) -> None:
-    env = toy(write_task(tmp_path / "toy", dockerfile=f"FROM debian\n{line}\n"))
+    folder = write_task(tmp_path / "toy", dockerfile=f"FROM debian\n{line}\n")
+    (folder / "environment" / "etc").symlink_to("/etc")
+    env = toy(folder)
     with pytest.raises(DockerfileError, match=words):
         env.reset()
+    env.close()
+
+
+def test_commands_and_places_are_read_as_docker_reads_them(sandboxes: None, tmp_path: Path) -> None:
+    dockerfile = """FROM debian
+WORKDIR /srv/app
+ENV PATH=/srv/app/bin:$PATH
+RUN [ -e missing ] || touch made
+RUN bash -c 'cat <<< "hello" > said'
+COPY one ../two
+ADD <<END /srv/three
+three
+END
+"""
+    env = toy(write_task(tmp_path / "toy", dockerfile=dockerfile, files={"environment/one": "two\n"}))
+    env.reset()
+    shown = env.step("cat made said ../two /srv/three; [[ $PATH == /srv/app/bin:?*/bin* ]] && echo found")[0]
+    assert shown.splitlines()[2:-1] == ["hello", "two", "three", "found"]
     env.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from task_folders import TOML, write_task
 from sandboxgym import TaskNotFound
 from sandboxgym.envs.harbor import dockerfile, grading, needs
 from sandboxgym.envs.harbor.dockerfile import DockerfileError, parse
+from sandboxgym.envs.harbor.expert import actions
 from sandboxgym.envs.harbor.needs import Needs
 from sandboxgym.envs.harbor.tasks import MINI, TaskError, TaskUnsupported, open_tasks, read_task
 
@@ -94,6 +96,50 @@ def test_what_is_no_folder_of_tasks_is_refused(tmp_path: Path) -> None:
     for wrong, kind in ((tmp_path, TaskError), (tmp_path / "none", TaskError), (b"x", TypeError), (3, TypeError)):
         with pytest.raises(kind, match="tasks: expected"):
             open_tasks(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["task.toml", "instruction.md", "tests", "tests/test.sh", "environment", "environment/Dockerfile", "solution"],
+)
+def test_what_leads_out_of_a_task_is_refused(tmp_path: Path, name: str) -> None:
+    folder, outside = write_task(tmp_path / "toy"), tmp_path / "outside"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(TaskError, match=f"{name}.*: expected a part of the task, found a link that leads out of it"):
+        open_tasks(folder)
+
+
+def test_a_link_to_a_task_is_one(tmp_path: Path) -> None:
+    write_task(tmp_path / "stored" / "toy")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "linked").symlink_to(tmp_path / "stored" / "toy")
+    assert open_tasks(tmp_path / "tasks")[0].id == "linked"
+
+
+def test_solutions_hold_no_file_from_elsewhere(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "toy")
+    (folder / "solution" / "key").symlink_to("/etc/hostname")
+    with pytest.raises(TaskError, match="key: expected a part of the solution, found a link that leads out of it"):
+        actions(open_tasks(folder)[0])
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_copied(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "toy")
+    os.mkfifo(folder / "tests" / "pipe")
+    with pytest.raises(TaskError, match="pipe: expected a file, a directory or a link"):
+        _ = open_tasks(folder)[0].digest
+    (folder / "instruction.md").unlink()
+    os.mkfifo(folder / "instruction.md")
+    with pytest.raises(TaskError, match=r"instruction\.md: expected a file of at most"):
+        open_tasks(folder)
+
+
+def test_names_and_numbers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="expected the name of a task in UTF-8"):
+        open_tasks(write_task(tmp_path / os.fsdecode(b"toy\xff")))
+    with pytest.raises(TaskError, match="expected TOML, found 'Exceeds the limit"):
+        open_tasks(write_task(tmp_path / "toy", toml=f"{TOML}number = {'9' * 5000}\n"))
 
 
 def test_a_task_that_needs_more_than_there_is_does_not_spoil_its_folder(tmp_path: Path) -> None:
