@@ -238,6 +238,8 @@ def test_tasks_are_listed_and_played_by_split_and_index(env: Client, server: Ser
     status, told = server.get("/Another-v0/splits")
     assert status == 404 and "expected Trouble-v0, found 'Another-v0'" in told["detail"]
     assert env.reset(split="other", index=0).info["task_id"] == "task 2"
+    with refused("VALIDATION_ERROR", "expected the name of a split, found '/etc'"):
+        env.reset(split="/etc", index=0)
     with refused("EXECUTION_ERROR", "expected a task from 0 to 2, found 7"):
         env.reset(task=7)
     with refused("EXECUTION_ERROR", "expected a reset before the first step"):  # there is no episode after that
@@ -255,6 +257,12 @@ def test_http_plays_the_session_that_it_names(server: Server) -> None:
     assert status == 200 and first["observation"]["observation"].startswith("task 0")
     assert server.get("/step", {**session, "action": {"action": "one"}, "timeout_s": 3})[1]["reward"] == 1.0
     assert server.get("/snapshot", session)[1]["snapshot"] == "s1"
+    half = "\ud800"  # of a pair: no UTF-8, but JSON has an escape for it
+    assert server.get("/step", {**session, "action": {"action": half}})[1]["observation"]["info"]["said"] == [
+        "one",
+        half,
+    ]
+    assert server.get("/restore", {**session, "snapshot": "s1"})[0] == 200
     assert server.get("/step", {**session, "action": {"action": "two"}})[1]["observation"]["info"]["said"] == [
         "one",
         "two",
@@ -271,8 +279,9 @@ def test_http_plays_the_session_that_it_names(server: Server) -> None:
     }
     called = rpc("tools/call", name="act", arguments={"action": "three"}, **session)
     assert called["data"]["observation"]["info"]["said"] == ["one", "three"]
+    assert rpc("tools/call", name="act", arguments={"action": half}, **session)["data"]["done"] is False
     with Client(server.url, session=session["session_id"]) as attached:
-        assert attached.state()["step_count"] == 2
+        assert attached.state()["step_count"] == 3
         with refused("SESSION_ERROR", "expected a session without a connection"):
             Client(server.url, session=session["session_id"]).state()
     time.sleep(0.2)
@@ -493,6 +502,9 @@ def test_bad_http_requests_have_a_status_and_words(server: Server) -> None:
         ("/fork", {}, 409, "without a session"),
         ("/state?session_id=none", None, 404, "it may have ended"),
         ("/Trouble-v0/tasks", {"split": 3}, 422, "expected split as text"),
+        ("/Trouble-v0/tasks", {"split": "/etc"}, 422, "expected the name of a split, found '/etc'"),
+        ("/Trouble-v0/num_tasks", {"split": "../secret"}, 422, "expected the name of a split"),
+        ("/Trouble-v0/task", {"split": Path(__file__).parent.name, "index": 0}, 422, "expected the name of a split"),
         ("/Trouble-v0/task", {"split": "default"}, 422, "expected an index, found none"),
         ("/Trouble-v0/task", {"split": "default", "index": True}, 422, "as integers"),
     ]:

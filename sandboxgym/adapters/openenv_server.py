@@ -417,7 +417,7 @@ class _Served:
         finally:
             if temporary is not None:
                 await self.sessions.ended(temporary, "it was for one call")
-        text = json.dumps(told, ensure_ascii=False)
+        text = _text(told)
         return {
             "content": [{"type": "text", "text": text}],
             "structured_content": told,
@@ -536,7 +536,7 @@ class _Served:
         return listed if what == "task_range" else {**listed, "env_name": self.name}
 
 
-def _text(answer: Answer) -> str:
+def _text(answer: Any) -> str:
     return json.dumps(answer)  # ASCII: a lone surrogate of an observation cannot be sent otherwise
 
 
@@ -614,7 +614,7 @@ def application(
         ValueError: an environment has no snapshots.
     """
     from starlette.applications import Starlette
-    from starlette.responses import JSONResponse
+    from starlette.responses import Response
     from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
     sessions = Sessions(makers, limits or Limits())
@@ -636,7 +636,7 @@ def application(
             if status != 200:
                 log.info("%s %s: %d: %s", request.method, brief(request.url.path, 80), status, told)
                 told = {"detail": told}
-            return JSONResponse(told, status_code=status)
+            return Response(_text(told), status_code=status, media_type="application/json")
 
         return endpoint
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import operator
+import os
 import re
 import secrets
 import time
@@ -43,6 +44,7 @@ MOST_FORKS = 64
 """Sessions that one call creates."""
 MOST_ROWS = 1000
 """Tasks of one answer."""
+_SPLIT_NAME = r"\w[\w.:-]{0,127}"
 SPLIT = "default"
 """Name of the tasks of an environment as it was made: ``env.tasks()``."""
 
@@ -468,11 +470,14 @@ def brief_text(error: BaseException | None) -> str:
 
 
 def rows(env: gym.Env[Any, Any], split: str) -> Sequence[Task]:
-    """The tasks of a split.
+    """The tasks of a split, which environments may also take from files: a client must not name those.
 
     Raises:
         NotImplementedError: the environment has no tasks.
+        Refused: the split is no name, or that of a file of this machine.
     """
+    if not re.fullmatch(_SPLIT_NAME, split) or os.path.lexists(split):
+        raise Refused("VALIDATION_ERROR", f"expected the name of a split, found {brief(split, 80)}")
     base = env.unwrapped
     if not isinstance(base, TaskEnv):
         raise NotImplementedError(f"expected an environment with tasks, found {type(base).__name__}, which has none")

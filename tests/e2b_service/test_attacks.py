@@ -87,6 +87,16 @@ def test_a_sandbox_is_not_used_without_its_token(box: Any) -> None:
     assert envd(box, "/process.Process/List", "{}", **{"E2b-Sandbox-Port": "22"}).status_code == 502
 
 
+def test_a_wrong_signature_wakes_up_no_paused_sandbox(e2b: Any, service: Server) -> None:
+    box = e2b.Sandbox.create(timeout=60, lifecycle={"on_timeout": "pause", "auto_resume": True})
+    box.pause()
+    for method in ("GET", "POST", "DELETE"):
+        headers = {"E2b-Sandbox-Id": box.sandbox_id}
+        answer = httpx.request(method, f"{service.url}/files?path=a&signature=v1_x", headers=headers)
+        assert answer.status_code == 401
+    assert box.get_info().state.value == "paused"
+
+
 @pytest.mark.parametrize(
     ("data", "kind", "says"),
     [
