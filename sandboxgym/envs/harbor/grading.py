@@ -5,7 +5,8 @@
 2. As in Harbor, ``/tests/test.sh`` runs in the task's directory, its output goes to ``/logs/verifier/test-stdout.txt``,
    and the reward is read from ``/logs/verifier/reward.json`` if it exists, else from ``reward.txt``. What was in
    ``/logs/verifier`` before is deleted.
-3. What an agent leaves behind can take part in the tests, as in Harbor: they run as root in the agent's container.
+3. What an agent leaves behind can take part in the tests, as in Harbor: they run as root in the agent's container. A
+   process that keeps writing rewards is noticed, and earns none; one that does so once, at the right time, is not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import secrets
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,11 +24,14 @@ from sandboxgym.brief import brief
 from sandboxgym.envs.harbor.dockerfile import NotWritten, put, tree
 from sandboxgym.envs.harbor.needs import STAND_INS, Needs, stand_ins
 from sandboxgym.envs.harbor.tasks import HarborTask
+from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
 
 _REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 _LIMIT = 100_000
 """Bytes that a file with a reward may have."""
+_REWRITTEN_WITHIN = 0.05
+"""Seconds in which a process that keeps writing rewards has written another one."""
 _SHOWN = 20_000
 """Bytes of the tests' output that a verdict keeps."""
 
@@ -79,6 +85,8 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
     if done.timed_out:
         return Verdict(0.0, "tests time out", output=f"the tests took more than {task.verifier_seconds:g} seconds")
     rewards, why = _rewards(sandbox)
+    if rewards is not None and (path := _rewritten(sandbox)):
+        rewards, why = None, f"something else than the tests writes {path}"
     if rewards is None:
         return Verdict(0.0, "no reward", output=f"{why}; the tests printed:\n{done.output}")
     try:
@@ -109,13 +117,13 @@ def prepare(sandbox: Sandbox, task: HarborTask, needs: Needs) -> None:
     )
     if done.exit_code:
         raise NotWritten(f"/tests and /logs/verifier could not be emptied: {done.output[-500:].strip()}")
-    for path in _REWARDS:  # `rm` is the agent's, too
-        with contextlib.suppress(FileNotFoundError):
-            sandbox.read_file(path, limit=_LIMIT)
-            raise NotWritten(f"{path} could not be deleted")
     put(sandbox, tree(task.tests, "/tests"), through="/tests")
     if extra := stand_ins(needs):
         put(sandbox, list(extra.items()), mode=0o755, through="/tests")
+    for path in _REWARDS:  # `rm` is the agent's, too, and so are processes that run
+        with contextlib.suppress(FileNotFoundError):
+            sandbox.read_file(path, limit=_LIMIT)
+            raise NotWritten(f"{path} is there before the tests have run")
 
 
 def _rewards(sandbox: Sandbox) -> tuple[dict[str, float] | None, str]:
@@ -137,6 +145,23 @@ def _rewards(sandbox: Sandbox) -> tuple[dict[str, float] | None, str]:
             return None, f"{path}: expected finite numbers, found {brief(found, 80)}"
         return {name: value for name, value in numbers.items() if value is not None}, ""
     return None, f"the tests wrote neither {' nor '.join(_REWARDS)}"
+
+
+def _rewritten(sandbox: Sandbox) -> str:
+    """Name of a reward that a process writes again and again, whatever the tests wrote; empty if there is none."""
+    content, path = secrets.token_hex(16).encode(), ""
+    try:
+        for path in _REWARDS:
+            sandbox.write_file(path, content)
+        time.sleep(_REWRITTEN_WITHIN)
+        for path in _REWARDS:
+            if sandbox.read_file(path, limit=_LIMIT) != content:
+                return path
+    except OSError as error:  # it is gone, or something else
+        if isinstance(error, SandboxError):
+            raise
+        return path
+    return ""
 
 
 def _number(value: object) -> float | None:

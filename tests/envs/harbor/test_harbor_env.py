@@ -219,6 +219,25 @@ def test_programs_that_an_agent_breaks_earn_nothing_and_do_not_hide_the_failure(
     env.close()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        "echo 1 > $reward",
+        "echo 1 > /app/one; mv -f /app/one $reward",
+        "[[ -s $reward ]] && echo 1 > $reward",
+        "[[ -s $reward ]] && echo 1 > /app/one && mv -f /app/one $reward",
+        "[[ -s $reward ]] && echo 1 > /logs/verifier/reward.json",
+    ],
+)
+def test_a_process_that_keeps_writing_rewards_earns_none(sandboxes: None, tmp_path: Path, write: str) -> None:
+    env = toy(write_task(tmp_path / "toy"))
+    env.reset()
+    env.step(f"reward=/logs/verifier/reward.txt; (while :; do {write}; done) > /dev/null 2>&1 &")
+    _, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"], info["masked"]) == (0.0, "no reward", False), env.unwrapped.verdict  # type: ignore[attr-defined]
+    env.close()
+
+
 def test_the_editor_works_without_the_directory_of_the_task(sandboxes: None, tmp_path: Path) -> None:
     env = toy(write_task(tmp_path / "toy"), tools="swe-agent")
     env.reset()
