@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
 import logging
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from components import missing
 
-from sandboxgym.adapters.harbor import SandboxEnvironment
+from sandboxgym.adapters.harbor import SandboxEnvironment, unpack
 
 sys.path.insert(0, str(Path(__file__).parent / "envs" / "harbor"))
 from task_folders import write_task
@@ -23,6 +25,28 @@ def test_without_harbor_it_says_what_to_install() -> None:
         pytest.skip("harbor is installed")
     with pytest.raises(ImportError, match="pip install harbor"):
         SandboxEnvironment()
+
+
+def test_what_leads_out_of_a_download_is_left_out(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, kind, link in [
+            ("./file", tarfile.REGTYPE, ""),
+            ("../escaped", tarfile.REGTYPE, ""),
+            ("link", tarfile.SYMTYPE, "/etc/hostname"),
+            ("up", tarfile.SYMTYPE, ".."),
+            ("up/through", tarfile.REGTYPE, ""),
+            ("hard", tarfile.LNKTYPE, "../escaped"),
+            ("hard-link", tarfile.LNKTYPE, "link"),
+            ("pipe", tarfile.FIFOTYPE, ""),
+        ]:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, link
+            archive.addfile(member)
+    unpack(stream.getvalue(), tmp_path / "down")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        *("down", "down/file", "down/up", "down/up/through"),
+    ]
 
 
 @pytest.fixture
@@ -61,8 +85,14 @@ def test_files_and_commands_go_in_and_out(trial: Any, tmp_path: Path) -> None:
         await trial.download_dir("/data", tmp_path / "down")
         await trial.download_file("/one", tmp_path / "down" / "one")
         assert (tmp_path / "down" / "deep" / "file").read_text() == (tmp_path / "down" / "one").read_text() == "content"
+        await trial.exec("ln -s /etc/hostname /data/host; mkfifo /data/pipe; mkdir -p /tmp/.download.tar/x")
+        await trial.download_dir("/data", tmp_path / "again")
+        assert [path.name for path in (tmp_path / "again").iterdir()] == ["deep"]
         with pytest.raises(TimeoutError, match="more than 1 seconds"):
             await trial.exec("sleep 30", timeout_sec=1)
+        await trial.exec("rm -rf /app")
+        assert (await trial.exec("pwd")).return_code == 126
+        assert (await trial.exec("pwd", cwd="/")).stdout == "/\n"
         await trial.stop(delete=True)
 
     asyncio.run(play())

@@ -60,6 +60,23 @@ async def test_words_are_passed_as_they_are(sandbox_env: Any) -> None:
     assert (await sandbox_env.exec(["ls", "-A", "/tmp"])).stdout.count(".sandboxgym-") == 1  # of the ls itself
 
 
+async def test_a_directory_that_was_removed_is_an_exit_code(sandbox_env: Any) -> None:
+    from sandboxgym.adapters.inspect_ai import SandboxgymEnvironment
+    from sandboxgym.sandbox.sandbox import make_sandbox
+
+    await sandbox_env.exec(["mkdir", "/work"])
+    snapshot = sandbox_env.sandbox.snapshot()
+    with make_sandbox("overlay", workdir="/work") as sandbox:
+        sandbox.restore(snapshot)
+        made = SandboxgymEnvironment(sandbox, "/work")
+        assert (await made.exec(["rm", "-rf", "/work"])).success
+        result = await made.exec(["pwd"])
+        assert (result.success, result.returncode) == (False, 126) and "/work" in result.stderr
+        assert (await made.exec(["pwd"], cwd="/")).stdout == "/\n"
+        assert not (await made.exec(["ls", "-A", "/tmp"], cwd="/")).stdout.count(".sandboxgym-") > 1
+    snapshot.release()
+
+
 async def test_of_long_output_the_end_is_kept(sandbox_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from inspect_ai.util import SandboxEnvironmentLimits
 

@@ -14,12 +14,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import io
+import logging
+import os
+import secrets
 import shlex
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sandboxgym.brief import brief
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
 
 try:
@@ -30,7 +34,8 @@ except ImportError:  # said when one is made, so that the module can be looked a
     BaseEnvironment = None
 
 _T = TypeVar("_T")
-_ARCHIVE = "/tmp/.download.tar"
+log = logging.getLogger("sandboxgym")
+_NO_DIRECTORY = 126  # the exit code of Docker's exec
 _LARGEST = 2**30  # bytes that are downloaded
 _PATIENCE = 86_400.0  # seconds of a command without a limit: trials have limits of their own
 
@@ -117,11 +122,13 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         user = self._resolve_user(user)
         if user not in (None, 0, "0", "root"):
             command = f"exec runuser -u {shlex.quote(str(user))} -- bash -c {shlex.quote(command)}"
-        done = await self._in_thread(
-            lambda: self._live.run(
-                command, cwd=cwd or self.task_env_config.workdir, env=self._merge_env(env), timeout=timeout_sec
+        where = cwd or self.task_env_config.workdir
+        try:
+            done = await self._in_thread(
+                lambda: self._live.run(command, cwd=where, env=self._merge_env(env), timeout=timeout_sec)
             )
-        )
+        except (FileNotFoundError, NotADirectoryError) as error:  # the agent may have removed the directory
+            return ExecResult(stdout="", stderr=f"the command could not be run: {error}", return_code=_NO_DIRECTORY)
         if done.timed_out:
             raise TimeoutError(f"the command took more than {timeout_sec} seconds: {command[:200]}")
         return ExecResult(stdout=done.output, stderr="", return_code=done.exit_code)
@@ -148,14 +155,13 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Write the files below a directory of the sandbox to this machine; none leaves ``target_dir``."""
-        packed = await self.exec(f"tar -C {shlex.quote(source_dir)} -cf {_ARCHIVE} .", cwd="/")
+        name = f"/.download-{secrets.token_hex(8)}.tar"  # where nobody put something
+        packed = await self.exec(f"tar -C {shlex.quote(source_dir)} -cf {name} .", cwd="/")
         if packed.return_code:
             raise RuntimeError(f"{source_dir} cannot be read: {packed.stdout}")
-        content = await self._in_thread(lambda: self._live.read_file(_ARCHIVE, limit=_LARGEST))
-        await self.exec(f"rm {_ARCHIVE}", cwd="/")
-        Path(target_dir).mkdir(parents=True, exist_ok=True)
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(target_dir, filter="data")
+        content = await self._in_thread(lambda: self._live.read_file(name, limit=_LARGEST))
+        await self.exec(f"rm {name}", cwd="/")
+        unpack(content, Path(target_dir))
 
     # Beyond Harbor's interface.
 
@@ -203,3 +209,23 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         """Call something that blocks; one at a time, for a sandbox is not thread-safe."""
         async with self._busy:
             return await asyncio.to_thread(call)
+
+
+def unpack(content: bytes, target: Path) -> None:
+    """Write the members of an archive below a directory, but those that lead out of it, and what is no file.
+
+    An agent's link to ``/etc`` in its log directory must neither be followed nor end the trial.
+    """
+
+    def harmless(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
+        if member.islnk() and not os.path.lexists(os.path.join(place, member.linkname)):
+            return None  # tarfile would write what was left out in its place
+        try:
+            return tarfile.data_filter(member, place)
+        except tarfile.FilterError as error:
+            log.warning("not downloaded: %s", brief(str(error), 200))
+            return None
+
+    target.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        archive.extractall(target, filter=harmless)

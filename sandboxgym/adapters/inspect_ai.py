@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict
 from sandboxgym.sandbox.base import FileTooLarge, Limits, SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
+_NO_DIRECTORY = 126  # the exit code of Docker's exec
 _RUN = """\
 mapfile -d '' -t words < {folder}/words
 if [[ -z $(type -P -- "${{words[0]}}") && ! -e ${{words[0]}} ]]; then
@@ -148,11 +149,13 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
             if result.timed_out:
                 raise TimeoutError(f"the command was killed after {timeout} seconds")
             out, err = (self._output(f"{folder}/{name}") for name in ("out", "err"))
+        except (FileNotFoundError, NotADirectoryError) as error:  # the directory: it may have been removed
+            return ExecResult(False, _NO_DIRECTORY, "", f"the command could not be run: {error}")
         except SandboxError as error:
             raise SandboxUnavailableError(str(error)) from error
         finally:
             if not self.sandbox.closed:
-                self.sandbox.run(f"rm -rf {folder}", timeout=60)
+                self.sandbox.run(f"rm -rf {folder}", timeout=60, cwd="/")
         if result.exit_code == 126 and "ermission denied" in err + result.output:
             raise PermissionError(f"{cmd[0]}: {(err + result.output).strip()[-300:]}")
         return ExecResult(result.exit_code == 0, result.exit_code, out, err + result.output)
@@ -165,6 +168,6 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         except FileNotFoundError:  # it was never started
             return ""
         except FileTooLarge:
-            self.sandbox.run(f"tail -c {limit} {path} > {path}.end", timeout=60)
+            self.sandbox.run(f"tail -c {limit} {path} > {path}.end", timeout=60, cwd="/")
             data = self._read(f"{path}.end", limit)
         return data.decode("utf-8", "replace")
