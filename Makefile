@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # 10 seconds instead of 20.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-reference train test test-all test-failed test-vllm lint docs bench clean
+.PHONY: setup setup-reference train test test-all test-failed test-vllm test-adapters lint docs bench clean
 
 setup: $(STAMP)
 
@@ -41,7 +41,7 @@ test: setup
 # All tests. SANDBOXGYM_PARITY_DATA names the recordings, SANDBOXGYM_REQUIRE what must not be skipped.
 # A test that hangs fails after ten minutes and says where it was.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup
@@ -67,6 +67,32 @@ $(VLLM)/.installed: tests/name_vllm.py
 	$(VLLM)/bin/python tests/name_vllm.py
 	touch $@
 
+# Tests against the packages of other projects, each in an environment of its own, for their requirements exclude each other.
+OPENENV := .venv-openenv
+INSPECT := .venv-inspect
+VERIFIERS := .venv-verifiers
+test-adapters: setup $(OPENENV)/.installed $(INSPECT)/.installed $(VERIFIERS)/.installed
+	SANDBOXGYM_OPENENV=$(CURDIR)/$(OPENENV)/bin/python SANDBOXGYM_VERIFIERS=$(CURDIR)/$(VERIFIERS)/bin/python \
+		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 tests/test_openenv.py
+	SANDBOXGYM_REQUIRE=inspect-ai,mini-swe-agent \
+		$(INSPECT)/bin/python -m pytest --timeout 900 tests/test_inspect_ai.py tests/test_mini_swe_agent.py
+
+$(OPENENV)/.installed:
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip install --quiet openenv==0.10.0
+	touch $@
+
+$(INSPECT)/.installed:
+	test -x $(INSPECT)/bin/python || $(PYTHON) -m venv $(INSPECT)
+	$(INSPECT)/bin/python -m pip install --quiet --editable '.[sandbox]' inspect-ai==0.3.285 mini-swe-agent==2.4.6 \
+		pytest pytest-timeout
+	touch $@
+
+$(VERIFIERS)/.installed:
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet 'verifiers[openenv]==0.4.0' openenv==0.4.1 uv
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,4 +106,4 @@ bench: setup
 	$(BIN)/python -m sandboxgym.bench table --json runs/bench/table.json --write docs/performance.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OPENENV) $(INSPECT) $(VERIFIERS) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -28,6 +28,7 @@ _ENVS = {  # entry point and card, both below sandboxgym.envs, and step limit
     "sandboxgym/WebShop-v0": ("webshop.env:WebShopEnv", "webshop.card:CARD", 50),  # the BPO paper's
     "sandboxgym/WebShopBrowser-v0": ("webshop.browser:WebShopBrowserEnv", "webshop.card:BROWSER_CARD", 50),
     "sandboxgym/SWEBench-v0": ("swebench.env:SWEBenchEnv", "swebench.card:CARD", 25),  # the BPO paper's
+    "sandboxgym/Harbor-v0": ("harbor.env:HarborEnv", "harbor.card:CARD", 50),
 }
 
 log = logging.getLogger("sandboxgym")

@@ -8,6 +8,7 @@ Settings of trees, credit and baselines apply; loss, optimizer, sampling and mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.sampling.masks import without_masked
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import assign_credit
+from sandboxgym.brief import brief
 from sandboxgym.tree import RolloutTree, Schedule
 
 
@@ -60,8 +62,20 @@ class TreeAlgorithm:
         return make_schedule(self.args, seed, self.memory, tasks=tasks)
 
     def credit(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
-        """Set every edge's advantage and weight, and remember the batch for the next; masked episodes are dropped."""
+        """Set every edge's advantage and weight, and remember the batch for the next; masked episodes are dropped.
+
+        Raises:
+            ValueError: a reward is not a finite number. Nothing is remembered: the next batch is as if this one had not
+                been.
+        """
         kept = without_masked(trees)
+        for tree in kept:
+            for edge in tree.edges():
+                if not math.isfinite(edge.reward):
+                    raise ValueError(
+                        f"expected finite rewards, found {edge.reward} in tree {tree.index} after the action "
+                        f"{brief(edge.action.text, 80)}"
+                    )
         for edge in (edge for tree in kept for edge in tree.edges()):
             edge.reward -= self.args.invalid_penalty * (not edge.valid)
         if kept:

@@ -38,8 +38,8 @@ from sandboxgym.bench.tools.cheat_cases import Cheat, cases
 from sandboxgym.envs.swebench.grading import suspicion
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.tasks import Task, from_row, open_tasks
-from sandboxgym.envs.swebench.tools import MARKER
 from sandboxgym.envs.swebench.workspaces.workspace import forget_prepared
+from sandboxgym.sandbox.agent.tools import MARKER
 
 REPOSITORY = "sandboxgym-cheats"
 """Name of the image; its tag is the id of the process that made it."""

@@ -22,7 +22,7 @@ COMMANDS = {
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
     "serve": (
         "sandboxgym.cli.serve:main",
-        "serve WebShop to people, a sandbox to agents (MCP), sandboxes by E2B's API",
+        "serve environments (OpenEnv), a sandbox to agents (MCP), sandboxes (E2B), WebShop",
     ),
     "tree": ("sandboxgym.tree.page:main", "show rollout trees of a run or a file, as text or as a page"),
     "train": ("sandboxgym.cli.passing:train_main", "train a language model with rollout trees (bpo_ref)"),

@@ -304,7 +304,7 @@ def _data_line(env_id: str) -> str:
         found = data.parts_found(dataset)
         state = f"found ({', '.join(found)})" if found else f"not here: sandboxgym download {dataset.name}"
         return f"embedded; {dataset.name} {state}"
-    return ""
+    return card_of(env_id).ready
 
 
 def _creator(spec: EnvSpec) -> Any:

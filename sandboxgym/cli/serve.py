@@ -1,7 +1,7 @@
 """``sandboxgym serve webshop``: serve the shop as a website for people.
 
-``sandboxgym serve mcp`` serves a sandbox to agents, and ``sandboxgym serve e2b`` serves sandboxes to programs that use
-E2B's client library; see their ``--help``.
+``sandboxgym serve openenv`` serves environments to trainers, ``sandboxgym serve mcp`` a sandbox to agents, and
+``sandboxgym serve e2b`` sandboxes to programs that use E2B's client library; see their ``--help``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ def main(argv: Sequence[str]) -> int:
         from sandboxgym.cli import serve_mcp
 
         return serve_mcp.main(argv[1:])
+    if argv[:1] == ["openenv"]:
+        from sandboxgym.cli import serve_openenv
+
+        return serve_openenv.main(argv[1:])
     if argv[:1] == ["e2b"]:
         from sandboxgym.cli import serve_e2b
 

@@ -28,9 +28,10 @@ from sandboxgym.cli import FAILED, OK, CommandError
 from sandboxgym.cli.support.progress import progress
 from sandboxgym.cli.support.swebench_jobs import Answer, Job, carry_out
 from sandboxgym.cli.support.terminal import harmless, nbytes_text
-from sandboxgym.envs.swebench.rows import arguments, record
+from sandboxgym.envs.swebench.rows import record
 from sandboxgym.envs.swebench.rows.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
 from sandboxgym.sandbox import backends
+from sandboxgym.sandbox.agent import arguments
 from sandboxgym.sandbox.base import SandboxError, SandboxUnavailable
 from sandboxgym.system import interpreter
 

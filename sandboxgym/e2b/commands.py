@@ -40,6 +40,7 @@ MOST_COMMANDS = 256
 _CHUNK = 1 << 15
 _WAITING = 16  # chunks for one client, above which the command waits
 _STARTING = 20.0  # seconds
+_LONGEST_LINE = 200  # bytes of what a command's subshell tells
 _NAME = re.compile(r"[^-=\0][^=\0]*")  # what begins with a hyphen would be an option of `env`
 _NO_FOLDER, _NO_PIPES = 91, 92
 
@@ -309,7 +310,8 @@ class Commands:
             self._publish(command, name, data)
 
     def _told(self, command: Command, data: bytes) -> None:
-        *lines, command.told = (command.told + data[:200]).split(b"\n")
+        *lines, rest = (command.told + data[:_LONGEST_LINE]).split(b"\n")
+        command.told = rest[:_LONGEST_LINE]  # programs inside can write here, too, and without an end of line
         for line in lines:
             match line.split():
                 case [b"start", pid, holder] if pid.isdigit() and holder.isdigit() and not command.started.is_set():
@@ -318,8 +320,10 @@ class Commands:
                 case [b"end", code] if code.isdigit():
                     with contextlib.suppress(OSError, SandboxError):
                         seen = self._open_pipe(f"{command.folder}/seen", write=True)
-                        os.write(seen, b"\n")
-                        os.close(seen)
+                        try:
+                            os.write(seen, b"\n")
+                        finally:  # programs inside can have filled it
+                            os.close(seen)
                     self.end(command, int(code[:4]))
                     return
 

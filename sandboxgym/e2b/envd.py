@@ -76,7 +76,10 @@ async def answer(request: Request, service: Service, name: str, port: int) -> Re
     path = request.url.path
     if path == "/health":
         return Response(status_code=204)
-    if path != "/files" or "signature" not in request.query_params:
+    if path == "/files" and "signature" in request.query_params:
+        if not _signed(box, request.query_params, "write" if request.method == "POST" else "read"):
+            return _plain(401, "the signature is not that of this path, operation and user, or has expired")
+    else:
         given = request.headers.get("x-access-token", "")
         if not secrets.compare_digest(given.encode(), box.token.encode()):
             return _plain(
@@ -372,8 +375,6 @@ async def _files(request: Request, service: Service, box: Box) -> Response:
     query = request.query_params
     user = query.get("username")
     writes = request.method == "POST"
-    if "signature" in query and not _signed(box, query, "write" if writes else "read"):
-        return _plain(401, "the signature is not that of this path, operation and user, or has expired")
     try:
         if writes:
             return JSONResponse([_info(path) for path in await _upload(request, service, box, user)])

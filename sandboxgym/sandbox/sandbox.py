@@ -236,6 +236,11 @@ class Sandbox:
         """True after `close`."""
         return not self._end.alive
 
+    @property
+    def workdir(self) -> str:
+        """Directory that the shell and `run` start in."""
+        return self._workdir
+
     def start(self) -> Self:
         """Start processes and shell now rather than at the first use. Idempotent.
 

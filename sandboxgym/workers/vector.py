@@ -201,6 +201,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         Raises:
             EpisodeOver: one of them is not `active`; none was stepped.
         """
+        if mask is None and self._all_here():
+            return self._step_here(self._actions(actions))
         chosen = self._chosen(mask)
         active = self._active.tolist()
         over = [index for index in chosen if not active[index]]
@@ -229,6 +231,38 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             finals = {i: {"final_obs": self._observations[i], "final_info": infos[i]} for i in ended}
             infos.update({i: {**info, **finals[i]} for i, info in self._reset(ended).items()})
         return self._observe(), rewards, terminated, truncated, self._batched(infos)
+
+    def _all_here(self) -> bool:
+        """True if every environment can be stepped in this thread, and what follows a step is the step alone."""
+        worker = self._workers[0]
+        return (
+            len(self._workers) == 1
+            and isinstance(worker, InlineWorker)
+            and worker.alive
+            and not (self._checkpoint_every or self._autoreset or self.closed)
+            and self._generations == [worker.generation] * self.num_envs
+            and bool(self._active.all())
+        )
+
+    def _step_here(self, actions: Sequence[Any]) -> tuple[Any, Floats, Bools, Bools, Infos]:
+        """Step all environments, one after the other in this thread: `step` without what only workers need."""
+        worker, failed = self._workers[0], {}
+        assert isinstance(worker, InlineWorker)
+        transitions = worker.step_all(actions)
+        for index, transition in enumerate(transitions):
+            if isinstance(transition, Exception):
+                failed[index] = transition
+                transitions[index] = (self._observations[index], 0.0, False, True, self._infos[index])
+        observations, rewards, terminated, truncated, told = zip(*transitions)
+        self._observations[:], self._infos[:] = observations, told
+        self._rewards[:], self._terminations[:], self._truncations[:] = rewards, terminated, truncated
+        self._active = ~(self._terminations | self._truncations)
+        self._since_durable = [steps + 1 for steps in self._since_durable]
+        infos = dict(enumerate(told))
+        for index, error in failed.items():
+            self._fail(index, "step", error, infos)
+        flags = self._terminations.copy(), self._truncations.copy()
+        return self._observe(), self._rewards.copy(), *flags, self._batched(infos)
 
     def render(self) -> tuple[Any, ...]:
         """Rendered frames of every environment."""

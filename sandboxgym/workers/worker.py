@@ -295,6 +295,18 @@ class InlineWorker(Worker):
                 outcomes[key] = Outcome(None, error)
         return outcomes
 
+    def step_all(self, actions: Sequence[Any]) -> list[Any]:
+        """Step the environments of the slots 0, 1, …, each with its action; a transition or an exception each."""
+        assert self._host is not None
+        step = self._host.step
+        found: list[Any] = []
+        for slot, action in enumerate(actions):
+            try:
+                found.append(step(slot, action))
+            except Exception as error:
+                found.append(error)
+        return found
+
     def _start(self) -> None:
         self._host = Host(keep=self._keep, ships=False)
 

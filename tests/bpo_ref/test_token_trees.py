@@ -229,6 +229,19 @@ def test_an_answer_that_cannot_be_right_is_an_error_and_no_row(player: Players, 
         asyncio.run(rollout_async(player.envs, policy, algorithm("rloo").schedule((0,), [0]), tasks=[0]))
 
 
+def test_a_reward_that_is_no_number_is_an_error_and_not_remembered(player: Players) -> None:
+    rule = algorithm("rloo-pooled")
+    trees, _ = player.grow(rule)
+    before = rule.state()
+    trees[1].paths[0].edges[0].reward = float("nan")
+    with pytest.raises(ValueError, match="expected finite rewards, found nan in tree 1 after the action"):
+        TreeAlgorithm.credit(rule, trees)
+    assert rule.state() == before
+    trees[1].paths[0].edges[0].advantage = float("inf")
+    with pytest.raises(ValueError, match=r"expected finite advantages, found inf with weight .* in path 0 of tree 1"):
+        token_rows(trees)
+
+
 def test_an_episode_ends_where_the_context_has_no_room_left(player: Players) -> None:
     trees, engine = player.grow(algorithm("rloo"), context=150)
     lengths = [len(row.prompt + row.response) for row in token_rows(trees, credited=False)]

@@ -144,11 +144,15 @@ def test_doctor_begins_with_what_can_be_run():
     ok = [Finding(name, "ok", "here", "") for name in ("extra:webshop", "extra:swebench", "extra:train", "overlay")]
     gpu = Finding("gpu", "ok", "NVIDIA H100", "")
     lines = summary([*ok, gpu, Finding("docker", "missing", "", "", "start it")])
-    assert [line[:2] for line in lines] == [(n, "ready") for n in ("ALFWorld", "WebShop", "SWE-bench", "Training")]
-    assert lines[2][2] == "embedded tasks in sandboxes of overlay" and lines[3][2] == "on NVIDIA H100"
+    assert [line[:2] for line in lines] == [
+        (n, "ready") for n in ("ALFWorld", "WebShop", "SWE-bench", "Harbor", "Training")
+    ]
+    assert lines[2][2] == "embedded tasks in sandboxes of overlay" and lines[4][2] == "on NVIDIA H100"
     bare = [Finding(f"extra:{name}", "missing", "", "") for name in ("webshop", "swebench", "train")]
     assert [line[1:] for line in summary(bare)[1:]] == [
-        ("not ready", f"pip install 'sandboxgym[{name}]'") for name in ("webshop", "swebench", "train")
+        *(("not ready", f"pip install 'sandboxgym[{name}]'") for name in ("webshop", "swebench")),
+        ("not ready", "no sandbox works: "),
+        ("not ready", "pip install 'sandboxgym[train]'"),
     ]
     none = [*ok[:2], Finding("overlay", "missing", "", "", "be root"), Finding("docker", "missing", "", "", "start it")]
     assert summary(none)[2] == ("SWE-bench", "not ready", "no sandbox works: be root")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import struct
 import time
@@ -13,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from e2b_service.conftest import KEYS, Server
+
+from sandboxgym.e2b.commands import Commands
 
 PLANE = {"X-API-Key": KEYS[0]}
 
@@ -85,6 +89,16 @@ def test_a_sandbox_is_not_used_without_its_token(box: Any) -> None:
         headers = {"E2b-Sandbox-Id": box.sandbox_id, "X-Access-Token": token}
         assert httpx.get(f"{box.envd_api_url}/files?path=/etc/passwd", headers=headers).status_code == 401
     assert envd(box, "/process.Process/List", "{}", **{"E2b-Sandbox-Port": "22"}).status_code == 502
+
+
+def test_a_wrong_signature_wakes_up_no_paused_sandbox(e2b: Any, service: Server) -> None:
+    box = e2b.Sandbox.create(timeout=60, lifecycle={"on_timeout": "pause", "auto_resume": True})
+    box.pause()
+    for method in ("GET", "POST", "DELETE"):
+        headers = {"E2b-Sandbox-Id": box.sandbox_id}
+        answer = httpx.request(method, f"{service.url}/files?path=a&signature=v1_x", headers=headers)
+        assert answer.status_code == 401
+    assert box.get_info().state.value == "paused"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +222,38 @@ def test_programs_that_fight_their_own_sandbox_harm_no_other(e2b: Any, box: Any)
 
 
 @pytest.mark.slow
+def test_what_programs_write_into_the_pipe_of_the_subshell_is_not_kept() -> None:
+    commands = Commands(lambda path, **options: 0)
+    command = commands.new({"cmd": "sh"}, tag=None, takes_input=False)
+    for _ in range(1000):
+        commands._told(command, b"x" * 200)
+    assert len(command.told) <= 400
+    commands._told(command, b"\nstart 7 0\n")
+    assert command.pid == 7
+
+
+def test_a_pipe_that_programs_have_filled_costs_no_descriptor() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    opened: list[int] = []
+
+    def open_pipe(path: str, **options: Any) -> int:
+        opened.append(os.dup(writing))
+        return opened[-1]
+
+    commands = Commands(open_pipe)
+    command = commands.new({"cmd": "sh"}, tag=None, takes_input=False)
+    commands._told(command, b"end 0\n")
+    assert command.ended.is_set() and len(opened) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_command_that_prints_faster_than_it_is_read_waits(e2b: Any, box: Any) -> None:
     handle = box.commands.run("yes", background=True)
     time.sleep(1)

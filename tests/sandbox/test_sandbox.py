@@ -398,3 +398,23 @@ def test_environment_and_directory(make: Maker, monkeypatch: pytest.MonkeyPatch)
         assert "PAGER=cat" in lines
         assert lines[-1].endswith("/tmp")
         assert not any("SECRET_OF_THE_HOST" in line for line in lines)
+
+
+def test_a_directory_that_was_removed_stops_neither_a_restore_nor_another_shell(make: Maker) -> None:
+    made = make()
+    made.execute("mkdir -p work")
+    start = made.snapshot()
+    box = make(workdir="/work")
+    box.restore(start)
+    box.execute("export KEPT=yes; cd work; rm -rf ../work")
+    box.execute("exit")
+    assert box.execute("echo $KEPT").output == "yes\n"
+    gone = box.snapshot()
+    box.execute("KEPT=no")
+    box.restore(gone)
+    assert box.execute("echo $KEPT").output == "yes\n"
+    box.restore(start)
+    box.execute("rm -rf work; exit")
+    assert box.execute("echo $KEPT").output == "\n"
+    start.release()
+    gone.release()

@@ -8,7 +8,7 @@ What this module promises:
 3. A row's advantages are ours, token by token: ``weight * advantage`` of the action that a token belongs to, times one
    factor for the whole batch, with which the mean over all sampled tokens is our loss; 0 where nothing was sampled.
 4. An engine's answer that cannot be what was asked for (no token, too many, log-probabilities of another number of
-   tokens) is an `EngineError`, never a row.
+   tokens) is an `EngineError`, never a row; nor is an advantage that is not a finite number.
 
 `sandboxgym.adapters.verl` and `sandboxgym.adapters.skyrl` are made of it; credit is any `Algorithm`, such as
 `bpo_ref.adapters.algorithm.TreeAlgorithm`.
@@ -174,6 +174,9 @@ def token_rows(trees: Iterable[RolloutTree], *, credited: bool = True) -> list[T
     Args:
         trees: grown by a `TokenPolicy`.
         credited: False: keep all paths, with advantages of 0, to evaluate.
+
+    Raises:
+        ValueError: an advantage or a weight is not a finite number; a trainer would learn nothing, or lose its model.
     """
     rows = [row for tree in trees for number, path in enumerate(tree.paths) for row in _rows_of(tree, number, path)]
     if not credited:
@@ -184,7 +187,13 @@ def token_rows(trees: Iterable[RolloutTree], *, credited: bool = True) -> list[T
     scale = sum(edge.action.tokens for edge in trained) / mass if mass else 0.0
     for row in rows:
         for edge, span in _spans(row):
-            row.advantages[span] = [scale * edge.weight * edge.advantage] * edge.action.tokens
+            advantage = scale * edge.weight * edge.advantage
+            if not math.isfinite(advantage):
+                raise ValueError(
+                    f"expected finite advantages, found {edge.advantage} with weight {edge.weight} "
+                    f"in path {row.number} of tree {row.tree}"
+                )
+            row.advantages[span] = [advantage] * edge.action.tokens
     return rows
 
 

@@ -17,15 +17,12 @@ from typing import Any, ClassVar, Literal, Self, SupportsIndex, get_args
 from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import SnapshotSpec
-from sandboxgym.envs.swebench import tools
 from sandboxgym.envs.swebench.card import CARD
-from sandboxgym.envs.swebench.editor import Editor
 from sandboxgym.envs.swebench.expert import Expert
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.grading.durations import without_durations
 from sandboxgym.envs.swebench.grading.extraction import PATCH_LIMIT
 from sandboxgym.envs.swebench.grading.verdict import Verdict
-from sandboxgym.envs.swebench.rows import arguments
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.tasks import Task, TaskNotFound, open_tasks
 from sandboxgym.envs.swebench.workspaces.workspace import Box, Pristine, Settings, pristine
@@ -38,6 +35,8 @@ from sandboxgym.errors import (
     from_handler,
 )
 from sandboxgym.sandbox import backends
+from sandboxgym.sandbox.agent import arguments, tools
+from sandboxgym.sandbox.agent.editor import Editor
 from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
 from sandboxgym.spaces import Unicode
@@ -71,6 +70,8 @@ Tests for it exist already and need not be changed. Find the code that matters, 
 edit the source, run the script again, think of edge cases. Then submit.""",
 }
 """Introduction of a task by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
+PROMPT_FIELDS = ("problem_statement", "workdir", "marker")
+"""Names of the values that an introduction is filled in with."""
 MASKED = ("sandbox ended", "infra failure", "needs network")
 """Verdicts that say nothing about the work: ``info["masked"]``."""
 _LOSES = {"docker": ("file.mtime", "file.shm", "file.xattr")}
@@ -292,7 +293,7 @@ class SWEBenchEnv(TaskEnv[str, str]):
         self.render_mode = render_mode
         self.timing: dict[str, float] = {}
         """Seconds that the last reset or step took: ``total``, and its parts ``command`` and ``grading``."""
-        self._prompt = PROMPTS[tools] if prompt is None else arguments.prompt(prompt)
+        self._prompt = PROMPTS[tools] if prompt is None else arguments.prompt(prompt, PROMPT_FIELDS)
         self._settings = Settings(
             backend=backend,
             limits=arguments.limits(limits),

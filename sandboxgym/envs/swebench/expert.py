@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.tasks import Task
-from sandboxgym.envs.swebench.tools import ToolSet
+from sandboxgym.sandbox.agent.tools import ToolSet
 
 _REFUSED = "No replacement was performed"
 _NOISE = ("cat missing.txt", "ls missing", "git diff --stat", "python --version", "gerp -rn TODO .")

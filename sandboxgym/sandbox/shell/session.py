@@ -354,7 +354,14 @@ class Shell:
 
     def _spawn(self) -> BashProcess:
         self._number += 1
-        self._bash = BashProcess(self._backend, env=self._env, cwd=self._cwd, state=self._state)
+        # A state has its own directory, and commands may have removed the one that the first shell started in.
+        cwd = self._cwd if self._state is None else "/"
+        try:
+            self._bash = BashProcess(self._backend, env=self._env, cwd=cwd, state=self._state)
+        except SandboxUnavailable:
+            if self._number == 1 or cwd == "/":
+                raise
+            self._bash = BashProcess(self._backend, env=self._env, cwd="/", state=self._state)
         self._slot, self._settled, self._dump = None, False, b""
         self._startled = False
         return self._bash

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.swebench.editor import AROUND, SHOWN, UNDO, Editor
-from sandboxgym.envs.swebench.tools import Edit
+from sandboxgym.sandbox.agent.editor import AROUND, SHOWN, UNDO, Editor
+from sandboxgym.sandbox.agent.tools import Edit
 from sandboxgym.sandbox.base import Result
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import sandboxgym
 from sandboxgym.envs.swebench.grading import verdict as grading
-from sandboxgym.envs.swebench.tools import MARKER
 from sandboxgym.envs.swebench.workspaces import workspace as boxes
+from sandboxgym.sandbox.agent.tools import MARKER
 from sandboxgym.sandbox.base import SandboxClosed, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.copy.processes import processes_of
 from sandboxgym.sandbox.overlay.processes import offspring

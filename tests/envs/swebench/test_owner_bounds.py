@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.swebench import editor as editor_module
 from sandboxgym.envs.swebench import env as env_module
-from sandboxgym.envs.swebench import tools
-from sandboxgym.envs.swebench.editor import SHOWN, Editor  # noqa: F401 - for the programs below
 from sandboxgym.envs.swebench.grading import parsing
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.grading.durations import without_durations
-from sandboxgym.envs.swebench.tools import LONGEST, Edit, Malformed, ToolSet, parse
 from sandboxgym.envs.swebench.workspaces.workspace import READ
+from sandboxgym.sandbox.agent import editor as editor_module
+from sandboxgym.sandbox.agent import tools
+from sandboxgym.sandbox.agent.editor import SHOWN, Editor  # noqa: F401 - for the programs below
+from sandboxgym.sandbox.agent.tools import LONGEST, Edit, Malformed, ToolSet, parse
 from sandboxgym.sandbox.base import Result
 from sandboxgym.sandbox.files.reading import FLAGS, regular_file
 from sandboxgym.sandbox.shell.terminal import Capture

@@ -22,9 +22,9 @@ from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.grading import extraction
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.rows.tasks import TaskNotFound
-from sandboxgym.envs.swebench.tools import MARKER
 from sandboxgym.envs.swebench.workspaces import workspace as boxes
 from sandboxgym.errors import ResetNeeded, SnapshotMismatch
+from sandboxgym.sandbox.agent.tools import MARKER
 from sandboxgym.sandbox.base import SandboxFull, SandboxUnavailable, SnapshotLossy
 from sandboxgym.sandbox.checkpoint import criu
 

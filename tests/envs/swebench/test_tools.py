@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxgym.envs.swebench.grading.durations import runs_tests, without_durations
-from sandboxgym.envs.swebench.tools import (
+from sandboxgym.sandbox.agent.tools import (
     BASH_SHOWN,
     MARKER,
     SWE_AGENT_SHOWN,

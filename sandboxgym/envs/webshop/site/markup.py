@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 
 from sandboxgym.envs.webshop.pages import SELECTED
+from sandboxgym.envs.webshop.reward import Reward
 from sandboxgym.envs.webshop.views import BUY, SEARCH, View
 
 Href = Callable[[str], str]
@@ -167,9 +168,22 @@ def _done(view: View, href: Href, home: str) -> str:
     score = _piece(str(view.purchase.reward.total), "output", 'id="reward"')
     thanks = _piece("Thank you for shopping with us!", "h2")
     again = '<a class="again" href="/start" aria-label="Another task"></a>'
-    return (
-        f'<article class="thanks">{thanks}\n{_piece("Your score (min 0.0, max 1.0)", "p")}\n{score}\n{again}</article>'
+    words = _piece("Your score (min 0.0, max 1.0)", "p")
+    return f'<article class="thanks">{thanks}\n{words}\n{score}\n{_parts(view.purchase.reward)}\n{again}</article>'
+
+
+def _parts(reward: Reward) -> str:
+    """The parts of a score, for people: the style sheet shows them, the page's text has none of them."""
+    options = "none asked for" if reward.r_option is None else f"{reward.r_option:.0%}"
+    rows = (
+        ("", "met", "weight"),
+        ("attributes", f"{reward.r_att:.0%}", f"{reward.w_att:.2f}"),
+        ("options", options, f"{reward.w_option:.2f}"),
+        ("price", "within the limit" if reward.r_price else "too high", f"{reward.w_price:.2f}"),
+        ("type of product", f"× {reward.r_type:g}", "of all"),
     )
+    lines = ("".join(f'<span data-part="{escape(cell)}"></span>' for cell in row) for row in rows)
+    return f'<div class="parts">{"".join(f"<div>{line}</div>" for line in lines)}</div>'
 
 
 def _button(name: str, href: Href) -> str:

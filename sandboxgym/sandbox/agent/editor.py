@@ -4,7 +4,7 @@
    replaces.
 2. Errors are sentences for the agent, never exceptions.
 3. Files keep their mode and all bytes that are not replaced, even those that are not UTF-8.
-4. An agent's files cannot exhaust memory or time here: large ones are refused with a sentence (`workspace.READ`), no
+4. An agent's files cannot exhaust memory or time here: large ones are refused with a sentence (`Files.read_file`), no
    more than `SHOWN` characters are put together to be shown, and the contents that can be undone are bounded in all
    (`REMEMBERED`).
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.swebench.tools import Edit, printable
+from sandboxgym.sandbox.agent.tools import Edit, printable
 from sandboxgym.sandbox.base import FileTooLarge, Result
 
 SHOWN = 16_000

@@ -1,4 +1,4 @@
-"""Checks of `SWEBenchEnv`'s arguments: errors are raised at once and name the argument.
+"""Checks of the arguments of environments with sandboxes: errors are raised at once and name the argument.
 
 Each function returns the argument in the form that is used, and raises TypeError or ValueError with one sentence:
 the expected value, and the one found.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import MOST_SECONDS, Limits
-
-PROMPT_FIELDS = ("problem_statement", "workdir", "marker")
-"""Names that a task's introduction can be filled in with."""
 
 
 def flag(name: str, value: object) -> bool:
@@ -60,14 +57,14 @@ def limits(value: Limits | Mapping[str, Any] | None) -> Limits:
     return Limits(**given)
 
 
-def prompt(value: object) -> str:
-    """Check a text to be filled in with `PROMPT_FIELDS`."""
+def prompt(value: object, names: Sequence[str]) -> str:
+    """Check the introduction of a task, a text to be filled in with values of these names."""
     if not isinstance(value, str):
         raise TypeError(f"prompt: expected a text, found {brief(value, 80)}")
     try:
-        value.format(**dict.fromkeys(PROMPT_FIELDS, ""))
+        value.format(**dict.fromkeys(names, ""))
     except (LookupError, ValueError, AttributeError) as error:
-        wanted = ", ".join(f"{{{name}}}" for name in PROMPT_FIELDS)
+        wanted = ", ".join(f"{{{name}}}" for name in names)
         raise ValueError(
             f"prompt: expected a text with no fields but {wanted}, and {{{{ for a brace ({brief(error, 80)})"
         ) from None
