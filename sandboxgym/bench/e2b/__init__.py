@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from sandboxgym.bench.sandbox import Times
 from sandboxgym.bench.tools import page
 from sandboxgym.sandbox.overlay.backend import criu_checkpointer
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
+from sandboxgym.system import interpreter
 
 WANTED = 1.0
 """Seconds that twenty live forks of a process of 64 MiB should take at most."""
@@ -61,9 +61,10 @@ def server() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("e2b_bench")
-        command = [sys.executable, "-m", "sandboxgym", "serve", "e2b", "--port", "0", "--backend", "overlay"]
-        command += ["--keys", os.fspath(keys), "--snapshot", "full", "--sandboxes", "1000", "--creations", "1000"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        words = ["serve", "e2b", "--port", "0", "--backend", "overlay", "--keys", os.fspath(keys)]
+        words += ["--snapshot", "full", "--sandboxes", "1000", "--creations", "1000"]
+        command, environment = interpreter.module_command("sandboxgym", *words), interpreter.environment()
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
