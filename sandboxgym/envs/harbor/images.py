@@ -175,7 +175,7 @@ def _docker_build(task: HarborTask, text: str, tag: str) -> None:
     program = shutil.which("docker")
     if program is None:
         raise SandboxUnavailable("to build images of tasks, the command docker is needed: install the Docker client")
-    command = [program, "build", "--tag", tag, "--file", "-", "."]
+    command = [program, "build", "--force-rm", "--tag", tag, "--file", "-", "."]  # else a failed RUN leaves a container
     folder = task.context if task.context.is_dir() else task.path
     with _dockerfile_beside(folder, text) as file:
         command[command.index("-")] = str(file)

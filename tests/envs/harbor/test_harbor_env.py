@@ -452,6 +452,8 @@ def test_images_are_built_by_the_docker_daemon(docker_image: str, tmp_path: Path
         with pytest.raises(TaskError, match="docker build failed"):
             broken.reset()
         broken.close()
+        listed = ["docker", "ps", "--all", "--filter", "label=sandboxgym.test=1", "--format", "{{.Command}}"]
+        assert "/bin/sh -c false" not in subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     finally:
         env.close()
         remove_built_images(docker_image)
