@@ -185,13 +185,13 @@ class Driver:
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
         self.waiting: list[tuple[RolloutTree, Checkpoint]] = []
         self.taken: dict[int, gym.Env[Any, Any]] = {}
+        self.near = envs if isinstance(envs, NearSource) else None
 
     # Environments.
 
     def take(self, near: Any = None) -> gym.Env[Any, Any]:
         """A live environment in any state, to be restored to the snapshot ``near``, if that is given."""
-        source = self.envs
-        env = source.take_near(near) if near is not None and isinstance(source, NearSource) else source.take()
+        env = self.envs.take() if near is None or self.near is None else self.near.take_near(near)
         self.taken[id(env)] = env
         return env
 

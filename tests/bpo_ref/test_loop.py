@@ -356,7 +356,7 @@ def test_the_mean_change_of_the_weights_is_the_gradient(name: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LOOPS, *MORE])
 def test_the_mean_change_of_the_weights_is_the_gradient_over_many_updates(name: str, tmp_path: Path) -> None:
-    found = looped(name, tmp_path, updates=1500, seed=1)
+    found = looped(name, tmp_path, updates=500, seed=1)  # sees half the error that 120 would show
     assert not found.biased, found
 
 
