@@ -29,17 +29,12 @@ toy_envs.register()
 gc.disable()  # until `pytest_collection_finish`: what is collected stays
 
 
-FIRST = frozenset({"conformance/test_zoo.py::test_known_good_raises_no_alarm[jail]"})
-"""Tests of minutes that begin with the session: at its end one worker would wait for another that plays them."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in `slowest.txt`, which `make test` leaves out; an empty SANDBOXGYM_SLOWEST leaves them fast."""
     slow = slowest.read() if os.environ.get("SANDBOXGYM_SLOWEST", "left out") else frozenset()
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.nodeid not in FIRST)
 
 
 def pytest_collection_finish() -> None:
