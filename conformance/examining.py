@@ -27,7 +27,8 @@ import zoo  # noqa: E402  (found beside this file)
 from zoo import Good, Mutant  # noqa: E402
 
 from sandboxgym.conformance import Budget, Subject, Verdict, run  # noqa: E402
-from sandboxgym.conformance.runner import all_checks, suite_digest  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
+from sandboxgym.conformance.runner import all_checks  # noqa: E402
 from sandboxgym.conformance.supervision import scratch  # noqa: E402
 from sandboxgym.system import run_directories  # noqa: E402
 

@@ -28,7 +28,7 @@ import zoo  # noqa: E402  (found beside this file)
 from examining import CHECKS, SEEDS_BUDGET, Job, Row, journaled  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
-from sandboxgym.conformance.runner import suite_digest  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
 from sandboxgym.conformance.stats.tests import proportion_interval  # noqa: E402
 
 

@@ -26,7 +26,7 @@ import zoo  # noqa: E402  (found beside this file)
 from examining import CHECKS, NAMED, Job, Row, journaled, killed, specimen  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
-from sandboxgym.conformance.runner import suite_digest  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
 
 MARKS = {Verdict.FAIL: "✗", Verdict.PASS: "·", Verdict.SKIP: "", Verdict.INCONCLUSIVE: "?"}
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
-import hashlib
 import importlib
 import os
 import platform
@@ -40,6 +38,7 @@ from sandboxgym.conformance.check import (
     Verdict,
     as_levels,
 )
+from sandboxgym.conformance.digest import suite_digest
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.harness.scenario import opened, quiet, release
 from sandboxgym.conformance.harness.shrink import shrunk
@@ -482,24 +481,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-SHOWING = (
-    *("__main__.py", "strength.py", "test_conformance.py", "harness/shrink.py", "harness/unrestored.py", "reports/"),
-    *("supervision/janitor.py", "supervision/scratch.py", "supervision/supervised.py"),
-)
-"""Modules and rooms of the suite on which no verdict depends."""
-
-
-@functools.cache
-def suite_digest() -> str:
-    """First digits of a digest over the suite's modules that decide verdicts."""
-    found, home = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(home.rglob("*.py")):
-        name = path.relative_to(home).as_posix()
-        if not name.startswith(SHOWING):
-            found.update(name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:8]
 
 
 def plain(value: Any) -> Any:
