@@ -229,6 +229,7 @@ def run(
     strength: bool = False,
     shrink: bool = True,
     known: Mapping[str, Result] | None = None,
+    needless: Callable[[Check, Mapping[str, Result]], bool] | None = None,
     on_start: Callable[[Report], None] | None = None,
     on_checked: Callable[[], None] | None = None,
 ) -> Report:
@@ -244,6 +245,7 @@ def run(
         strength: put faults into the environment afterwards, and say which of them this run would have seen.
         shrink: shorten the scripts of failures.
         known: results of checks that are not run again, by id.
+        needless: true of a check that is left out, given the results before it; default: none is.
         on_start: is given the report without results before the first check.
         on_checked: is called after the last check, before scripts are shortened and the strength is measured.
 
@@ -283,14 +285,16 @@ def run(
     if on_start is not None:
         on_start(report)
     results: dict[str, Result] = {}
-    for check in chosen:
+    for place, check in enumerate(chosen):
         if known is not None and check.id in known:
             results[check.id] = known[check.id]
+            continue
+        if needless is not None and needless(check, results):
             continue
         if listener is not None:
             listener(check, None)
         spent = max(watch.busy, watch.elapsed / 2) if budget.waits else watch.busy
-        now = budget.sharing(spent, len(chosen) - len(results))
+        now = budget.sharing(spent, len(chosen) - place)
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
