@@ -2,6 +2,11 @@
 
 They are those of `sandboxgym.conformance.digest`: comments, docstrings and formatting do not count. A result is kept
 while the digests of its check and its environment stay the same.
+
+    python conformance/sources.py ENV_ID [OPTION …]
+
+prints that of a certificate: of the suite, of ``python -m sandboxgym.conformance`` with the same arguments, and of
+the environment with its hooks and data.
 """
 
 from __future__ import annotations
@@ -10,23 +15,32 @@ import ast
 import functools
 import hashlib
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gymnasium as gym
-from zoo.mutant import Good, Mutant
 
 import sandboxgym  # noqa: F401  (registers its ids)
+from sandboxgym.arguments import parse_arguments
 from sandboxgym.conformance import digest
+from sandboxgym.conformance.__main__ import parser
 from sandboxgym.conformance.check import REGISTRY
+from sandboxgym.conformance.digest import suite_digest
+
+if TYPE_CHECKING:
+    from zoo.mutant import Good, Mutant
 
 HERE = Path(__file__).resolve().parent
 ROOTS = {"sandboxgym": HERE.parent / "sandboxgym", "zoo": HERE / "zoo", "ale_states": HERE / "ale_states.py"}
 """Packages and modules whose sources count."""
 SUITE = "sandboxgym.conformance"
 CHECKS = f"{SUITE}.checks"
+SANDBOX = "sandboxgym.sandbox"
+PACKAGES = ("gymnasium", "numpy", "scipy", "hypothesis", "ale-py", "textworld", "playwright")
+"""Installed packages whose versions count for a certificate."""
 
 
 def check_digest(id: str) -> str:
@@ -43,15 +57,34 @@ def _checks_of(module: str) -> str:
 @functools.cache
 def _shared() -> frozenset[str]:
     """Modules of the suite that every check depends on."""
-    names = {".".join(path.relative_to(HERE.parent).with_suffix("").parts) for path in digest.HOME.rglob("*.py")}
     shown = tuple(f"{SUITE}.{name.removesuffix('.py').replace('/', '.')}" for name in digest.SHOWING)
-    return frozenset(name for name in names if not name.startswith((*shown, CHECKS)))
+    return frozenset(name for name in _modules(SUITE) if not name.startswith((*shown, CHECKS)))
 
 
 def environment_digest(modules: Collection[str], packages: Collection[str] = ("gymnasium", "numpy")) -> str:
     """Digest of an environment: its modules, what they import of this repository, and versions of packages."""
     names = [name for name in reached(["sandboxgym", *modules]) if name in modules or not _within(name, SUITE)]
     return _digest({**{name: digest.source_digest(_text(name)) for name in names}, **_versions(packages)})
+
+
+def certificate_digest(arguments: Sequence[str]) -> str:
+    """Digest of all of this repository that a certificate made with these arguments of the command depends on."""
+    options = parser().parse_args(arguments)
+    named = [options.env, *(str(value) for value in parse_arguments(options.make_kwargs).values())]
+    modules = {_registered(name) if name in gym.registry else name.partition(":")[0] for name in named}
+    modules |= {hook.partition("=")[2].partition(":")[0] for hook in options.hook}
+    found = set(reached(["sandboxgym", *modules]))
+    if any(_within(name, SANDBOX) for name in found):  # its backends are reached by name
+        found |= {name for name in _modules("sandboxgym") if _within(name, SANDBOX)}
+    rooms = {path.parent for name in found if (path := _path(name)) and _within(name, "sandboxgym.envs")}
+    rooms |= {ROOTS["sandboxgym"] / "sandbox"} if any(_within(name, SANDBOX) for name in found) else set()
+    data = {
+        file for room in rooms for file in room.rglob("*") if file.is_file() and not file.name.endswith((".py", ".pyc"))
+    }
+    parts = {str(file.relative_to(HERE.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in data}
+    parts |= {"suite": suite_digest(), "strength": digest.source_digest(_text(f"{SUITE}.strength"))}
+    parts |= {"environment": environment_digest(found | modules, PACKAGES), "command": repr(list(arguments))}
+    return _digest(parts)
 
 
 def specimen_digest(specimen: Good | Mutant) -> str:
@@ -181,6 +214,13 @@ def _path(module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
+def _modules(package: str) -> list[str]:
+    """All modules of a package of the repository."""
+    home = HERE.parent.joinpath(*package.split("."))
+    names = (".".join(path.relative_to(HERE.parent).with_suffix("").parts) for path in sorted(home.rglob("*.py")))
+    return [name.removesuffix(".__init__") for name in names]
+
+
 def _text(module: str) -> str:
     path = _path(module)
     assert path is not None, module
@@ -203,3 +243,7 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _digest(parts: dict[str, str]) -> str:
     return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(certificate_digest(sys.argv[1:]))
