@@ -61,7 +61,7 @@ def _write(value: Any, parts: list[str]) -> None:
         parts.append("(")
         for name in value._fields:
             item = getattr(value, name, None)
-            if isinstance(value, ast.JoinedStr):
+            if isinstance(value, ast.JoinedStr) and isinstance(item, list):
                 item = [part for part in item if getattr(part, "value", None) != ""]  # Python 3.12.1 puts them in
             if item is not None and item != []:  # each version of Python adds optional parts
                 parts.append(f"{name}=")
