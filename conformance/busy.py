@@ -29,7 +29,7 @@ from examining import CHECKS, NAMED, SEEDS_BUDGET, Job, Row, in_own_process, spe
 from zoo import Mutant  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
-from sandboxgym.conformance.runner import suite_digest  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
 
 GOODS = ("alfworld", "corridor", "dice", "limited", "weather", "quest", "accounts")
 """Deterministic, stochastic, wrapped, composed, with a protocol of its own, with a data base; and one of ours."""

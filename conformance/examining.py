@@ -1,21 +1,19 @@
 """Runs of the suite on specimens of the zoo, each in a separate process, with the results in a journal.
 
-A journal is a file with one line of JSON per run. Runs that it already has for the same sources (suite and zoo) are not
-repeated, so that hours of runs can be interrupted and resumed.
+A journal is a file with one line of JSON per run. The verdict of a check is kept while the code of the check and that
+of the specimen do the same (`sources`): hours of runs can be interrupted, and a changed check alone is run again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,15 +21,20 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-import zoo  # noqa: E402  (found beside this file)
+import sources  # noqa: E402  (found beside this file)
+import zoo  # noqa: E402
 from zoo import Good, Mutant  # noqa: E402
 
 from sandboxgym.conformance import Budget, Subject, Verdict, run  # noqa: E402
-from sandboxgym.conformance.runner import all_checks, suite_digest  # noqa: E402
+from sandboxgym.conformance.check import Check, Result  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
+from sandboxgym.conformance.runner import all_checks  # noqa: E402
 from sandboxgym.conformance.supervision import scratch  # noqa: E402
 from sandboxgym.system import run_directories  # noqa: E402
 
 CHECKS = all_checks()
+PREREQUISITES = frozenset(id for check in CHECKS for id in check.after)
+suite_digest()  # once: every process of a run is a fork of one that has imported this
 NAMED = ("named",)
 """In place of ids of checks: those of the mutant's ``killed_by``, see `hunt`."""
 SEEDS_BUDGET = replace(
@@ -50,15 +53,19 @@ class Row:
         name: of the specimen.
         seed: of the run.
         verdicts: by check id.
-        messages: of failed and inconclusive checks.
-        seconds: of the whole run.
+        messages: of all checks that gave one.
+        took: seconds by check id.
     """
 
     name: str
     seed: int
     verdicts: dict[str, Verdict]
     messages: dict[str, str]
-    seconds: float
+    took: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.took.values())
 
     @property
     def failed(self) -> frozenset[str]:
@@ -74,20 +81,51 @@ def specimen(name: str) -> Mutant | Good:
         raise SystemExit(f"expected a specimen of the zoo ({', '.join(found)}), found {name!r}") from None
 
 
-def examine(name: str, *, budget: str | Budget = "quick", seed: int = 0, only: Collection[str] | None = None) -> Row:
-    """Run the suite on one specimen, in this process."""
+def examine(
+    name: str,
+    *,
+    budget: str | Budget = "quick",
+    seed: int = 0,
+    only: Collection[str] | None = None,
+    known: Mapping[str, Result] | None = None,
+) -> Row:
+    """Run the suite on one specimen, in this process; checks with known results are not run again.
+
+    All checks on a mutant are those that its row of the kill matrix needs, see `needless`.
+    """
     kept = specimen(name)
     hooks = {"actions": kept.actions, "observe_state": kept.observe_state, "shell": kept.shell, "limits": kept.limits}
     subject = Subject(kept.make, name=name, **hooks)
-    known = None if only is None else {check.id for check in CHECKS} & set(only)
-    report = run(subject, budget=budget, seed=seed, only=known, shrink=False)
+    chosen = None if only is None else {check.id for check in CHECKS} & set(only)
+    without = needless(kept) if only is None and isinstance(kept, Mutant) else None
+    report = run(subject, budget=budget, seed=seed, only=chosen, shrink=False, known=known, needless=without)
     return Row(
         name,
         seed,
         {result.id: result.verdict for result in report.results},
-        {r.id: r.message for r in report.results if r.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE)},
-        report.seconds,
+        {result.id: result.message for result in report.results if result.message},
+        {result.id: result.seconds for result in report.results},
     )
+
+
+def needless(mutant: Mutant) -> Callable[[Check, Mapping[str, Result]], bool]:
+    """A function that is true of checks which cannot change a mutant's row of the kill matrix, given earlier results.
+
+    These are the others of a family of which one has failed; not those that must find the mutant, nor those whose
+    failure has others skipped.
+    """
+
+    def cannot_matter(check: Check, results: Mapping[str, Result]) -> bool:
+        if check.id in mutant.killed_by or check.id in PREREQUISITES:
+            return False
+        return any(r.verdict is Verdict.FAIL and family(id) == family(check.id) for id, r in results.items())
+
+    return cannot_matter
+
+
+def family(id: str) -> str:
+    """The part of a check's id before the dot."""
+    return id.partition(".")[0]
 
 
 def hunt(mutant: Mutant, *, budget: str | Budget = "quick", seed: int = 0) -> Row:
@@ -103,7 +141,7 @@ def hunt(mutant: Mutant, *, budget: str | Budget = "quick", seed: int = 0) -> Ro
         seed,
         {id: verdict for row in rows for id, verdict in row.verdicts.items()},
         {id: message for row in rows for id, message in row.messages.items()},
-        sum(row.seconds for row in rows),
+        {id: seconds for row in rows for id, seconds in row.took.items()},
     )
 
 
@@ -112,13 +150,23 @@ def killed(mutant: Mutant, row: Row) -> bool:
     return bool(mutant.killed_by & row.failed)
 
 
-def in_own_process(jobs: Sequence[Job], *, processes: int) -> Iterable[Row]:
-    """`examine` each in a new process; what one leaves in its temporary and its working directory goes with it."""
+def in_own_process(
+    jobs: Sequence[Job], *, processes: int, known: Mapping[str, Mapping[str, Result]] | None = None
+) -> Iterable[Row]:
+    """`examine` each in a new process; what one leaves in its temporary and its working directory goes with it.
+
+    Args:
+        jobs: to do.
+        processes: at once.
+        known: results that are not found out again, by `_key` of their job.
+    """
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # or the server would import from the working directory first
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examining"])
     with context.Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap_unordered(_examine, jobs)
+        yield from pool.imap_unordered(
+            _examine_rest, [(job, known[_key(job)] if known and _key(job) in known else {}) for job in jobs]
+        )
 
 
 @contextlib.contextmanager
@@ -133,7 +181,11 @@ def own_folders() -> Iterator[tuple[str, str]]:
         run_directories.give_back(claimed)
 
 
-def _examine(job: Job) -> Row:
+def _examine_rest(job: tuple[Job, Mapping[str, Result]]) -> Row:
+    return _examine(*job)
+
+
+def _examine(job: Job, known: Mapping[str, Result] | None = None) -> Row:
     name, budget, seed, only = job
     with own_folders() as (temporary, working):
         os.environ["TMPDIR"] = temporary
@@ -144,7 +196,7 @@ def _examine(job: Job) -> Row:
                 kept = specimen(name)
                 if only == NAMED and isinstance(kept, Mutant):
                     return hunt(kept, budget=budget, seed=seed)
-                return examine(name, budget=budget, seed=seed, only=only)
+                return examine(name, budget=budget, seed=seed, only=only, known=known)
             finally:
                 os.chdir("/")
 
@@ -152,41 +204,73 @@ def _examine(job: Job) -> Row:
 # The journal.
 
 
-@functools.cache
-def sources(name: str) -> str:
-    """A digest of the source of the suite and of a specimen: results of other sources are not these ones' results."""
-    own = Path(sys.modules[specimen(name).make.__module__].__file__ or "")
-    found = hashlib.sha256(suite_digest().encode())
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((HERE / "zoo").glob("*.py"))}
-    shared = {match for text in texts.values() for match in re.findall(r"^from zoo\.(\w+) import", text, re.MULTILINE)}
-    for path, text in texts.items():
-        if path == own or path.stem in shared | {"streams"}:
-            found.update(text.encode())
-    return found.hexdigest()[:16]
+def journaled(jobs: Sequence[Job], journal: Path | None, *, processes: int, anew: bool = False) -> Iterator[Row]:
+    """The rows of all jobs: those that the journal has, then the others, each written to it when it is there.
 
-
-def journaled(jobs: Sequence[Job], journal: Path | None, *, processes: int) -> Iterator[Row]:
-    """The rows of all jobs: those that the journal has, then the others, each written to it when it is there."""
-    if journal is None:
-        yield from in_own_process(jobs, processes=processes)
-        return
-    known: dict[str, Row] = {}
-    if journal.exists():
-        for line in journal.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            verdicts = {id: Verdict(verdict) for id, verdict in entry["row"]["verdicts"].items()}
-            known[entry["key"]] = Row(**{**entry["row"], "verdicts": verdicts})
-    yield from (known[_key(job)] for job in jobs if _key(job) in known)
-    left = [job for job in jobs if _key(job) not in known]
+    Args:
+        jobs: whose rows are wanted.
+        journal: the file; None for none.
+        processes: at once; 0: only what is there.
+        anew: take nothing from the journal.
+    """
+    told = {} if journal is None or anew or not journal.exists() else _read(journal, jobs)
+    finished = [job for job in jobs if _complete(job, told.get(_key(job), {}))]
+    yield from (_row(job, told[_key(job)]) for job in finished)
+    left = [job for job in jobs if job not in finished]
     keys = {(job[0], job[2]): _key(job) for job in left}
-    for row in in_own_process(left, processes=processes) if left and processes else ():
-        with journal.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": keys[row.name, row.seed], "row": asdict(row)}) + "\n")
+    for row in in_own_process(left, processes=processes, known=told) if left and processes else ():
+        if journal is not None:
+            made_by = {id: sources.check_digest(id) for id in row.verdicts}
+            with journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": keys[row.name, row.seed], "checks": made_by, "row": asdict(row)}) + "\n")
         yield row
 
 
+def _read(journal: Path, jobs: Sequence[Job]) -> dict[str, dict[str, Result]]:
+    """Results of the journal that still hold, by `_key` of their job."""
+    found: dict[str, dict[str, Result]] = {_key(job): {} for job in jobs}
+    for line in journal.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if entry["key"] not in found:
+            continue
+        row, results = entry["row"], found[entry["key"]]
+        for check in CHECKS:  # in order: what is skipped because of another check depends on that one
+            id, verdicts = check.id, row["verdicts"]
+            holds = id in verdicts and entry["checks"][id] == sources.check_digest(id)
+            if holds and all(earlier in results or earlier not in verdicts for earlier in check.after):
+                message, seconds = row["messages"].get(id, ""), row["took"][id]
+                results[id] = Result(id, Verdict(verdicts[id]), message, seconds=seconds)
+    return found
+
+
+def _complete(job: Job, results: Mapping[str, Result]) -> bool:
+    """Whether these results are all that a job asks for."""
+    name, _, _, only = job
+    kept = specimen(name)
+    if only == NAMED and isinstance(kept, Mutant):
+        failed = any(result.verdict is Verdict.FAIL for result in results.values())
+        return failed or kept.killed_by <= results.keys()
+    without = needless(kept) if only is None and isinstance(kept, Mutant) else None
+    return all(
+        check.id in results or (without is not None and without(check, results))
+        for check in CHECKS
+        if only is None or check.id in only
+    )
+
+
+def _row(job: Job, results: Mapping[str, Result]) -> Row:
+    verdicts = {id: result.verdict for id, result in results.items()}
+    messages = {id: result.message for id, result in results.items() if result.message}
+    return Row(job[0], job[2], verdicts, messages, {id: result.seconds for id, result in results.items()})
+
+
 def _key(job: Job) -> str:
+    """Specimen, what it does, budget, seed and kind of a run: results of equal keys are comparable, check by check."""
     name, budget, seed, only = job
-    what = "all" if only is None else hashlib.sha256(repr(sorted(only)).encode()).hexdigest()[:8]
+    ids = None if only is None else set(only)
+    if ids is None or ids >= {check.id for check in CHECKS}:
+        what = "all"
+    else:
+        what = hashlib.sha256(repr(sorted(ids)).encode()).hexdigest()[:8]
     size = budget if isinstance(budget, str) else hashlib.sha256(repr(budget).encode()).hexdigest()[:8]
-    return f"{sources(name)} {name} {size} {seed} {what}"
+    return f"{sources.specimen_digest(specimen(name))} {name} {size} {seed} {what}"

@@ -28,7 +28,7 @@ import zoo  # noqa: E402  (found beside this file)
 from examining import CHECKS, SEEDS_BUDGET, Job, Row, journaled  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
-from sandboxgym.conformance.runner import suite_digest  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
 from sandboxgym.conformance.stats.tests import proportion_interval  # noqa: E402
 
 
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="environments; default all, in turn")
     parser.add_argument("--rest", type=int, default=0, metavar="N", help="runs of each of the others (default 0)")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="keep results here, and take those that it has")
+    parser.add_argument("--all", action="store_true", help="take nothing from the journal")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once; 0: only what is there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here, and again every ten runs")
     options = parser.parse_args(arguments)
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "conformance/falsealarms.py", *given])
     wanted = jobs(options.runs, options.only, options.rest)
     rows: list[Row] = []
-    for row in journaled(wanted, options.journal, processes=options.processes):
+    for row in journaled(wanted, options.journal, processes=options.processes, anew=options.all):
         rows.append(row)
         print(
             f"{len(rows)}/{len(wanted)} {row.name} seed {row.seed} {row.seconds:.1f} s {sorted(row.failed)}",

@@ -23,22 +23,22 @@ if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
 import zoo  # noqa: E402  (found beside this file)
-from examining import CHECKS, NAMED, Job, Row, journaled, killed, specimen  # noqa: E402
+from examining import CHECKS, NAMED, Job, Row, family, journaled, killed, specimen  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
-from sandboxgym.conformance.runner import suite_digest  # noqa: E402
+from sandboxgym.conformance.digest import suite_digest  # noqa: E402
 
 MARKS = {Verdict.FAIL: "✗", Verdict.PASS: "·", Verdict.SKIP: "", Verdict.INCONCLUSIVE: "?"}
 
 
 def families() -> list[str]:
     """The part of the checks' ids before the dot, in order."""
-    return list(dict.fromkeys(check.id.partition(".")[0] for check in CHECKS))
+    return list(dict.fromkeys(family(check.id) for check in CHECKS))
 
 
-def cell(row: Row, family: str) -> str:
+def cell(row: Row, name: str) -> str:
     """The strongest verdict of a family."""
-    found = {verdict for id, verdict in row.verdicts.items() if id.partition(".")[0] == family}
+    found = {verdict for id, verdict in row.verdicts.items() if family(id) == name}
     for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS):
         if verdict in found:
             return MARKS[verdict]
@@ -79,8 +79,8 @@ def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) 
         "| mutant | hazard | " + " | ".join(names) + " | killed by |",
         "|---" * (len(names) + 3) + "|",
     ]
-    for family in dict.fromkeys(m.family for m in mutants):
-        for m in (m for m in mutants if m.family == family):
+    for kind in dict.fromkeys(m.family for m in mutants):
+        for m in (m for m in mutants if m.family == kind):
             row = rows[m.name]
             by = ", ".join(sorted(m.killed_by & row.failed)) or "**escaped**"
             cells = " | ".join(cell(row, name) for name in names)
@@ -125,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--named", action="store_true", help="mutants only, with the checks that must find them until one does"
     )
     parser.add_argument("--journal", type=Path, metavar="FILE", help="keep results here, and take those that it has")
+    parser.add_argument("--all", action="store_true", help="take nothing from the journal")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once; 0: only what is there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("-v", "--verbose", action="store_true", help="messages of the checks too")
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: dict[str, Row] = {}
     correct: list[Row] = []
     by_name = {m.name: m for m in mutants}
-    for count, row in enumerate(journaled(jobs, options.journal, processes=options.processes), 1):
+    for count, row in enumerate(journaled(jobs, options.journal, processes=options.processes, anew=options.all), 1):
         if row.name in by_name:
             rows[row.name] = row
             verdict = "killed " if killed(by_name[row.name], row) else "ESCAPED"
@@ -150,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = f"{count}/{len(jobs)} {verdict} {row.name} {row.seconds:.1f} s {' '.join(sorted(row.failed))}"
         print(line, flush=True)
         if options.verbose:
-            for id, message in row.messages.items():
-                print(f"    {row.verdicts[id]} {id}: {message[:300]}")
+            for id in (id for id in row.messages if row.verdicts[id] in (Verdict.FAIL, Verdict.INCONCLUSIVE)):
+                print(f"    {row.verdicts[id]} {id}: {row.messages[id][:300]}")
     mutants = [m for m in mutants if m.name in rows]
     missed = [m.name for m in mutants if not killed(m, rows[m.name])]
     alarms = sum(bool(row.failed) for row in correct)

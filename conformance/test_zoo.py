@@ -20,9 +20,11 @@ sys.path.insert(0, str(HERE))
 import examining  # noqa: E402  (found beside this file)
 import falsealarms  # noqa: E402
 import killmatrix  # noqa: E402
+import sources  # noqa: E402
 import zoo  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
+from sandboxgym.conformance.check import Result  # noqa: E402
 
 sys.path.append(str(HERE.parent / "tests"))
 from components import missing  # noqa: E402
@@ -90,6 +92,65 @@ def test_an_interrupted_command_is_resumed(tmp_path: Path) -> None:
     assert [row for row in examining.journaled(jobs, journal, processes=0)] == [first]
     assert [row.seed for row in examining.journaled(jobs, journal, processes=1)] == [0, 1]
     assert len(journal.read_text().splitlines()) == 2
+
+
+def test_a_check_that_changed_is_run_again_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = tmp_path / "journal"
+    jobs: list[examining.Job] = [("done-lost", "quick", 0, ["api.protocol", "restore.random_streams"])]
+    (first,) = examining.journaled(jobs, journal, processes=1)
+    real = sources.check_digest
+    monkeypatch.setattr(sources, "check_digest", lambda id: "" if id == "restore.random_streams" else real(id))
+    assert list(examining.journaled(jobs, journal, processes=0)) == []
+    (second,) = examining.journaled(jobs, journal, processes=1)
+    assert second.verdicts == first.verdicts
+    assert second.took["api.protocol"] == first.took["api.protocol"]
+    assert second.took["restore.random_streams"] != first.took["restore.random_streams"]
+    assert list(examining.journaled(jobs, journal, processes=0)) == [second]
+    (third,) = examining.journaled(jobs, journal, processes=1, anew=True)
+    assert third.took["api.protocol"] != first.took["api.protocol"]
+
+
+def test_code_of_a_specimen_is_all_that_it_refers_to_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(name: str, module: str = "", old: str = "", new: str = "") -> str:
+        text = sources._text
+        with monkeypatch.context() as patch:
+            if module:
+                assert old in text(module)
+                patch.setattr(
+                    sources, "_text", lambda name: text(name).replace(old, new) if name == module else text(name)
+                )
+            for cached in (sources._index, sources._imports, sources._outside):
+                cached.cache_clear()
+            found = sources.specimen_digest(examining.specimen(name))
+        for cached in (sources._index, sources._imports, sources._outside):
+            cached.cache_clear()
+        return found
+
+    limit, other = ("zoo.corridor", "annotations\n", "annotations\nMORE = 1\n"), "class DoneSticks("
+    first = digest("done-lost")
+    assert digest("done-lost", *limit) == first, "nothing uses the new constant"
+    assert digest("done-lost", "zoo.corridor", "class DoneLost(", "class DoneLost(object, ") != first
+    assert digest("done-lost", "zoo.corridor", "class Corridor(", "class Corridor(object, ") != first
+    assert digest("done-lost", "zoo.corridor", other, "class DoneSticks(object, ") == first
+    assert digest("done-lost", "sandboxgym.core", "import copy\n", "import copy\nMORE = 1\n") != first
+    home = ("sandboxgym.envs.alfworld.env", "annotations\n", "annotations\nMORE = 1\n")
+    assert digest("alfworld", *home) != digest("alfworld")
+    assert digest("done-lost", *home) == first
+
+
+def test_checks_that_cannot_change_a_row_are_left_out() -> None:
+    mutant = next(m for m in zoo.MUTANTS if m.killed_by == {"restore.after_done"})
+    without = examining.needless(mutant)
+    checks = {check.id: check for check in examining.CHECKS}
+    failed = {"restore.many": Result("restore.many", Verdict.FAIL)}
+    assert not without(checks["restore.nested"], {})
+    assert not without(checks["restore.nested"], {"restore.many": Result("restore.many", Verdict.PASS)})
+    assert without(checks["restore.nested"], failed)
+    assert not without(checks["restore.after_done"], failed), "it must find the fault"
+    for id in examining.PREREQUISITES:
+        other = next(other for other in checks if examining.family(other) == examining.family(id) and other != id)
+        assert not without(checks[id], {other: Result(other, Verdict.FAIL)}), "others are skipped where it fails"
+    assert not without(checks["fork.crowd"], failed)
 
 
 def test_the_command_writes_a_page(tmp_path: Path) -> None:

@@ -1,15 +1,31 @@
 #!/usr/bin/env bash
-# Writes the certificates of this folder: docs/conformance/certify.sh [NAME…] from the root of the repository; with the
-# name `none` only the table of them.
+# Writes the certificates of this folder: docs/conformance/certify.sh [--all] [NAME…] from the root of the repository; with
+# the name `none` only the table of them. A page is kept while it was made by the same suite of the same environment, so
+# that an interrupted command continues; --all makes them anew.
 set -u
 copied=sandboxgym.conformance.baselines:deep_copied
 certify() {
     local name=$1
     shift
     ((${#chosen[@]} == 0)) || [[ " ${chosen[*]} " == *" $name "* ]] || return 0
-    "${PYTHON:-.venv/bin/python}" -m sandboxgym.conformance "$@" \
-        --markdown "docs/conformance/$name.md" | tail -n 1 | sed "s/^/$name: /"
+    local page=docs/conformance/$name.md of
+    of="<!-- sources $("${PYTHON:-.venv/bin/python}" conformance/sources.py "$@") -->" || return
+    if [ -z "$all" ] && grep -qxF -- "$of" "$page" 2> /dev/null; then
+        echo "$name: kept"
+        return 0
+    fi
+    rm -f "$page.part"
+    "${PYTHON:-.venv/bin/python}" -m sandboxgym.conformance "$@" --markdown "$page.part" | tail -n 1 | sed "s/^/$name: /"
+    if [ -s "$page.part" ]; then
+        printf '\n%s\n' "$of" >> "$page.part"
+        mv "$page.part" "$page"
+    fi
 }
+all=""
+if [ "${1:-}" = --all ]; then
+    all=yes
+    shift
+fi
 chosen=("$@")
 certify alfworld sandboxgym/ALFWorld-v0 --hook actions=sandboxgym.envs.alfworld.conformance_hooks:actions --html docs/conformance/alfworld.html
 certify alfworld-textworld sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3
@@ -70,7 +86,7 @@ PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
     for page in docs/conformance/*.md; do
         name=$(basename "$page" .md)
         if title=$(sed -n '1s/^# Snapshot conformance of //p' "$page") && [ -n "$title" ]; then
-            title=$(sed -E 's/^sandboxgym\.conformance\.adapters:deep_copied \{"id": "(.*)"\}$/\1, deep copies/; s/^sandboxgym\.conformance\.adapters:ReplaySnapshots \{"id": "([^"]*)".*\}$/\1, replays/; s/^ale_states:breakout$/Breakout, emulator states/' <<< "$title")
+            title=$(sed -E 's/^sandboxgym\.conformance\.(adapters|baselines):deep_copied \{"id": "(.*)"\}$/\2, deep copies/; s/^sandboxgym\.conformance\.(adapters|baselines):ReplaySnapshots \{"id": "([^"]*)".*\}$/\2, replays/; s/^ale_states:breakout$/Breakout, emulator states/' <<< "$title")
             suite=$(sed -n '3s/.*; suite \([0-9a-f]*\),.*/\1/p' "$page")
             strength=$(sed -n 's/^Strength: \([^;]*\).*[.]$/ Strength: \1./p' "$page" | head -n 1)
             echo "| $title | $(sed -n '3s/; suite.*//;3s/, sandboxgym.*//;3s/; sandboxgym.*//;3p' "$page").$strength | ${suite:-before 2026-11-24} | [checks]($name.md)$([ -f "docs/conformance/$name.html" ] && echo ", [page]($name.html)") |"

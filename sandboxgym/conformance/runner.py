@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
-import hashlib
 import importlib
 import os
 import platform
@@ -40,6 +38,7 @@ from sandboxgym.conformance.check import (
     Verdict,
     as_levels,
 )
+from sandboxgym.conformance.digest import suite_digest
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.harness.scenario import opened, quiet, release
 from sandboxgym.conformance.harness.shrink import shrunk
@@ -230,6 +229,7 @@ def run(
     strength: bool = False,
     shrink: bool = True,
     known: Mapping[str, Result] | None = None,
+    needless: Callable[[Check, Mapping[str, Result]], bool] | None = None,
     on_start: Callable[[Report], None] | None = None,
     on_checked: Callable[[], None] | None = None,
 ) -> Report:
@@ -245,6 +245,7 @@ def run(
         strength: put faults into the environment afterwards, and say which of them this run would have seen.
         shrink: shorten the scripts of failures.
         known: results of checks that are not run again, by id.
+        needless: true of a check that is left out, given the results before it; default: none is.
         on_start: is given the report without results before the first check.
         on_checked: is called after the last check, before scripts are shortened and the strength is measured.
 
@@ -284,14 +285,16 @@ def run(
     if on_start is not None:
         on_start(report)
     results: dict[str, Result] = {}
-    for check in chosen:
+    for place, check in enumerate(chosen):
         if known is not None and check.id in known:
             results[check.id] = known[check.id]
+            continue
+        if needless is not None and needless(check, results):
             continue
         if listener is not None:
             listener(check, None)
         spent = max(watch.busy, watch.elapsed / 2) if budget.waits else watch.busy
-        now = budget.sharing(spent, len(chosen) - len(results))
+        now = budget.sharing(spent, len(chosen) - place)
         results[check.id] = result = run_check(check, subject, now, seed, results)
         if listener is not None:
             listener(check, result)
@@ -482,24 +485,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-SHOWING = (
-    *("__main__.py", "strength.py", "test_conformance.py", "harness/shrink.py", "harness/unrestored.py", "reports/"),
-    *("supervision/janitor.py", "supervision/scratch.py", "supervision/supervised.py"),
-)
-"""Modules and rooms of the suite on which no verdict depends."""
-
-
-@functools.cache
-def suite_digest() -> str:
-    """First digits of a digest over the suite's modules that decide verdicts."""
-    found, home = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(home.rglob("*.py")):
-        name = path.relative_to(home).as_posix()
-        if not name.startswith(SHOWING):
-            found.update(name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:8]
 
 
 def plain(value: Any) -> Any:

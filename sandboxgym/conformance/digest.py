@@ -1,0 +1,84 @@
+"""Version of the suite: a digest of what its modules do, the same for all supported versions of Python.
+
+Comments, docstrings, formatting, and the prose of a check's hazard and blind spots do not count, so that a corrected
+sentence makes no certificate old. Everything else does, messages of failures too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).parent
+SHOWING = (
+    *("__main__.py", "baselines.py", "digest.py", "strength.py", "test_conformance.py"),
+    *("harness/shrink.py", "harness/unrestored.py", "reports/"),
+    *("supervision/janitor.py", "supervision/scratch.py"),
+)
+"""Modules and rooms of the suite on which no verdict of a check depends."""
+PROSE = frozenset({"hazard", "blind"})
+"""Arguments of a check that only reports show."""
+
+
+@functools.cache
+def suite_digest() -> str:
+    """First 8 hexadecimal digits of a digest over the suite's modules that decide verdicts."""
+    found = hashlib.sha256()
+    for path in sorted(HOME.rglob("*.py")):
+        name = path.relative_to(HOME).as_posix()
+        if not name.startswith(SHOWING):
+            found.update(f"{name}\0{source_digest(path.read_text(encoding='utf-8'))}\n".encode())
+    return found.hexdigest()[:8]
+
+
+@functools.cache
+def source_digest(source: str) -> str:
+    """Digest of what Python source does: see `digest_of`.
+
+    Raises:
+        SyntaxError: the text is no Python.
+    """
+    return digest_of(ast.parse(source).body)
+
+
+def digest_of(nodes: Iterable[ast.AST]) -> str:
+    """Digest of syntax trees without positions and prose, as 64 hexadecimal digits.
+
+    Neither `ast.dump` nor `ast.unparse` gives the same text under all versions of Python.
+    """
+    parts: list[str] = []
+    _write(list(nodes), parts)
+    return hashlib.sha256("".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _write(value: Any, parts: list[str]) -> None:
+    if isinstance(value, ast.AST):
+        parts.append(type(value).__name__)
+        parts.append("(")
+        for name in value._fields:
+            item = getattr(value, name, None)
+            if isinstance(value, ast.JoinedStr) and isinstance(item, list):
+                item = [part for part in item if getattr(part, "value", None) != ""]  # Python 3.12.1 puts them in
+            if item is not None and item != []:  # each version of Python adds optional parts
+                parts.append(f"{name}=")
+                _write(item, parts)
+        parts.append(")")
+    elif isinstance(value, list):
+        parts.append("[")
+        for item in value:
+            if not _is_prose(item):
+                _write(item, parts)
+        parts.append("]")
+    else:
+        parts.append(f"{value!r},")
+
+
+def _is_prose(node: Any) -> bool:
+    """True for docstrings, those of attributes too, and for arguments that only reports show."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return isinstance(node, ast.keyword) and node.arg in PROSE
