@@ -41,17 +41,11 @@ class DeepCopy:
         if self._held is None:
             raise SnapshotReleased("this deep copy was released")
         env, last = self._held
-        return _deep(env), copied(last)
+        return copy.deepcopy(env), copied(last)
 
     def release(self) -> None:
         """Drop the copy."""
         self._held = None
-
-
-def _deep(env: AnyEnv) -> AnyEnv:
-    """A deep copy that shares the specifications: they say how an environment is made, and are no state."""
-    found = (vars(layer).get(name) for layer in layers(env) for name in ("spec", "_cached_spec"))
-    return copy.deepcopy(env, {id(spec): spec for spec in found if spec is not None})
 
 
 class DeepCopySnapshots(gym.Env[Any, Any]):
@@ -126,7 +120,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         for layer in layers(self.inner):  # streams that nothing was drawn from yet: else every copy would make its own
             materialise(layer.action_space, layer.observation_space)
         _ = self.inner.np_random
-        return DeepCopy(_deep(self.inner), copied(self._returned), self._fits)
+        return DeepCopy(copy.deepcopy(self.inner), copied(self._returned), self._fits)
 
     def restore(self, snap: DeepCopy, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Replace the environment inside by a copy of the snapshot's."""
