@@ -86,6 +86,8 @@ class LivePath:
     replayed: tuple[str, int] = ("", 0)
     """Kind of the last `Recovery` on it, and the actions repeated in it."""
     dropped: bool = False
+    behind: bool = False
+    """True if its environment has yet to be led to its node: what it showed there is known (`journaled`)."""
 
 
 @dataclass(slots=True)
@@ -181,6 +183,7 @@ class Driver:
             raise ValueError(f"expected retries to be at least 0, found {retries}")
         self.envs, self.schedule, self.seed, self.clock = envs, schedule, seed, clock
         self.retries, self.failures, self.look = retries, failures, look
+        self.replays = retries > 0  # states to recover from are kept
         self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
         self.waiting: list[tuple[RolloutTree, Checkpoint]] = []
@@ -298,7 +301,7 @@ class Driver:
         run.tree.snapshots += 1
         run.tree.snapshot_seconds += seconds
         point.users = point.pending or 1
-        if self.retries:
+        if self.replays:
             point.users += 1
             while len(run.anchors) > 1:
                 run.anchors.pop().free()
@@ -364,9 +367,9 @@ class Driver:
         for point in (first,) if anchor is first else (anchor, first):
             seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
             try:
-                begun = execute(EnvJob(run.env, restore=(point.snap, seed))).begun
+                begun = execute(EnvJob(run.env, restore=(self.captured(point), seed))).begun
             except (SnapshotMissing, SnapshotCorrupt) as error:
-                if not self.retries:
+                if not self.replays:
                     raise
                 logger.warning("a captured state of path %s is lost: %s", run.path.key, error)
                 continue
@@ -381,7 +384,16 @@ class Driver:
             repeat(run.env, edge)
         kind = "reset" if origin is None else "fork" if origin is first else "snapshot"
         run.replayed = (kind, len(edges) + (run.path.start.depth if origin is None else 0))
+        run.behind = False
         return go(begun)
+
+    def captured(self, point: Checkpoint) -> Any:
+        """The snapshot of a captured state.
+
+        Raises:
+            SnapshotMissing: it was lost with what kept it.
+        """
+        return point.snap
 
     def replay_to_start(self, run: LivePath) -> Begun:
         """Lead an environment from the reset to the task to the start of a path, by the paths before it."""
@@ -540,7 +552,7 @@ class Lockstep(Driver):
             envs = {index: self.take() for _, index in todo}
             resets = [self.resetting(task, index) for task, index in todo]
             began = time.perf_counter()
-            done = self.envs.execute_all([reset.job(envs[reset.index]) for reset in resets])
+            done = self.execute(resets, [reset.job(envs[reset.index]) for reset in resets])
             outcomes = noted(done, [reset.note for reset in resets])
             self.account(time.perf_counter() - began, outcomes)
             again, errors = [], []
@@ -568,7 +580,7 @@ class Lockstep(Driver):
         for tree, point in wave:
             cohort.live.append(self.begun(tree, point, self.take(point.snap)))
         began = time.perf_counter()
-        done = self.envs.execute_all([self.restoring(run) for run in cohort.live])
+        done = self.execute(cohort.live, [self.restoring(run) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
         for run, found in zip(cohort.live, done, strict=True):
             begun = self.recover(run, found, same) if isinstance(found, Exception) else found.begun
@@ -580,14 +592,14 @@ class Lockstep(Driver):
                 self.drop(run)
                 continue
             run.context.observation, run.context.info = begun
-            if not self.retries:
+            if not self.replays:
                 run.anchors.pop().free()
         cohort.live = [run for run in cohort.live if not run.dropped]
 
     def act(self, cohort: _Cohort) -> None:
         """Decide the next step of every live path, and have the environments execute it."""
         began = time.perf_counter()
-        decided = list(zip(cohort.live, self.policy([run.context for run in cohort.live]), strict=True))
+        decided = list(zip(cohort.live, self.decide(cohort.live), strict=True))
         self.clock.policy += time.perf_counter() - began
         cohort.acting = [
             Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
@@ -599,8 +611,18 @@ class Lockstep(Driver):
 
     def carry_out(self, acting: Sequence[Acting]) -> list[Outcome]:
         """Have the environments execute the steps of the paths."""
-        done = self.envs.execute_all([act.job() for act in acting])
+        done = self.execute(acting, [act.job() for act in acting])
         return noted(done, [act.note for act in acting])
+
+    def decide(self, runs: Sequence[LivePath]) -> Sequence[Action | None]:
+        """The policy's decision for each path."""
+        return self.policy([run.context for run in runs])
+
+    def execute(
+        self, asked: Sequence[Reset | LivePath | Acting], jobs: Sequence[EnvJob]
+    ) -> Sequence[EnvResult | Exception]:
+        """Results of the environments' jobs, each for a reset, the start of a path or a step."""
+        return self.envs.execute_all(jobs)
 
     def advance(self, cohort: _Cohort, wait: Callable[[], list[Outcome]]) -> None:
         """Wait for the steps of the paths, and record their results."""

@@ -62,10 +62,13 @@ class KeptLease:
         store: directory or URL.
         every: of `Keeping`, as is ``bandwidth``.
         bandwidth: see there.
+        name: of the lease; that of an owner which was killed is taken over. Default: a new one.
     """
 
-    def __init__(self, store: str | os.PathLike[str], *, every: int, bandwidth: float | None) -> None:
-        name = f"workers-{os.urandom(8).hex()}"
+    def __init__(
+        self, store: str | os.PathLike[str], *, every: int, bandwidth: float | None, name: str | None = None
+    ) -> None:
+        name = name or f"workers-{os.urandom(8).hex()}"
         place = os.fspath(store)
         if "://" not in place:
             place = os.path.abspath(place)  # workers may have another working directory
@@ -77,6 +80,21 @@ class KeptLease:
         self._thread = threading.Thread(target=_renew, args=arguments, daemon=True, name="sandboxgym-lease")
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._ended.set)
+
+    def reference(self, snap: Any) -> tuple[str, ...] | None:
+        """Name of a kept snapshot in the store, whether or not it has been written; None of other snapshots."""
+        return (name_of(snap.kept.key),) if isinstance(snap, KeptSnapshot) else None
+
+    def durable(self, reference: tuple[str, ...]) -> Snapshot:
+        """The snapshot of a name in the store.
+
+        Raises:
+            SnapshotMissing, SnapshotCorrupt: it is not there, or damaged.
+        """
+        key = self._lease.named(*reference)
+        if key is None:
+            raise SnapshotMissing(f"{self._store.place} has no snapshot {reference[0]}")
+        return self._store.get(key)
 
     def close(self) -> None:
         """End the lease. Idempotent."""

@@ -493,6 +493,8 @@ class PooledEnvs(Envs):
         every_k_steps: with a store, steps of an environment between snapshots that get a durable copy at once. After
             a loss more actions are repeated if it is large.
         bandwidth: with a store, bytes per second that each worker writes in the background; None: no limit.
+        lease: with a store, name of the lease that holds the durable copies. A later process with this name finds those
+            of one that was killed (`sandboxgym.tree.journal`). Default: a name of its own.
         **kwargs: of ``gym.make`` or of the function.
     """
 
@@ -508,6 +510,7 @@ class PooledEnvs(Envs):
         store: str | os.PathLike[str] | None = None,
         every_k_steps: int = 1,
         bandwidth: float | None = None,
+        lease: str | None = None,
         **kwargs: Any,
     ) -> None:
         if every_k_steps < 1:
@@ -524,7 +527,7 @@ class PooledEnvs(Envs):
         }
         self._lease: KeptLease | None = None
         if store is not None:
-            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth)
+            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth, name=lease)
         self._slots = [WorkerSlots(self.new_worker(), keep_on=True) for _ in range(count)]
         for shared in self._slots:
             shared.worker.keeping = None if self._lease is None else self._lease.keeping
@@ -597,6 +600,20 @@ class PooledEnvs(Envs):
         if any(job.look is not None for job in jobs):
             return super().execute_all(jobs)
         return execute_all(jobs)
+
+    def reference(self, snap: Any) -> tuple[str, ...] | None:
+        """Name of a snapshot's durable copy, which may not be complete yet; None if it gets none."""
+        return None if self._lease is None else self._lease.reference(snap)
+
+    def durable(self, reference: tuple[str, ...]) -> Any:
+        """The snapshot of a name, of this process or an earlier one with the same lease.
+
+        Raises:
+            SnapshotMissing, SnapshotCorrupt: it is not in the store, or damaged there.
+        """
+        if self._lease is None:
+            raise SnapshotMissing("there is no store of snapshots")
+        return self._lease.durable(reference)
 
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""
