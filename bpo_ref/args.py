@@ -340,6 +340,10 @@ class Args:
     """Sampling temperature in evaluation."""
     save_every: int = 10
     """Updates (and 20 times as many SFT steps) between checkpoints."""
+    journal: Literal["exact", "quick", "off"] = "exact"
+    """Keep what environments answered since the last checkpoint, so that ``resume`` repeats no step of a killed run.
+    ``exact`` samples the actions again: all numbers are those of an undisturbed run. ``quick`` takes them from the
+    journal, too: the same actions, but later ones may be rounded otherwise."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers of accelerate that receive every logged number (wandb, mlflow, trackio, …)."""
 

@@ -1,4 +1,4 @@
-"""Journals of rollouts: a rollout that ended with its process continues in another one, with the trees that it would have had.
+"""Journals of rollouts: one that ended with its process continues in another, with the trees that it would have had.
 
 1. Each result of an environment is appended to a file as soon as the step is complete: where a task begins, and what a
    path's actions were answered with. A record is named by the decisions that led to it, so that none is ever given to
@@ -6,8 +6,8 @@
 2. In the next process the rollout begins anew, and results that the file has are taken from it; no environment does
    anything for them. Where a path needs one again, the environment is restored from the last durable snapshot on the
    path and repeats the actions since, or repeats all of them from the reset on.
-3. The policy decides again, from the same streams of random numbers. One with a method ``recall`` may be told what it had
-   decided instead (`Journal`).
+3. The policy decides again, from the same streams of random numbers. A `RecallingPolicy` may be told what it had decided
+   instead.
 4. A last record that is not whole, because the process was killed while it wrote it, is ignored and removed.
 
 Records are plain data (`sandboxgym.serialization`): reading them executes nothing.
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing, SnapshotNotSupported
+from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
 from sandboxgym.serialization import pack, unpack
 from sandboxgym.tree.envs import guarded
 from sandboxgym.tree.lockstep import Acting, Checkpoint, LivePath, Lockstep, Reset
@@ -44,7 +44,16 @@ Reference = tuple[str, ...]
 
 
 class JournalMismatch(ValueError):
-    """The file is the journal of another rollout."""
+    """The file is the journal of another rollout.
+
+    Args:
+        message: for people.
+        found: head of the file; None if it has none.
+    """
+
+    def __init__(self, message: str, found: Any) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 @runtime_checkable
@@ -88,7 +97,12 @@ class Journal:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, head: Any, others: Sequence[str | os.PathLike[str]] = (), recall: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        head: Any,
+        others: Sequence[str | os.PathLike[str]] = (),
+        recall: bool = False,
     ) -> None:
         self.path = Path(path)
         self.recalls = recall
@@ -167,7 +181,8 @@ class Journal:
             if len(record) != length or zlib.crc32(record) != checksum:
                 break
             if not end and record != head:
-                raise JournalMismatch(f"{path}: expected the journal of {_shown(head)}, found one of {_shown(record)}")
+                wanted, found = _head_of(head), _head_of(record)
+                raise JournalMismatch(f"{path}: expected the journal of {wanted}, found one of {found}", found)
             if end:
                 self._known[record[:_NAME]] = record[_NAME:]
             end = start + length
@@ -182,11 +197,15 @@ def _framed(record: bytes) -> bytes:
     return _FRAME.pack(len(record), zlib.crc32(record)) + record
 
 
-def _shown(record: bytes) -> str:
+def _head_of(record: bytes) -> Any:
+    """Content of a head; None of other records."""
     try:
-        return str(unpack(record)[1])
-    except (SnapshotCorrupt, TypeError, IndexError, KeyError):
-        return "something else"
+        match unpack(record):
+            case [str(kind), head] if kind == _HEAD:
+                return head
+    except SnapshotCorrupt:
+        pass
+    return None
 
 
 def _name(kind: str, *about: Any) -> bytes:
@@ -321,13 +340,13 @@ class Journaled(Lockstep):
         return self.replay_to(asked, asked.anchors[0], lambda begun: EnvResult(begun=begun))
 
     def captured(self, point: Checkpoint) -> Any:
-        """The snapshot of a captured state, found again if it is of the process that ended."""
+        """The snapshot of a captured state; None if it ended with its process and has no durable copy."""
         gone = point.snap
         if not isinstance(gone, _Gone):
             return gone
         if gone.snap is None:
             if gone.reference is None or not isinstance(self.envs, DurableSource):
-                raise SnapshotMissing("it ended with its process, and has no durable copy")
+                return None
             gone.snap = self.envs.durable(tuple(gone.reference))
         return gone.snap
 

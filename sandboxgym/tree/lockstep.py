@@ -367,7 +367,9 @@ class Driver:
         for point in (first,) if anchor is first else (anchor, first):
             seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
             try:
-                begun = execute(EnvJob(run.env, restore=(self.captured(point), seed))).begun
+                if (snap := self.captured(point)) is None:
+                    continue
+                begun = execute(EnvJob(run.env, restore=(snap, seed))).begun
             except (SnapshotMissing, SnapshotCorrupt) as error:
                 if not self.replays:
                     raise
@@ -388,10 +390,10 @@ class Driver:
         return go(begun)
 
     def captured(self, point: Checkpoint) -> Any:
-        """The snapshot of a captured state.
+        """The snapshot of a captured state; None if it ended with its process.
 
         Raises:
-            SnapshotMissing: it was lost with what kept it.
+            SnapshotMissing, SnapshotCorrupt: it was lost with what kept it.
         """
         return point.snap
 

@@ -316,7 +316,6 @@ class RayEnvs(PooledEnvs):
         store: see there.
         every_k_steps: see there.
         bandwidth: see there.
-        lease: see there.
         **kwargs: of ``gym.make`` or of the function.
 
     Raises:
@@ -338,7 +337,6 @@ class RayEnvs(PooledEnvs):
         store: str | os.PathLike[str] | None = None,
         every_k_steps: int = 1,
         bandwidth: float | None = None,
-        lease: str | None = None,
         **kwargs: Any,
     ) -> None:
         connect(address)
@@ -355,7 +353,6 @@ class RayEnvs(PooledEnvs):
             store=store,
             every_k_steps=every_k_steps,
             bandwidth=bandwidth,
-            lease=lease,
             **kwargs,
         )
         self._patience = create_timeout

@@ -32,6 +32,7 @@ import cloudpickle  # type: ignore[import-untyped]  # a requirement of Gymnasium
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from sandboxgym.errors import SnapshotMissing
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.tree import Envs
 from sandboxgym.workers.batches import execute_all
@@ -493,8 +494,6 @@ class PooledEnvs(Envs):
         every_k_steps: with a store, steps of an environment between snapshots that get a durable copy at once. After
             a loss more actions are repeated if it is large.
         bandwidth: with a store, bytes per second that each worker writes in the background; None: no limit.
-        lease: with a store, name of the lease that holds the durable copies. A later process with this name finds those
-            of one that was killed (`sandboxgym.tree.journal`). Default: a name of its own.
         **kwargs: of ``gym.make`` or of the function.
     """
 
@@ -510,7 +509,6 @@ class PooledEnvs(Envs):
         store: str | os.PathLike[str] | None = None,
         every_k_steps: int = 1,
         bandwidth: float | None = None,
-        lease: str | None = None,
         **kwargs: Any,
     ) -> None:
         if every_k_steps < 1:
@@ -527,7 +525,7 @@ class PooledEnvs(Envs):
         }
         self._lease: KeptLease | None = None
         if store is not None:
-            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth, name=lease)
+            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth)
         self._slots = [WorkerSlots(self.new_worker(), keep_on=True) for _ in range(count)]
         for shared in self._slots:
             shared.worker.keeping = None if self._lease is None else self._lease.keeping
@@ -606,7 +604,7 @@ class PooledEnvs(Envs):
         return None if self._lease is None else self._lease.reference(snap)
 
     def durable(self, reference: tuple[str, ...]) -> Any:
-        """The snapshot of a name, of this process or an earlier one with the same lease.
+        """The snapshot of a name, of this process or one that was killed, whose lease is taken over and ended here.
 
         Raises:
             SnapshotMissing, SnapshotCorrupt: it is not in the store, or damaged there.
