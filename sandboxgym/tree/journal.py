@@ -119,6 +119,7 @@ class Journal:
         self._new: list[bytes] = [] if end else [_framed(head_record)]
         self.found = len(self._known)
         """Number of records that were there."""
+        self.flush()
 
     def get(self, name: bytes) -> Any:
         """The record of a name; None if there is none."""

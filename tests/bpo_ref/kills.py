@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,13 +29,13 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-import worker_envs  # noqa: E402
+import toy_envs  # noqa: E402
 from test_tree import Wanderer, sampled  # noqa: E402
 
 from sandboxgym.tree import Action, Context, Failure, TopEntropy, rollout  # noqa: E402
 from sandboxgym.workers.pool import PooledEnvs  # noqa: E402
 
-worker_envs.register()
+toy_envs.register()
 
 MARK = "SANDBOXGYM_KILLS_TRIAL"
 SETTINGS: dict[str, Any] = {
@@ -103,6 +104,9 @@ def trained(out: Path, options: dict[str, Any]) -> int:
         os.dup2(sink, 2)
         train(out, options)
         status = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(status)
 
@@ -115,15 +119,15 @@ def train(out: Path, options: dict[str, Any]) -> None:
     Trainer(Args(**{**SETTINGS, "out": str(out), **options})).run()
 
 
-def finish(pid: int) -> None:
-    """Wait for a process.
+def finish(pid: int, out: Path) -> None:
+    """Wait for a process that trains.
 
     Raises:
         RuntimeError: it failed.
     """
     _, status = os.waitpid(pid, 0)
     if status:
-        raise RuntimeError(f"process {pid} ended with status {status}")
+        raise RuntimeError(f"training ended with status {status}: {out.with_suffix('.log').read_text()[-3000:]}")
 
 
 def outcome(out: Path) -> str:
@@ -164,7 +168,7 @@ def kill_trainers(base: Path, whole: str, options: dict[str, Any], rng: random.R
                 time.sleep(0.005)
                 done = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             if done or kills >= most:
-                finish(pid)
+                finish(pid, out)
                 break
             time.sleep(rng.uniform(0, 0.05))
             os.kill(pid, signal.SIGKILL)
@@ -196,10 +200,10 @@ def trainer_trials(out: Path, kills: int, rng: random.Random) -> None:
                 rule = {key: value for key, value in options.items() if key not in ("envs", "env_store", "journal")}
                 if place not in known:
                     base = Path(top) / place
-                    finish(trained(base, {**rule, "updates": 1}))
+                    finish(trained(base, {**rule, "updates": 1}), base)
                     whole = Path(top) / f"{place}-whole"
                     shutil.copytree(base, whole)
-                    finish(trained(whole, {**rule, "updates": 4, "resume": True, "journal": "off"}))
+                    finish(trained(whole, {**rule, "updates": 4, "resume": True, "journal": "off"}), whole)
                     known[place] = base, outcome(whole)
                 found = kill_trainers(*known[place], {**options, "updates": 4}, rng, 8)
                 append(out, {"kind": f"trainer killed: {name}", **found})
@@ -225,7 +229,7 @@ def worker_trials(out: Path, kills: int, rng: random.Random, *, number: int, env
                     whole = sampled(rollout(envs, Chooser(), schedule, **options))
                 policy = Striking(envs, kind, number, rng)
                 failures: list[Failure] = []
-                trees = rollout(envs, policy, schedule, retries=50, failures=failures, **options)
+                trees = rollout(envs, policy, schedule, retries=500, failures=failures, **options)
                 differing = sampled(trees) != whole
             left = leftovers(mark) if kind != "ray" else 0
         dropped = sum(failure.dropped for failure in failures)
@@ -252,7 +256,7 @@ class Striking(Chooser):
         self.envs, self.kind, self.number, self.rng, self.struck = envs, kind, number, rng, 0
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.6:
             worker = self.rng.choice(self.envs._slots).worker
             if worker.alive and worker.pid:
                 self.struck += 1
