@@ -41,7 +41,7 @@ MARK = "SANDBOXGYM_KILLS_TRIAL"
 SETTINGS: dict[str, Any] = {
     "max_turns": 6, "context": 160, "max_new_tokens": 4, "sft_steps": 1, "sft_episodes": 6, "sft_batch": 4,
     "prompts": 4, "width": 2, "eval_episodes": 2, "eval_every": 100, "save_every": 2, "lr": 1e-2,
-    "eval_untrained": False, "trackers": (), "env_workers": 1, "env_id": "wordgame:toys/WordGame-v0",
+    "eval_untrained": False, "trackers": (), "env_id": "wordgame:toys/WordGame-v0",
 }  # fmt: skip
 ALFWORLD = {"env_id": "sandboxgym/ALFWorld-v0", "max_turns": 5, "context": 768, "prompts": 2, "save_every": 1}
 
@@ -186,18 +186,22 @@ def trainer_trials(out: Path, kills: int, rng: random.Random) -> None:
     import bpo_ref.train  # noqa: F401
 
     kinds = [
-        ("words, worker process, exact", {"envs": "process"}),
-        ("words, worker process, quick", {"envs": "process", "journal": "quick"}),
-        ("words, worker process, store", {"envs": "process", "env_store": "yes"}),
+        ("words, worker process, exact", {"envs": "process", "env_workers": 1}),
+        ("words, worker process, quick", {"envs": "process", "env_workers": 1, "journal": "quick"}),
+        ("words, worker process, store", {"envs": "process", "env_workers": 1, "env_store": "yes"}),
         ("words, this process, exact", {}),
-        ("ALFWorld, worker process, exact", {"envs": "process", **ALFWORLD}),
+        ("ALFWorld, worker process, exact", {"envs": "process", "env_workers": 1, **ALFWORLD}),
     ]
     with tempfile.TemporaryDirectory(prefix="kills-base-") as top:
         known: dict[str, tuple[Path, str]] = {}
         while kills > 0:
             for name, options in kinds:
                 place = "alfworld" if "ALFWorld" in name else "words"
-                rule = {key: value for key, value in options.items() if key not in ("envs", "env_store", "journal")}
+                rule = {
+                    key: value
+                    for key, value in options.items()
+                    if key not in ("envs", "env_workers", "env_store", "journal")
+                }
                 if place not in known:
                     base = Path(top) / place
                     finish(trained(base, {**rule, "updates": 1}), base)

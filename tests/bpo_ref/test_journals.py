@@ -44,7 +44,9 @@ def killed_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None
     return set_limit
 
 
-@pytest.mark.parametrize(("journal", "places"), [("exact", {}), ("quick", {}), ("exact", {"envs": "process"})])
+@pytest.mark.parametrize(
+    ("journal", "places"), [("exact", {}), ("quick", {}), ("exact", {"envs": "process", "env_workers": 1})]
+)
 def test_a_run_killed_within_an_update_continues_in_it(
     tmp_path: Path,
     journal: str,
@@ -52,7 +54,7 @@ def test_a_run_killed_within_an_update_continues_in_it(
     killed_after: Callable[[int | None], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {**OPTIONS, "journal": journal, **places, "env_workers": 1}
+    options = {**OPTIONS, "journal": journal, **places}
     trained(tmp_path / "whole", **{**OPTIONS, "journal": "off"})
     assert not (tmp_path / "whole" / "inflight").exists()
     out = tmp_path / "killed"
