@@ -76,7 +76,7 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "envs", "env_workers",
+    "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "journal", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",

@@ -553,6 +553,7 @@ class Trainer:
             ahead = LookAhead(args, session.prompt, session.chat, session.memory.values, session.memory.network)
         journal = session.journal(seed)
         shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead, journal=journal)
+        shared |= dict(capture_every=args.env_capture_every)
         trees = rollout(session.envs, policy, schedule, **shared)
         if journal is not None:
             journal.close()

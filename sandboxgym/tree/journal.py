@@ -6,8 +6,8 @@
 2. In the next process the rollout begins anew, and results that the file has are taken from it; no environment does
    anything for them. Where a path needs one again, the environment is restored from the last durable snapshot on the
    path and repeats the actions since, or repeats all of them from the reset on.
-3. The policy decides again, from the same streams of random numbers. A `RecallingPolicy` may be told what it had decided
-   instead.
+3. The policy decides again, from the same streams of random numbers. A `RecallingPolicy` may be told what it had
+   decided instead.
 4. A last record that is not whole, because the process was killed while it wrote it, is ignored and removed.
 
 Records are plain data (`sandboxgym.serialization`): reading them executes nothing.
@@ -28,7 +28,8 @@ from typing import Any, Protocol, runtime_checkable
 from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
 from sandboxgym.serialization import pack, unpack
 from sandboxgym.tree.envs import guarded
-from sandboxgym.tree.lockstep import Acting, Checkpoint, LivePath, Lockstep, Reset
+from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
+from sandboxgym.tree.lockstep import Lockstep
 from sandboxgym.tree.nodes import Action, RolloutTree
 from sandboxgym.tree.rollout import Context, Policy
 from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute

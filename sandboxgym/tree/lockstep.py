@@ -23,10 +23,11 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
 from sandboxgym.tree.envs import EnvSource, NearSource, ToldSource, described, logger
+from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, Recovery
 from sandboxgym.tree.schedules import Schedule
-from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
+from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, execute
 
 T = TypeVar("T")
 
@@ -40,117 +41,6 @@ ORIGINS = {"snapshot": "the last snapshot on its path", "fork": "where it forked
 
 class Diverged(Exception):
     """Replaying the same actions gave a different observation."""
-
-
-@dataclass(slots=True)
-class Checkpoint:
-    """A captured node with the number of its users."""
-
-    node: Node
-    memory: Any
-    pending: int = 0
-    """Siblings that have yet to start from it."""
-    snap: Any = None
-    users: int = 0
-    """Number of reasons to keep the snapshot."""
-
-    def capture(self, env: gym.Env[Any, Any]) -> float:
-        """Capture the state of an environment, unless that has been done; the seconds it took."""
-        began = time.perf_counter()
-        if self.snap is None:
-            self.snap = execute(EnvJob(env, capture=True)).snap
-        return time.perf_counter() - began
-
-    def free(self) -> None:
-        """Give up one use; the last one releases the snapshot."""
-        self.users -= 1
-        if not self.users:
-            self.snap.release()
-
-
-@dataclass(slots=True, eq=False)
-class LivePath:
-    """A path being rolled out, with its environment."""
-
-    tree: RolloutTree
-    path: Path
-    env: gym.Env[Any, Any]
-    node: Node
-    context: Context
-    anchors: list[Checkpoint]
-    """States to recover from, with ``retries``: the one where the path started, and the last one captured on it."""
-    points: list[Checkpoint] = field(default_factory=list)
-    """States captured on it, where forks may be requested once it has ended."""
-    lost: int = 0
-    """Environments that failed on it."""
-    replayed: tuple[str, int] = ("", 0)
-    """Kind of the last `Recovery` on it, and the actions repeated in it."""
-    dropped: bool = False
-    behind: bool = False
-    """True if its environment has yet to be led to its node: what it showed there is known (`journaled`)."""
-
-
-@dataclass(slots=True)
-class Acting:
-    """One step of a path: capture its environment if it forks here or may yet, then step it."""
-
-    run: LivePath
-    action: Action
-    point: Checkpoint | None
-    look: Look | None
-
-    def job(self) -> EnvJob:
-        """The calls on the environment."""
-        run, node = self.run, self.run.node
-        capture = self.point is not None and self.point.snap is None
-        look = self.look if node.ahead is None else None
-        return EnvJob(run.env, capture=capture, look=look, info=run.context.info, step=(self.action.text,))
-
-    def note(self, done: EnvResult) -> tuple[Stepped, float, float]:
-        """Record what the calls gave; the result of ``env.step``, the seconds spent on capturing and stepping."""
-        if self.point is not None and self.point.snap is None:
-            self.point.snap = done.snap
-        if self.look is not None and self.run.node.ahead is None:
-            self.run.node.ahead = done.ahead
-        assert done.stepped is not None
-        return done.stepped, done.capturing, done.stepping
-
-    def step(self, _: Begun | None = None) -> tuple[Stepped, float, float]:
-        """Execute the step in this thread, by itself; see `note`."""
-        return self.note(execute(self.job()))
-
-
-@dataclass(slots=True)
-class Reset:
-    """The reset of an environment to a task, where the root is captured."""
-
-    task: Any
-    index: int
-    seed: int
-    look: Look | None
-    snap: Any = None
-    ahead: Any = None
-
-    def job(self, env: gym.Env[Any, Any]) -> EnvJob:
-        """The calls on an environment."""
-        # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
-        options = None if self.task is None else {"task": self.task}
-        return EnvJob(env, reset=(self.seed, options), capture=True, look=self.look)
-
-    def note(self, done: EnvResult) -> tuple[Begun, float, float]:
-        """Record what the calls gave; the result of ``env.reset``, the seconds spent on capturing and resetting."""
-        assert done.begun is not None
-        self.snap, self.ahead = done.snap, done.ahead
-        return done.begun, done.capturing, done.stepping
-
-    def begin(self, env: gym.Env[Any, Any]) -> tuple[Begun, float, float]:
-        """Execute the reset in this thread, by itself; see `note`."""
-        return self.note(execute(self.job(env)))
-
-    def forget(self) -> None:
-        """Release the captured root, if there is one."""
-        if self.snap is not None:
-            self.snap.release()
 
 
 @dataclass(slots=True)
@@ -178,12 +68,14 @@ class Driver:
         retries: int,
         failures: list[Failure],
         look: Look | None = None,
+        capture_every: int = 0,
     ) -> None:
-        if retries < 0:
-            raise ValueError(f"expected retries to be at least 0, found {retries}")
+        if retries < 0 or capture_every < 0:
+            raise ValueError(f"expected retries and capture_every of 0 or more, found {retries}, {capture_every}")
         self.envs, self.schedule, self.seed, self.clock = envs, schedule, seed, clock
         self.retries, self.failures, self.look = retries, failures, look
         self.replays = retries > 0  # states to recover from are kept
+        self.capture_every = capture_every
         self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
         self.waiting: list[tuple[RolloutTree, Checkpoint]] = []
@@ -261,10 +153,13 @@ class Driver:
         return LivePath(tree, path, env, point.node, context, [point])
 
     def point(self, run: LivePath, action: Action) -> Checkpoint | None:
-        """Captured node in which the action was decided: siblings start there, or may yet."""
+        """Captured node in which the action was decided: siblings start there, or may yet; or the path can recover."""
         count = self.schedule.now(run.tree, run.path, run.node, action)
         if not count and not self.schedule.watches(run.path):
-            return None
+            if not self.replays or not self.capture_every:
+                return None
+            since = run.node.depth - run.anchors[-1].node.depth
+            return Checkpoint(run.node, run.context.memory, spare=True) if since >= self.capture_every else None
         self.hold((run.tree.index, run.node.owner))
         return Checkpoint(run.node, run.context.memory, pending=count)
 
@@ -300,7 +195,7 @@ class Driver:
         """Record a captured state: siblings start there, or its path may request them once it has ended."""
         run.tree.snapshots += 1
         run.tree.snapshot_seconds += seconds
-        point.users = point.pending or 1
+        point.users = 0 if point.spare else point.pending or 1
         if self.replays:
             point.users += 1
             while len(run.anchors) > 1:
@@ -309,7 +204,7 @@ class Driver:
         if point.pending:
             run.node.width = max(run.node.width, 1)
             self.wait(run, point)
-        else:
+        elif not point.spare:
             run.points.append(point)
 
     def wait(self, run: LivePath, point: Checkpoint) -> None:
@@ -478,7 +373,8 @@ class Driver:
         """Forget a state that was to be captured on a path which is removed."""
         if point.snap is not None:
             point.snap.release()
-        self.release((run.tree.index, point.node.owner))
+        if not point.spare:
+            self.release((run.tree.index, point.node.owner))
 
 
 class Lockstep(Driver):
@@ -495,8 +391,9 @@ class Lockstep(Driver):
         retries: int,
         failures: list[Failure],
         look: Look | None = None,
+        capture_every: int = 0,
     ) -> None:
-        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look)
+        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every)
         self.policy, self.background = policy, background
         self.cohorts: list[_Cohort] = []
 

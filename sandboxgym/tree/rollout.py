@@ -112,6 +112,7 @@ def rollout(
     retries: int = 0,
     failures: list[Failure] | None = None,
     look: Look | None = None,
+    capture_every: int = 0,
     journal: Journal | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree per task.
@@ -143,6 +144,8 @@ def rollout(
         retries: environments that a path may lose before it is dropped. 0: the first error is raised.
         failures: is told of every environment that was lost.
         look: is asked of every state in which the policy acts; see `Look`.
+        capture_every: with ``retries``, or a journal: steps of a path after which it is captured although nothing will
+            fork there, so that fewer actions have to be repeated; 0: never. For environments with long steps.
         journal: keeps what environments answer in a file, from which another process continues the rollout.
 
     Raises:
@@ -155,7 +158,7 @@ def rollout(
     failed: list[Failure] = failures if failures is not None else []
     with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as halves:  # no thread unless it is used
         background = halves if overlap else None
-        given = (envs, policy, schedule, seed, clock or Clock(), background, retries, failed, look)
+        given = (envs, policy, schedule, seed, clock or Clock(), background, retries, failed, look, capture_every)
         if journal is None:
             return Lockstep(*given).run(tasks, places, max_live)
         from sandboxgym.tree.journal import Journaled

@@ -1,11 +1,12 @@
 """Kill workers and trainers at random points, and compare what comes out with an undisturbed run, bit for bit.
 
-    python tests/bpo_ref/kills.py --out kills.jsonl --trainer 60 --worker 120 --stop 20 --ray 6
+    python tests/bpo_ref/kills.py --out kills.jsonl --trainer 60 --rollout 200 --worker 120 --stop 20 --ray 6
     python tests/bpo_ref/kills.py --out kills.jsonl --table
 
 A *trainer* kill is SIGKILL to a process that trains a tiny policy, continued with ``--resume`` and killed again; a
-*worker* kill is SIGKILL to a worker process of a rollout, *stop* is SIGSTOP to one, which then counts as lost after a
-timeout, and *ray* is SIGKILL to the process of an actor. Every trial appends one line to the file.
+*rollout* kill is SIGKILL to one that rolls out random actions with a journal; a *worker* kill to a worker process of a
+rollout, *stop* is SIGSTOP to one, which then counts as lost after a timeout, and *ray* is SIGKILL to the process of an
+actor. Every trial appends one line to the file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -22,17 +24,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import gymnasium as gym  # noqa: E402
 import toy_envs  # noqa: E402
 from test_tree import Wanderer, sampled  # noqa: E402
 
-from sandboxgym.tree import Action, Context, Failure, TopEntropy, rollout  # noqa: E402
+import sandboxgym  # noqa: E402, F401
+from sandboxgym.tree import Action, Context, Envs, Failure, TopEntropy, rollout  # noqa: E402
+from sandboxgym.tree.journal import Journal  # noqa: E402
 from sandboxgym.workers.pool import PooledEnvs  # noqa: E402
 
 toy_envs.register()
@@ -46,8 +52,17 @@ SETTINGS: dict[str, Any] = {
 ALFWORLD = {"env_id": "sandboxgym/ALFWorld-v0", "max_turns": 5, "context": 768, "prompts": 2, "save_every": 1}
 
 
+ENVS = ("toys/Dice-v0", "sandboxgym/ALFWorld-v0")
+
+
 class Chooser(Wanderer):
     """Chooses an admissible command, or 0 or 1, from the path's stream."""
+
+    def record(self, action: Action) -> Any:
+        return [action.text, action.entropy, action.position]
+
+    def recall(self, contexts: Sequence[Context], records: Sequence[Any]) -> list[Action | None]:
+        return [Action(text, entropy=entropy, position=at, tokens=3) for text, entropy, at in records]
 
     def _act(self, context: Context) -> Action:
         commands = context.info.get("admissible_commands") or [0, 1]
@@ -95,14 +110,19 @@ def leftovers(mark: str, seconds: float = 60.0) -> int:
 
 def trained(out: Path, options: dict[str, Any]) -> int:
     """Start a process that trains; its number. It is a copy of this one, where PyTorch is loaded already."""
+    return forked(partial(train, out, options), out.with_suffix(".log"))
+
+
+def forked(job: Callable[[], Any], log: Path) -> int:
+    """Start a copy of this process that does a job; its number."""
     if pid := os.fork():
         return pid
     status = 1
     try:
-        sink = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        train(out, options)
+        job()
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -166,7 +186,7 @@ def kill_trainers(base: Path, whole: str, options: dict[str, Any], rng: random.R
             deadline, done = time.monotonic() + rng.uniform(5, 60), False
             while kills < most and time.monotonic() < deadline and journal_size(out) < before + until and not done:
                 time.sleep(0.005)
-                done = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+                done = ended(pid)
             if done or kills >= most:
                 finish(pid, out)
                 break
@@ -216,6 +236,73 @@ def trainer_trials(out: Path, kills: int, rng: random.Random) -> None:
                     return
 
 
+# Processes of rollouts, with a policy that costs nothing.
+
+
+def kill_rollouts(out: Path, kills: int, rng: random.Random) -> None:
+    """Rollouts in a process that is killed at random points, and continued by another one."""
+    schedule = TopEntropy(points=2, width=3, roots=2)
+    kinds = [(env, kind, recall) for env in ENVS for kind in ("local", "process") for recall in (False, True)]
+    known: dict[str, Any] = {}
+    while kills > 0:
+        for env, kind, recall in [each for each in kinds for _ in range(8 if each[1] == "local" else 1)]:
+            options: dict[str, Any] = {"tasks": [None if "toys" in env else n for n in range(3)], "seed": (7,)}
+            if env not in known:
+                with made("local", env, limits(env)) as envs:
+                    known[env] = sampled(rollout(envs, Chooser(), schedule, **options))
+            with trial() as (mark, folder):
+                store = {"store": folder / "store"} if kind == "process" and rng.random() < 0.5 else {}
+
+                def child(
+                    result: Path,
+                    env: str = env,
+                    kind: str = kind,
+                    recall: bool = recall,
+                    store: Any = store,
+                    options: Any = options,
+                ) -> None:
+                    journal = Journal(result.with_name("journal"), head={"env": env}, recall=recall)
+                    with made(kind, env, {**limits(env), **store}) as envs:
+                        trees = rollout(envs, Chooser(), schedule, journal=journal, **options)
+                    result.write_bytes(pickle.dumps(sampled(trees)))
+
+                struck = inside = 0
+                journal, result = folder / "journal", folder / "result"
+                while not result.exists():
+                    size = journal.stat().st_size if journal.exists() else 0
+                    until = size + rng.expovariate(1 / 3000)
+                    pid = forked(partial(child, result), folder / "log")
+                    while not ended(pid) and (not journal.exists() or journal.stat().st_size < until):
+                        time.sleep(0.001)
+                    time.sleep(rng.uniform(0, 0.003))
+                    if ended(pid):
+                        if os.waitpid(pid, 0)[1]:
+                            raise RuntimeError((folder / "log").read_text()[-3000:])
+                        continue
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    struck += 1
+                    inside += not result.exists()
+                differing = pickle.loads(result.read_bytes()) != known[env]
+                left = leftovers(mark)
+            place = f"{env.rpartition('/')[2]}, {kind}{', store' * bool(store)}, {'quick' if recall else 'exact'}"
+            found = {"kills": struck, "in_update": inside, "differing": int(differing), "leftovers": left}
+            append(out, {"kind": f"rollout killed: {place}", **found})
+            kills -= struck
+            if kills <= 0:
+                return
+
+
+def limits(env: str) -> dict[str, Any]:
+    """Arguments of an environment."""
+    return {} if "toys" in env else {"max_episode_steps": 12}
+
+
+def ended(pid: int) -> bool:
+    """True if a child has ended, which is still to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 # Workers.
 
 
@@ -223,7 +310,7 @@ def worker_trials(out: Path, kills: int, rng: random.Random, *, number: int, env
     """Rollouts in which workers get a signal at random times."""
     options: dict[str, Any] = {"tasks": [None if "toys" in env else 0, None if "toys" in env else 1] * 2, "seed": (7,)}
     schedule = TopEntropy(points=2, width=3)
-    arguments: dict[str, Any] = {} if "toys" in env else {"max_episode_steps": 12}
+    arguments = limits(env)
     whole: Any = None
     while kills > 0 or whole is None:
         with trial() as (mark, folder):
@@ -245,7 +332,9 @@ def worker_trials(out: Path, kills: int, rng: random.Random, *, number: int, env
 
 
 def made(kind: str, env: str, arguments: dict[str, Any]) -> Any:
-    """A source of environments in two workers."""
+    """A source of environments, in this process or in two workers."""
+    if kind == "local":
+        return Envs(lambda: gym.make(env, **arguments))
     if kind == "process":
         return PooledEnvs(env, 2, **arguments)
     from sandboxgym.workers.fleet import RayEnvs
@@ -299,7 +388,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true")
-    for name in ("trainer", "worker", "stop", "ray"):
+    for name in ("trainer", "rollout", "worker", "stop", "ray"):
         parser.add_argument(f"--{name}", type=int, default=0, help="number of signals")
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -308,7 +397,9 @@ def main() -> None:
         return
     if args.trainer:
         trainer_trials(args.out, args.trainer, rng)
-    for env in ("toys/Dice-v0", "sandboxgym/ALFWorld-v0"):
+    if args.rollout:
+        kill_rollouts(args.out, args.rollout, rng)
+    for env in ENVS:
         if args.worker:
             worker_trials(args.out, args.worker // 2, rng, number=signal.SIGKILL, env=env, kind="process")
         if args.stop:
