@@ -53,6 +53,7 @@ ALFWORLD = {"env_id": "sandboxgym/ALFWorld-v0", "max_turns": 5, "context": 768, 
 
 
 ENVS = ("toys/Dice-v0", "sandboxgym/ALFWorld-v0")
+PLACES = ("local", "process")
 
 
 class Chooser(Wanderer):
@@ -242,7 +243,7 @@ def trainer_trials(out: Path, kills: int, rng: random.Random) -> None:
 def kill_rollouts(out: Path, kills: int, rng: random.Random) -> None:
     """Rollouts in a process that is killed at random points, and continued by another one."""
     schedule = TopEntropy(points=2, width=3, roots=2)
-    kinds = [(env, kind, recall) for env in ENVS for kind in ("local", "process") for recall in (False, True)]
+    kinds = [(env, kind, recall) for env in ENVS for kind in PLACES for recall in (False, True)]
     known: dict[str, Any] = {}
     while kills > 0:
         for env, kind, recall in [each for each in kinds for _ in range(8 if each[1] == "local" else 1)]:
