@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -110,6 +111,7 @@ class Journal:
         self.written = 0
         """Bytes appended by this process."""
         self._known: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()  # with ``overlap`` there are two threads
         head_record = pack([_HEAD, head])
         for other in others:
             self._read(Path(other), head_record)
@@ -125,11 +127,7 @@ class Journal:
     def get(self, name: bytes) -> Any:
         """The record of a name; None if there is none."""
         data = self._known.get(name)
-        return None if data is None else unpack(data)
-
-    def has(self, name: bytes) -> bool:
-        """True if there is a record of this name."""
-        return name in self._known
+        return unpack(data) if data else None
 
     def note(self, name: bytes, value: Callable[[], Any]) -> None:
         """Append a record, with the next `flush`, unless there is one of this name.
@@ -143,21 +141,21 @@ class Journal:
         except SnapshotNotSupported as error:
             self.stop(str(error))
             return
-        self._known[name] = b""  # known to be written; what is read again was there at the start
-        self._new.append(_framed(name + data))
+        with self._lock:
+            self._known[name] = b""  # it is not read again
+            self._new.append(_framed(name + data))
 
     def flush(self) -> None:
         """Write the records that were noted. A disk that fails ends the journal, not the rollout."""
-        if self._file is None or not self._new:
-            return
-        data, self._new = b"".join(self._new), []
-        try:
-            while data:
-                count = os.write(self._file, data)
-                self.written += count
-                data = data[count:]
-        except OSError as error:
-            self.stop(str(error))
+        with self._lock:
+            data, self._new = b"".join(self._new), []
+            try:
+                while data and self._file is not None:
+                    count = os.write(self._file, data)
+                    self.written += count
+                    data = data[count:]
+            except OSError as error:
+                self.stop(str(error))
 
     def stop(self, reason: str) -> None:
         """Write no more, and say so in the log."""
@@ -240,6 +238,8 @@ class Journaled(Lockstep):
         if self.look is not None:
             raise ValueError("expected no journal with look: what it returns may be no plain data")
         self.journal, self.replays = journal, True
+        self.source = self.envs if isinstance(self.envs, DurableSource) else None
+        self.recalling = self.policy if isinstance(self.policy, RecallingPolicy) else None
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
         """Run the rollout; the trees, in the order of the tasks."""
@@ -271,8 +271,8 @@ class Journaled(Lockstep):
 
     def decide(self, runs: Sequence[LivePath]) -> Sequence[Action | None]:
         """The policy's decision for each path, or that which the journal has."""
-        policy = self.policy
-        if not self.journal.recalls or not isinstance(policy, RecallingPolicy):
+        policy = self.recalling
+        if policy is None or not self.journal.recalls:
             return super().decide(runs)
         actions: dict[int, Action | None] = {}
         records = [(run, self.journal.get(self.turn_of(run))) for run in runs]
@@ -347,9 +347,9 @@ class Journaled(Lockstep):
         if not isinstance(gone, _Gone):
             return gone
         if gone.snap is None:
-            if gone.reference is None or not isinstance(self.envs, DurableSource):
+            if gone.reference is None or self.source is None:
                 return None
-            gone.snap = self.envs.durable(tuple(gone.reference))
+            gone.snap = self.source.durable(tuple(gone.reference))
         return gone.snap
 
     # What is noted.
@@ -364,14 +364,14 @@ class Journaled(Lockstep):
         """Append the result of a step to its path, and note it."""
         snap = run.anchors[-1].snap if run.anchors[-1].node is run.node else None
         self.journal.note(self.step_of(run, action), lambda: [*result, self.reference(snap)])
-        if isinstance(policy := self.policy, RecallingPolicy):
+        if (policy := self.recalling) is not None:
             stream = run.context.rng.bit_generator
             self.journal.note(self.turn_of(run), lambda: [policy.record(action), stream.state])
         return super().append_step(run, action, result)
 
     def reference(self, snap: Any) -> list[str] | None:
         """Name of a snapshot's durable copy."""
-        if snap is None or isinstance(snap, _Gone) or not isinstance(self.envs, DurableSource):
-            return None
-        found = self.envs.reference(snap)
+        if isinstance(snap, _Gone):
+            return snap.reference and list(snap.reference)
+        found = None if snap is None or self.source is None else self.source.reference(snap)
         return None if found is None else list(found)

@@ -206,12 +206,11 @@ def trainer_trials(out: Path, kills: int, rng: random.Random) -> None:
 
     import bpo_ref.train  # noqa: F401
 
-    kinds = [
-        ("words, worker process, exact", {"envs": "process", "env_workers": 1}),
-        ("words, worker process, quick", {"envs": "process", "env_workers": 1, "journal": "quick"}),
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("words, this process", {}),
+        ("words, worker process", {"envs": "process", "env_workers": 1}),
         ("words, worker process, store", {"envs": "process", "env_workers": 1, "env_store": "yes"}),
-        ("words, this process, exact", {}),
-        ("ALFWorld, worker process, exact", {"envs": "process", "env_workers": 1, **ALFWORLD}),
+        ("ALFWorld, worker process", {"envs": "process", "env_workers": 1, **ALFWORLD}),
     ]
     with tempfile.TemporaryDirectory(prefix="kills-base-") as top:
         known: dict[str, tuple[Path, str]] = {}

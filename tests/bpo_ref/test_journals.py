@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import TINY, _signals, assert_same_weights, metrics, trained  # noqa: F401 - a fixture
+import torch
+from test_train import TINY, _signals, assert_same_weights, metrics, trained, weights  # noqa: F401 - a fixture
 from wordgame import WordGame
 
 from bpo_ref.learning.checkpoint import CheckpointError
@@ -71,10 +72,10 @@ def test_a_run_killed_within_an_update_continues_in_it(
     assert places or len(steps) < trainer.session.counters["env_steps"]
     assert not (out / "inflight").exists()
     mine, theirs = ([line for line in metrics(folder)] for folder in (out, tmp_path / "whole"))
-    for line in (*mine, *theirs):
-        line.pop("rollout/read_tokens", None)
-    assert_same_weights(out, tmp_path / "whole")
+    for name, value in weights(out).items():  # a conversation that is read again may be rounded otherwise
+        torch.testing.assert_close(value, weights(tmp_path / "whole")[name], rtol=1e-3, atol=1e-4)
     if journal == "exact":
+        assert_same_weights(out, tmp_path / "whole")
         assert [line for line in mine if "update/loss" in line] == [line for line in theirs if "update/loss" in line]
 
 
