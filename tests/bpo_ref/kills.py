@@ -377,9 +377,10 @@ def table(out: Path) -> str:
         row = rows.setdefault(line["kind"], [0] * 5)
         for at, value in enumerate((1, line["kills"], line["in_update"], line["differing"], line["leftovers"])):
             row[at] += value
+    rows = dict(sorted(rows.items()))
     rows["all"] = [sum(column) for column in zip(*rows.values())]
-    head = "| what | trials | signals | of these with losses | differing | leftovers |\n|---|---|---|---|---|---|\n"
-    return head + "".join(f"| {name} | {' | '.join(map(str, row))} |\n" for name, row in sorted(rows.items()))
+    head = "| what | trials | signals | with losses | differing | leftovers |\n|---|---|---|---|---|---|\n"
+    return head + "".join(f"| {name} | {' | '.join(map(str, row))} |\n" for name, row in rows.items())
 
 
 def main() -> None:

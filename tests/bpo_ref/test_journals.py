@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_train import TINY, _signals, assert_same_weights, metrics, trained, weights  # noqa: F401 - a fixture
+from test_train import TINY, _signals, assert_same_weights, metrics, trained  # noqa: F401 - a fixture
 from wordgame import WordGame
 
 from bpo_ref.learning.checkpoint import CheckpointError
@@ -71,12 +70,14 @@ def test_a_run_killed_within_an_update_continues_in_it(
     trainer = trained(out, **options, resume=True)
     assert places or len(steps) < trainer.session.counters["env_steps"]
     assert not (out / "inflight").exists()
-    mine, theirs = ([line for line in metrics(folder)] for folder in (out, tmp_path / "whole"))
-    for name, value in weights(out).items():  # a conversation that is read again may be rounded otherwise
-        torch.testing.assert_close(value, weights(tmp_path / "whole")[name], rtol=1e-3, atol=1e-4)
+    mine, theirs = ([line for line in metrics(each) if "update/loss" in line] for each in (out, tmp_path / "whole"))
     if journal == "exact":
+        assert mine == theirs
         assert_same_weights(out, tmp_path / "whole")
-        assert [line for line in mine if "update/loss" in line] == [line for line in theirs if "update/loss" in line]
+    else:  # the same actions, but a conversation that is read again may be rounded otherwise
+        totals = [name for name in mine[0] if name.startswith("total/")]
+        assert len(totals) >= 3 and [mine[0][name] for name in totals] == [theirs[0][name] for name in totals]
+        assert mine[0]["update/loss"] == pytest.approx(theirs[0]["update/loss"], rel=1e-3, abs=1e-5)
 
 
 def test_a_journal_with_other_settings_is_refused_and_one_of_other_weights_begins_anew(
