@@ -372,6 +372,7 @@ class Journaled(Lockstep):
     def reference(self, snap: Any) -> list[str] | None:
         """Name of a snapshot's durable copy."""
         if isinstance(snap, _Gone):
-            return snap.reference and list(snap.reference)
-        found = None if snap is None or self.source is None else self.source.reference(snap)
+            found = snap.reference
+        else:
+            found = None if snap is None or self.source is None else self.source.reference(snap)
         return None if found is None else list(found)
