@@ -86,6 +86,9 @@ class Args:
     env_retries: int = 2
     """Number of environment failures after which a path and its forks are dropped; until then a new environment takes
     over from the path's last snapshot. 0: the first failure ends the run."""
+    env_capture_every: int = 0
+    """Steps of a path after which it is captured although nothing will fork there, so that fewer actions are repeated
+    if its environment is lost; 0: never. For sandboxes whose commands take long."""
     max_live: int = 1024
     """Maximum number of paths that a process samples at the same time. Limits memory, changes nothing else."""
     max_turns: int = 24
@@ -340,6 +343,10 @@ class Args:
     """Sampling temperature in evaluation."""
     save_every: int = 10
     """Updates (and 20 times as many SFT steps) between checkpoints."""
+    journal: Literal["exact", "quick", "off"] = "exact"
+    """Keep what environments answered since the last checkpoint, so that ``resume`` repeats no step of a killed run.
+    ``exact`` samples the actions again: all numbers are those of an undisturbed run. ``quick`` takes them from the
+    journal, too: the same actions, but later ones may be rounded otherwise."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers of accelerate that receive every logged number (wandb, mlflow, trackio, …)."""
 
@@ -516,7 +523,9 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
 # Ranges.
 
 LEAST: dict[str, float] = {
-    **dict.fromkeys(("seed", "env_retries", "tiny_vocabulary", "lora_r", "history", "observation_tokens"), 0),
+    **dict.fromkeys(
+        ("seed", "env_retries", "env_capture_every", "tiny_vocabulary", "lora_r", "history", "observation_tokens"), 0
+    ),
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),

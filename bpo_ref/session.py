@@ -49,7 +49,7 @@ from bpo_ref.learning.models import (
 )
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
-from bpo_ref.running import folder, servers
+from bpo_ref.running import folder, journals, servers
 from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
 from bpo_ref.running.environments import first_info, gives_key, opened
 from bpo_ref.running.folder import appears, token_in
@@ -65,6 +65,7 @@ from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.system.atomic import write_atomic
 from sandboxgym.tree import Failure
+from sandboxgym.tree.journal import Journal
 
 Item = TypeVar("Item")
 
@@ -75,10 +76,10 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "envs", "env_workers",
+    "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
-    "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
+    "trackers", "journal", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
 }  # fmt: skip
 
 
@@ -251,6 +252,22 @@ class TrainingSession:
         if folder.name == "checkpoint":
             self.saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
+        if folder.name == "checkpoint" and self.stage == "rl" and self.accelerator.is_main_process:
+            journals.forget(self.out, before=self.step)
+
+    def journal(self, seed: Sequence[int]) -> Journal | None:
+        """The journal of this process's rollouts of an update, which a resumed run continues; None: it is off.
+
+        Raises:
+            CheckpointError: there is one with other settings.
+        """
+        args = self.args
+        if args.journal == "off" or args.lookahead:
+            return None
+        settings = journals.settings_of(args, may_change=MAY_CHANGE)
+        head = {"settings": settings, "weights": journals.weights_of(self.policy)}
+        part = self.accelerator.process_index
+        return journals.opened(self.out, head, seed, part=part, recall=args.journal == "quick")
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -551,8 +551,12 @@ class Trainer:
         ahead = None
         if args.lookahead:
             ahead = LookAhead(args, session.prompt, session.chat, session.memory.values, session.memory.network)
-        shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead)
+        journal = session.journal(seed)
+        shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead, journal=journal)
+        shared |= dict(capture_every=args.env_capture_every)
         trees = rollout(session.envs, policy, schedule, **shared)
+        if journal is not None:
+            journal.close()
         ends = {name: session.sum(count) for name, count in end_counts(trees).items()}
         trees = without_masked(trees)
         session.check_rolled_out(len(trees), failures, ends)

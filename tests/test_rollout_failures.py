@@ -371,3 +371,20 @@ def test_a_recovery_by_a_reset_is_told_as_that(
     recovered = [event for event in events if isinstance(event, Recovery)]
     assert [event.kind for event in recovered] == ["reset"]
     assert recovered[0].actions == recovered[0].depth
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_paths_without_forks_are_captured_every_so_many_steps(
+    taken: list[Any], every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "sandboxgym")
+    whole, _ = rolled(lambda *_: False, Schedule(2))
+    steps = Mortal.calls["step"]
+    trees, failures = rolled(
+        lambda name, before: name == "step" and before == steps * 2 // 3, Schedule(2), retries=1, capture_every=every
+    )
+    assert sampled(trees) == sampled(whole) and len(failures) == 1
+    (line,) = [record.getMessage() for record in caplog.records if "recovered" in record.getMessage()]
+    repeated = int(line.partition("repeated: ")[2].partition(",")[0])
+    assert (ORIGINS["snapshot"] in line, repeated <= 2) == (bool(every), bool(every))
+    assert any(len(path.edges) > every for tree in trees for path in tree.paths)

@@ -50,13 +50,34 @@ class ChatPolicy:
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
         """Sample one action per context, None where the conversation has no room left for one."""
+        return self._decided(contexts, lambda at, rows: self._session.generate(rows, [contexts[i].rng for i in at]))
+
+    def record(self, action: Action) -> Any:
+        """A decision as plain data (`sandboxgym.tree.journal`)."""
+        return list(vars(action.data).values())
+
+    def recall(self, contexts: Sequence[Context], records: Sequence[Any]) -> list[Action | None]:
+        """The actions of records: the conversations continue with them, and are read when something is sampled."""
+
+        def recalled(at: Sequence[int], rows: Sequence[int]) -> list[Generation]:
+            generations = [Generation(*records[i]) for i in at]
+            for row, generation in zip(rows, generations, strict=True):
+                self._session.extend(row, generation.ids)
+            return generations
+
+        return self._decided(contexts, recalled)
+
+    def _decided(
+        self, contexts: Sequence[Context], turns: Callable[[Sequence[int], Sequence[int]], list[Generation]]
+    ) -> list[Action | None]:
+        """Actions of the turns that a function gives for the contexts at these places and their rows."""
         told = [self._prompt.message(_past(context), context.observation, context.info) for context in contexts]
         prompts = [self._encode(context, message) for context, message in zip(contexts, told)]
         self._append(contexts, prompts)
         rows = [self._rows[context.path] for context in contexts]
         able = [i for i, row in enumerate(rows) if self._session.room(row) >= 1]
         positions = {i: len(self._session.context(rows[i])) for i in able}
-        generations = self._session.generate([rows[i] for i in able], [contexts[i].rng for i in able]) if able else []
+        generations = turns(able, [rows[i] for i in able]) if able else []
         actions: list[Action | None] = [None] * len(contexts)
         for i, generation in zip(able, generations):
             answer = self._chat.action(generation.ids)

@@ -28,7 +28,8 @@ from typing import Any, Protocol, TypeVar
 import gymnasium as gym
 
 from sandboxgym.tree.envs import EnvSource, described, guarded, logger
-from sandboxgym.tree.lockstep import Acting, Checkpoint, Driver, LivePath, same
+from sandboxgym.tree.live import Acting, Checkpoint, LivePath
+from sandboxgym.tree.lockstep import Driver, same
 from sandboxgym.tree.nodes import Action, Edge, Node, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look
 from sandboxgym.tree.schedules import Schedule
@@ -66,6 +67,7 @@ async def rollout_async(
     retries: int = 0,
     failures: list[Failure] | None = None,
     look: Look | None = None,
+    capture_every: int = 0,
 ) -> list[RolloutTree]:
     """Roll out one tree per task, every path by itself; the trees are those of `rollout`.
 
@@ -86,6 +88,7 @@ async def rollout_async(
         failures: is told of every environment that was lost, when the rollout ends. `Failure.dropped` counts forks of a
             dropped path that had started, too.
         look: see there.
+        capture_every: see there.
 
     Raises:
         TypeError: the policy is not asynchronous.
@@ -94,7 +97,8 @@ async def rollout_async(
     """
     places = indices if indices is not None else range(len(tasks))
     failed: list[Failure] = failures if failures is not None else []
-    way = Asynchronous(envs, policy, schedule, seed, clock or Clock(), retries, failed, look, max_live=max_live)
+    given = (envs, policy, schedule, seed, clock or Clock(), retries, failed, look, capture_every)
+    way = Asynchronous(*given, max_live=max_live)
     return await way.run(tasks, places)
 
 
@@ -132,10 +136,11 @@ class Asynchronous(Driver):
         retries: int,
         failures: list[Failure],
         look: Look | None = None,
+        capture_every: int = 0,
         *,
         max_live: int,
     ) -> None:
-        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look)
+        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every)
         if max_live < 1:
             raise ValueError(f"expected max_live to be at least 1, found {max_live}")
         self.policy, self.max_live = policy, max_live

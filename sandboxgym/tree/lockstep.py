@@ -23,10 +23,11 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
 from sandboxgym.tree.envs import EnvSource, NearSource, ToldSource, described, logger
+from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, Recovery
 from sandboxgym.tree.schedules import Schedule
-from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
+from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, execute
 
 T = TypeVar("T")
 
@@ -40,115 +41,6 @@ ORIGINS = {"snapshot": "the last snapshot on its path", "fork": "where it forked
 
 class Diverged(Exception):
     """Replaying the same actions gave a different observation."""
-
-
-@dataclass(slots=True)
-class Checkpoint:
-    """A captured node with the number of its users."""
-
-    node: Node
-    memory: Any
-    pending: int = 0
-    """Siblings that have yet to start from it."""
-    snap: Any = None
-    users: int = 0
-    """Number of reasons to keep the snapshot."""
-
-    def capture(self, env: gym.Env[Any, Any]) -> float:
-        """Capture the state of an environment, unless that has been done; the seconds it took."""
-        began = time.perf_counter()
-        if self.snap is None:
-            self.snap = execute(EnvJob(env, capture=True)).snap
-        return time.perf_counter() - began
-
-    def free(self) -> None:
-        """Give up one use; the last one releases the snapshot."""
-        self.users -= 1
-        if not self.users:
-            self.snap.release()
-
-
-@dataclass(slots=True, eq=False)
-class LivePath:
-    """A path being rolled out, with its environment."""
-
-    tree: RolloutTree
-    path: Path
-    env: gym.Env[Any, Any]
-    node: Node
-    context: Context
-    anchors: list[Checkpoint]
-    """States to recover from, with ``retries``: the one where the path started, and the last one captured on it."""
-    points: list[Checkpoint] = field(default_factory=list)
-    """States captured on it, where forks may be requested once it has ended."""
-    lost: int = 0
-    """Environments that failed on it."""
-    replayed: tuple[str, int] = ("", 0)
-    """Kind of the last `Recovery` on it, and the actions repeated in it."""
-    dropped: bool = False
-
-
-@dataclass(slots=True)
-class Acting:
-    """One step of a path: capture its environment if it forks here or may yet, then step it."""
-
-    run: LivePath
-    action: Action
-    point: Checkpoint | None
-    look: Look | None
-
-    def job(self) -> EnvJob:
-        """The calls on the environment."""
-        run, node = self.run, self.run.node
-        capture = self.point is not None and self.point.snap is None
-        look = self.look if node.ahead is None else None
-        return EnvJob(run.env, capture=capture, look=look, info=run.context.info, step=(self.action.text,))
-
-    def note(self, done: EnvResult) -> tuple[Stepped, float, float]:
-        """Record what the calls gave; the result of ``env.step``, the seconds spent on capturing and stepping."""
-        if self.point is not None and self.point.snap is None:
-            self.point.snap = done.snap
-        if self.look is not None and self.run.node.ahead is None:
-            self.run.node.ahead = done.ahead
-        assert done.stepped is not None
-        return done.stepped, done.capturing, done.stepping
-
-    def step(self, _: Begun | None = None) -> tuple[Stepped, float, float]:
-        """Execute the step in this thread, by itself; see `note`."""
-        return self.note(execute(self.job()))
-
-
-@dataclass(slots=True)
-class Reset:
-    """The reset of an environment to a task, where the root is captured."""
-
-    task: Any
-    index: int
-    seed: int
-    look: Look | None
-    snap: Any = None
-    ahead: Any = None
-
-    def job(self, env: gym.Env[Any, Any]) -> EnvJob:
-        """The calls on an environment."""
-        # Several paths leave the root at once: it is looked ahead from here, any other state by its first path.
-        options = None if self.task is None else {"task": self.task}
-        return EnvJob(env, reset=(self.seed, options), capture=True, look=self.look)
-
-    def note(self, done: EnvResult) -> tuple[Begun, float, float]:
-        """Record what the calls gave; the result of ``env.reset``, the seconds spent on capturing and resetting."""
-        assert done.begun is not None
-        self.snap, self.ahead = done.snap, done.ahead
-        return done.begun, done.capturing, done.stepping
-
-    def begin(self, env: gym.Env[Any, Any]) -> tuple[Begun, float, float]:
-        """Execute the reset in this thread, by itself; see `note`."""
-        return self.note(execute(self.job(env)))
-
-    def forget(self) -> None:
-        """Release the captured root, if there is one."""
-        if self.snap is not None:
-            self.snap.release()
 
 
 @dataclass(slots=True)
@@ -176,11 +68,14 @@ class Driver:
         retries: int,
         failures: list[Failure],
         look: Look | None = None,
+        capture_every: int = 0,
     ) -> None:
-        if retries < 0:
-            raise ValueError(f"expected retries to be at least 0, found {retries}")
+        if retries < 0 or capture_every < 0:
+            raise ValueError(f"expected retries and capture_every of 0 or more, found {retries}, {capture_every}")
         self.envs, self.schedule, self.seed, self.clock = envs, schedule, seed, clock
         self.retries, self.failures, self.look = retries, failures, look
+        self.replays = retries > 0  # states to recover from are kept
+        self.capture_every = capture_every
         self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
         self.waiting: list[tuple[RolloutTree, Checkpoint]] = []
@@ -258,10 +153,13 @@ class Driver:
         return LivePath(tree, path, env, point.node, context, [point])
 
     def point(self, run: LivePath, action: Action) -> Checkpoint | None:
-        """Captured node in which the action was decided: siblings start there, or may yet."""
+        """Captured node in which the action was decided: siblings start there, or may yet; or the path can recover."""
         count = self.schedule.now(run.tree, run.path, run.node, action)
         if not count and not self.schedule.watches(run.path):
-            return None
+            if not self.replays or not self.capture_every:
+                return None
+            since = run.node.depth - run.anchors[-1].node.depth
+            return Checkpoint(run.node, run.context.memory, spare=True) if since >= self.capture_every else None
         self.hold((run.tree.index, run.node.owner))
         return Checkpoint(run.node, run.context.memory, pending=count)
 
@@ -297,8 +195,8 @@ class Driver:
         """Record a captured state: siblings start there, or its path may request them once it has ended."""
         run.tree.snapshots += 1
         run.tree.snapshot_seconds += seconds
-        point.users = point.pending or 1
-        if self.retries:
+        point.users = 0 if point.spare else point.pending or 1
+        if self.replays:
             point.users += 1
             while len(run.anchors) > 1:
                 run.anchors.pop().free()
@@ -306,7 +204,7 @@ class Driver:
         if point.pending:
             run.node.width = max(run.node.width, 1)
             self.wait(run, point)
-        else:
+        elif not point.spare:
             run.points.append(point)
 
     def wait(self, run: LivePath, point: Checkpoint) -> None:
@@ -364,9 +262,11 @@ class Driver:
         for point in (first,) if anchor is first else (anchor, first):
             seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
             try:
-                begun = execute(EnvJob(run.env, restore=(point.snap, seed))).begun
+                if (snap := self.captured(point)) is None:
+                    continue
+                begun = execute(EnvJob(run.env, restore=(snap, seed))).begun
             except (SnapshotMissing, SnapshotCorrupt) as error:
-                if not self.retries:
+                if not self.replays:
                     raise
                 logger.warning("a captured state of path %s is lost: %s", run.path.key, error)
                 continue
@@ -381,7 +281,16 @@ class Driver:
             repeat(run.env, edge)
         kind = "reset" if origin is None else "fork" if origin is first else "snapshot"
         run.replayed = (kind, len(edges) + (run.path.start.depth if origin is None else 0))
+        run.behind = False
         return go(begun)
+
+    def captured(self, point: Checkpoint) -> Any:
+        """The snapshot of a captured state; None if it ended with its process.
+
+        Raises:
+            SnapshotMissing, SnapshotCorrupt: it was lost with what kept it.
+        """
+        return point.snap
 
     def replay_to_start(self, run: LivePath) -> Begun:
         """Lead an environment from the reset to the task to the start of a path, by the paths before it."""
@@ -464,7 +373,8 @@ class Driver:
         """Forget a state that was to be captured on a path which is removed."""
         if point.snap is not None:
             point.snap.release()
-        self.release((run.tree.index, point.node.owner))
+        if not point.spare:
+            self.release((run.tree.index, point.node.owner))
 
 
 class Lockstep(Driver):
@@ -481,8 +391,9 @@ class Lockstep(Driver):
         retries: int,
         failures: list[Failure],
         look: Look | None = None,
+        capture_every: int = 0,
     ) -> None:
-        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look)
+        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every)
         self.policy, self.background = policy, background
         self.cohorts: list[_Cohort] = []
 
@@ -540,7 +451,7 @@ class Lockstep(Driver):
             envs = {index: self.take() for _, index in todo}
             resets = [self.resetting(task, index) for task, index in todo]
             began = time.perf_counter()
-            done = self.envs.execute_all([reset.job(envs[reset.index]) for reset in resets])
+            done = self.execute(resets, [reset.job(envs[reset.index]) for reset in resets])
             outcomes = noted(done, [reset.note for reset in resets])
             self.account(time.perf_counter() - began, outcomes)
             again, errors = [], []
@@ -568,7 +479,7 @@ class Lockstep(Driver):
         for tree, point in wave:
             cohort.live.append(self.begun(tree, point, self.take(point.snap)))
         began = time.perf_counter()
-        done = self.envs.execute_all([self.restoring(run) for run in cohort.live])
+        done = self.execute(cohort.live, [self.restoring(run) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
         for run, found in zip(cohort.live, done, strict=True):
             begun = self.recover(run, found, same) if isinstance(found, Exception) else found.begun
@@ -580,14 +491,14 @@ class Lockstep(Driver):
                 self.drop(run)
                 continue
             run.context.observation, run.context.info = begun
-            if not self.retries:
+            if not self.replays:
                 run.anchors.pop().free()
         cohort.live = [run for run in cohort.live if not run.dropped]
 
     def act(self, cohort: _Cohort) -> None:
         """Decide the next step of every live path, and have the environments execute it."""
         began = time.perf_counter()
-        decided = list(zip(cohort.live, self.policy([run.context for run in cohort.live]), strict=True))
+        decided = list(zip(cohort.live, self.decide(cohort.live), strict=True))
         self.clock.policy += time.perf_counter() - began
         cohort.acting = [
             Acting(run, action, self.point(run, action), self.look) for run, action in decided if action is not None
@@ -599,8 +510,18 @@ class Lockstep(Driver):
 
     def carry_out(self, acting: Sequence[Acting]) -> list[Outcome]:
         """Have the environments execute the steps of the paths."""
-        done = self.envs.execute_all([act.job() for act in acting])
+        done = self.execute(acting, [act.job() for act in acting])
         return noted(done, [act.note for act in acting])
+
+    def decide(self, runs: Sequence[LivePath]) -> Sequence[Action | None]:
+        """The policy's decision for each path."""
+        return self.policy([run.context for run in runs])
+
+    def execute(
+        self, asked: Sequence[Reset | LivePath | Acting], jobs: Sequence[EnvJob]
+    ) -> Sequence[EnvResult | Exception]:
+        """Results of the environments' jobs, each for a reset, the start of a path or a step."""
+        return self.envs.execute_all(jobs)
 
     def advance(self, cohort: _Cohort, wait: Callable[[], list[Outcome]]) -> None:
         """Wait for the steps of the paths, and record their results."""

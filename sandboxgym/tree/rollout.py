@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +13,9 @@ import numpy as np
 from sandboxgym.tree.envs import EnvSource
 from sandboxgym.tree.nodes import Action, PathKey, RolloutTree
 from sandboxgym.tree.schedules import Schedule
+
+if TYPE_CHECKING:
+    from sandboxgym.tree.journal import Journal
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ def rollout(
     retries: int = 0,
     failures: list[Failure] | None = None,
     look: Look | None = None,
+    capture_every: int = 0,
+    journal: Journal | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree per task.
 
@@ -139,9 +144,12 @@ def rollout(
         retries: environments that a path may lose before it is dropped. 0: the first error is raised.
         failures: is told of every environment that was lost.
         look: is asked of every state in which the policy acts; see `Look`.
+        capture_every: with ``retries``, or a journal: steps of a path after which it is captured although nothing will
+            fork there, so that fewer actions have to be repeated; 0: never. For environments with long steps.
+        journal: keeps what environments answer in a file, from which another process continues the rollout.
 
     Raises:
-        ValueError: the policy returned None at the first step of a path.
+        ValueError: the policy returned None at the first step of a path; or a journal was given with ``look``.
         Exception: whatever an environment raised, unless there are ``retries``.
     """
     from sandboxgym.tree.lockstep import Lockstep  # which is made of what is defined here
@@ -150,5 +158,9 @@ def rollout(
     failed: list[Failure] = failures if failures is not None else []
     with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as halves:  # no thread unless it is used
         background = halves if overlap else None
-        way = Lockstep(envs, policy, schedule, seed, clock or Clock(), background, retries, failed, look)
-        return way.run(tasks, places, max_live)
+        given = (envs, policy, schedule, seed, clock or Clock(), background, retries, failed, look, capture_every)
+        if journal is None:
+            return Lockstep(*given).run(tasks, places, max_live)
+        from sandboxgym.tree.journal import Journaled
+
+        return Journaled(journal, *given).run(tasks, places, max_live)

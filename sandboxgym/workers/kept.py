@@ -72,18 +72,38 @@ class KeptLease:
         self.keeping = Keeping(place, name, every, bandwidth)
         self._store = SnapshotStore(place)
         self._lease = self._store.lease(name, seconds=LEASE)
+        self._others: dict[str, Lease] = {}
         self._ended = threading.Event()
         arguments = (self._ended, self._store, self._lease)
         self._thread = threading.Thread(target=_renew, args=arguments, daemon=True, name="sandboxgym-lease")
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._ended.set)
 
+    def reference(self, snap: Any) -> tuple[str, ...] | None:
+        """Name of a kept snapshot in the store, whether or not it has been written; None of other snapshots."""
+        return (self.keeping.lease, name_of(snap.kept.key)) if isinstance(snap, KeptSnapshot) else None
+
+    def durable(self, reference: tuple[str, ...]) -> Snapshot:
+        """The snapshot of a name, also of an owner that was killed: what its lease holds is held until `close`.
+
+        Raises:
+            SnapshotMissing, SnapshotCorrupt: it is not in the store, or damaged.
+        """
+        lease, name = reference
+        if lease not in self._others:
+            self._others[lease] = self._store.lease(lease, seconds=LEASE)
+        key = self._others[lease].named(name)
+        if key is None:
+            raise SnapshotMissing(f"{self._store.place} has no snapshot {name}")
+        return self._store.get(key)
+
     def close(self) -> None:
-        """End the lease. Idempotent."""
+        """End the lease, and those taken over. Idempotent."""
         if not self._ended.is_set():
             self._finalizer()
             self._thread.join()
-            self._lease.release()
+            for lease in (self._lease, *self._others.values()):
+                lease.release()
 
 
 def _renew(ended: threading.Event, store: SnapshotStore, lease: Lease) -> None:

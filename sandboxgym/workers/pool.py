@@ -32,6 +32,7 @@ import cloudpickle  # type: ignore[import-untyped]  # a requirement of Gymnasium
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from sandboxgym.errors import SnapshotMissing
 from sandboxgym.randomness import sibling_seed
 from sandboxgym.tree import Envs
 from sandboxgym.workers.batches import execute_all
@@ -597,6 +598,20 @@ class PooledEnvs(Envs):
         if any(job.look is not None for job in jobs):
             return super().execute_all(jobs)
         return execute_all(jobs)
+
+    def reference(self, snap: Any) -> tuple[str, ...] | None:
+        """Name of a snapshot's durable copy, which may not be complete yet; None if it gets none."""
+        return None if self._lease is None else self._lease.reference(snap)
+
+    def durable(self, reference: tuple[str, ...]) -> Any:
+        """The snapshot of a name, of this process or one that was killed, whose lease is taken over and ended here.
+
+        Raises:
+            SnapshotMissing, SnapshotCorrupt: it is not in the store, or damaged there.
+        """
+        if self._lease is None:
+            raise SnapshotMissing("there is no store of snapshots")
+        return self._lease.durable(reference)
 
     def close(self) -> None:
         """Close the environments and end the workers. Idempotent."""

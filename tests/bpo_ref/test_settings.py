@@ -66,6 +66,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "eval_episodes": (1, 3), "eval_untrained": (False, True), "eval_every": (1, 10), "save_every": (1, 10),
     "eval_temperature": (1.0, 0.5, 0.0), "lookahead_least": (0.0, 0.1, 10.0),
     "network": ("none", "none", "lookahead", "baseline", "both"), "split_variance": ("returns", "returns", "fair"),
+    "journal": ("exact", "quick", "off"), "env_capture_every": (0, 2),
 }  # fmt: skip
 """Values that look valid, and some that are not, by field."""
 APART = {
