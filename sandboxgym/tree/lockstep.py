@@ -70,8 +70,9 @@ class Driver:
         look: Look | None = None,
         capture_every: int = 0,
     ) -> None:
-        if retries < 0 or capture_every < 0:
-            raise ValueError(f"expected retries and capture_every of 0 or more, found {retries}, {capture_every}")
+        for name, number in (("retries", retries), ("capture_every", capture_every)):
+            if number < 0:
+                raise ValueError(f"expected {name} to be at least 0, found {number}")
         self.envs, self.schedule, self.seed, self.clock = envs, schedule, seed, clock
         self.retries, self.failures, self.look = retries, failures, look
         self.replays = retries > 0  # states to recover from are kept
