@@ -102,7 +102,7 @@ def test_tests_and_solution_are_never_seen_before_or_after_grading(env: Snapshot
             env.step("ls")
         with env.snapshot() as end:
             twin = env.fork(1)[0]
-            sandbox = twin.unwrapped._space.live()  # type: ignore[attr-defined]
+            sandbox = twin.unwrapped._live().sandbox  # type: ignore[attr-defined]
             assert "test.sh" not in sandbox.run("ls / /tests /logs/verifier 2>/dev/null").output
             assert sandbox.run("cat /app/answer").output == "done\n"
             twin.close()
