@@ -1,7 +1,7 @@
 """`AgentEnv`: the environment of an agent that works in a sandbox by a shell and an editor, on tasks of any kind.
 
 A subclass says what a task is, where it starts, and how work is graded. The rest is here: actions and their
-observations, the end of a sandbox, the contract of snapshots, and the part of ``info`` that does not depend on the task.
+observations, the end of a sandbox, the contract of snapshots, and what ``info`` has for every task.
 """
 
 from __future__ import annotations
