@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from sandboxgym.adapters.openenv_server.endpoints import Served
 from sandboxgym.adapters.openenv_server.protocol import LARGEST, VERBS, text_of
 from sandboxgym.adapters.openenv_server.sessions import Answer, Limits, Refused, Sessions, brief_text
 from sandboxgym.brief import brief
+from sandboxgym.system.serving import serve
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -155,20 +155,15 @@ def run(app: Starlette, listening: socket.socket) -> bool:
     Returns:
         False if a call of an environment could not be ended: its thread would keep this process.
     """
-    import uvicorn
-
-    # uvicorn ends by sending itself the signal that it has dealt with.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=2,
-        ws="websockets-sansio",
-        ws_max_size=LARGEST,
-    )
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+        serve(
+            app,
+            listening,
+            refusal=lambda status, said: text_of({"detail": said}).encode(),
+            timeout_graceful_shutdown=2,
+            ws="websockets-sansio",
+            ws_max_size=LARGEST,
+        )
     return bool(app.state.closed)
 
 
