@@ -159,6 +159,8 @@ def test_work_is_graded_at_the_step_limit(sandboxes: None, tmp_path: Path) -> No
         ("ln -s /dev/zero /logs/verifier/reward.txt", "no reward", 0.0),
         (f"""echo '{{"reward": 1{"0" * 400}}}' > /logs/verifier/reward.json""", "no reward", 0.0),
         ("""echo '{"a": 1e308, "b": 1e308}' > /logs/verifier/reward.json""", "no reward", 0.0),
+        ("echo 1e308 > /logs/verifier/reward.txt", "no reward", 0.0),
+        ("""echo '{"reward": 0.5, "tokens": 1e9}' > /logs/verifier/reward.json""", "failed", 0.5),
         ("sleep 60", "tests time out", 0.0),
     ],
 )
