@@ -253,5 +253,6 @@ def estimate(
     for uid, count in met.items():
         if count < len(_credited[uid]):
             raise ValueError(f"expected all {len(_credited[uid])} rows of prompt {uid!r}, found {count}")
+    for uid in met:
         del _credited[uid]
     return advantages, advantages

@@ -159,10 +159,12 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
                 self._expect_headers()
             super().data_received(data)
             if self._answering() or self.transport.get_protocol() is not self:  # or a WebSocket now
-                self._headers = _cancelled(self._headers)
+                _cancel(self._headers)
+                self._headers = None
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._headers, self._answer = _cancelled(self._headers), _cancelled(self._answer)
+            _cancel(self._headers)
+            _cancel(self._answer)
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
@@ -170,7 +172,7 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
             self._answer = self.loop.call_later(patience.answer, self.transport.abort)
 
         def resume_writing(self) -> None:
-            self._answer = _cancelled(self._answer)
+            _cancel(self._answer)
             super().resume_writing()
 
         def _answering(self) -> bool:
@@ -192,6 +194,6 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
     return Timed
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()

@@ -151,6 +151,9 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
     task_set: Any
     """The tasks: a sequence with a method ``index``."""
 
+    timing: dict[str, float]
+    """Seconds that the last reset or step took: ``total``, and its parts ``command`` and ``grading``."""
+
     _task: TaskT | None
     _start: StartT | None
     _space: Workspace[BoxT]
@@ -168,8 +171,8 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
         """The task as others see it."""
 
     @abstractmethod
-    def _opened_tasks(self, split: str) -> Sequence[TaskT]:
-        """The tasks of another split."""
+    def _opened_tasks(self, split: str) -> Any:
+        """The tasks of another split, as `task_set`."""
 
     @abstractmethod
     def _start_of(self, task: TaskT) -> StartT:
@@ -332,8 +335,7 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
             self._declare("written", loses=LOSES.get(backend, ()))
         self.tools: tools.ToolSet = tool_set
         self.strict = arguments.flag("strict", strict)
-        self.timing: dict[str, float] = {}
-        """Seconds that the last reset or step took: ``total``, and its parts ``command`` and ``grading``."""
+        self.timing = {}
         self.observation_space = Unicode()
         self.action_space = Unicode(self.harmless)
         self._forget()
