@@ -32,7 +32,7 @@ _LINGER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long clients are waited for, in seconds, and how many of them."""
+    """Time limits for clients, in seconds, and a bound on their number."""
 
     headers: float = 15.0
     """For request line and headers."""

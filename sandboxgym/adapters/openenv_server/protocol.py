@@ -120,7 +120,7 @@ class Checked:
         self._validators = {name: validator(dict(schema)) for name, schema in schemas.items()}
 
     def __call__(self, name: str, given: Any, what: str = "") -> dict[str, Any]:
-        """What was given, if it fits the schema of this name.
+        """Return what was given if it fits the schema of this name.
 
         Raises:
             Refused: it does not; ``what`` (by default the name) says in the message what it is.
