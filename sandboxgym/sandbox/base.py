@@ -318,7 +318,7 @@ class Checkpointer(Protocol):
 
 
 class Streams(TypedDict, total=False):
-    """What a process is connected to; see `Backend.spawn`."""
+    """Ends of a process; see `Backend.spawn`."""
 
     terminal: bool
     stdin: int | None

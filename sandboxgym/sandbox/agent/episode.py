@@ -176,7 +176,7 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
 
     @abstractmethod
     def _start_of(self, task: TaskT) -> StartT:
-        """Where a task starts; prepared if it is not yet."""
+        """Prepare the start of a task, or load it."""
 
     @abstractmethod
     def _boxes(self, task: TaskT, start: StartT) -> tuple[object, Callable[[], BoxT]]:

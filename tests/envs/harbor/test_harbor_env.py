@@ -121,6 +121,24 @@ def test_a_fork_half_way_has_the_work_and_goes_its_own_way(env: SnapshotWrapper)
     left.close(), right.close()
 
 
+def test_equal_states_have_equal_hashes_and_progress_is_told(env: SnapshotWrapper) -> None:
+    start = env.reset()[1]
+    assert start["state_hash"] and start["progress_key"] == "unchanged, tests not run"
+    assert env.step("true")[4]["state_hash"] == start["state_hash"]
+    draft = env.step("echo draft > answer; echo '1 passed in 0.01s'")[4]
+    assert draft["state_hash"] != start["state_hash"] and draft["progress_key"] == "edited, tests passed"
+    with env.snapshot() as snap:
+        data = snap.to_bytes()
+        assert env.step("cd /tmp")[4]["state_hash"] not in (draft["state_hash"], start["state_hash"])
+        back = env.step("cd /app; rm answer; cd /app")[4]
+        assert (back["progress_key"], env.restore(snap)[1]) == ("unchanged, tests passed", draft)
+    assert env.step("nonsense() {")[4]["state_hash"] == draft["state_hash"]
+    with Snapshot.from_bytes(data) as loaded:
+        env.restore(loaded)
+    assert env.step("true")[4]["state_hash"] == draft["state_hash"]
+    assert env.step("echo '1 failed in 0.01s'")[4]["progress_key"] == "edited, tests failed"
+
+
 def test_a_saved_snapshot_continues_in_another_environment(env: SnapshotWrapper, tmp_path: Path) -> None:
     env.reset(seed=3)
     env.step("echo done > answer")
