@@ -53,6 +53,10 @@ certify swebench-copy sandboxgym/SWEBench-v0 --make-kwargs backend=copy --make-k
 # Any image with bash, git and a Python with pytest. A step through the daemon takes ten times as long as one without.
 certify swebench-docker sandboxgym/SWEBench-v0 --make-kwargs backend=docker --make-kwargs "image=${IMAGE:-small:base}" \
     "${hooks[@]}" "${only[@]/#/--only=}" --only=probes
+# Tasks in Harbor's format: the same episode on other images, with another grading.
+probing=sandboxgym.envs.harbor.conformance_hooks
+hooks=(--hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
+certify harbor-overlay sandboxgym/Harbor-v0 --make-kwargs backend=overlay "${hooks[@]}"
 certify cartpole-deepcopy $copied --make-kwargs id=CartPole-v1
 certify mountaincar-deepcopy $copied --make-kwargs id=MountainCar-v0
 certify pendulum-deepcopy $copied --make-kwargs id=Pendulum-v1

@@ -36,6 +36,7 @@ from sandboxgym.adapters.branches import (
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.system.serving import serve
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
@@ -397,10 +398,10 @@ def run_http(branches: Branches, listening: socket.socket) -> None:
     Raises:
         KeyboardInterrupt: it was ended.
     """
-    import uvicorn
 
-    # uvicorn ends by sending itself the signal that it has dealt with.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    def refusal(status: int, said: str) -> bytes:
+        error = {"code": -32000, "message": said, "data": {"status": status}}
+        return json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode()
+
     app = make_server(branches).streamable_http_app(host="127.0.0.1")
-    config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    serve(app, listening, refusal=refusal, timeout_graceful_shutdown=1)

@@ -26,6 +26,7 @@ This module needs only this package; SkyRL is installed as its own documentation
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 ESTIMATOR = "sandboxgym"
 """Name of the advantage estimator: ``trainer.algorithm.advantage_estimator``."""
-_credited: dict[str, list[list[float]]] = {}
-"""Advantages of the rows of each prompt, in order, until `estimate` has handed them over."""
+_credited: dict[str, list[tuple[list[float], float]]] = {}
+"""Advantages and reward of the rows of each prompt, in order, until `estimate` has handed them over."""
 
 
 def register() -> None:
@@ -159,7 +160,12 @@ class TreeGenerator:
                 f"all {len(uids)} trees were lost{f', the last one to: {lost[-1].error}' if lost else ''}"
             )
         if training:
-            _credited.update({uid: [row.advantages for row in rows if row.tree == i] for i, uid in enumerate(uids)})
+            _credited.update(
+                {
+                    uid: [(row.advantages, row.path.total_reward) for row in rows if row.tree == i]
+                    for i, uid in enumerate(uids)
+                }
+            )
         named = [replace(ids[first[uids[row.tree]]], repetition_id=row.number) for row in rows]
         return skyrl_output(rows, named, training=training) | {"rollout_metrics": measured(trees, lost)}
 
@@ -213,13 +219,15 @@ def estimate(
     """The advantages of `TreeGenerator`'s rows, as SkyRL's estimators return them: advantages and returns.
 
     Args:
-        token_level_rewards: [rows, tokens], not used: the credit is made of them.
-        response_mask: [rows, tokens]; SkyRL aligns responses on the right.
-        index: uid of each row's prompt; rows of one prompt are in the order in which they were generated.
+        token_level_rewards: [rows, tokens]; the credit is made of them already, so they only tell rows apart.
+        response_mask: [rows, tokens], 1 for the tokens of a response; SkyRL aligns responses on the right.
+        index: uid of each row's prompt; rows of one prompt are in the order in which they were generated. SkyRL hands
+            over no name of a row: two that were swapped are noticed where length or reward differ.
         config: SkyRL's ``trainer.algorithm``.
 
     Raises:
-        ValueError: ``use_kl_in_reward`` is set, whose rewards come too late; or rows are not a `TreeGenerator`'s.
+        ValueError: ``use_kl_in_reward`` is set, whose rewards come too late; or rows are not a `TreeGenerator`'s, or
+            not in its order, or with other rewards.
     """
     import torch
 
@@ -231,13 +239,20 @@ def estimate(
         known = _credited.get(uid)
         if known is None and uid.removeprefix("pad").isdigit() and uid.startswith("pad"):
             continue  # SkyRL's padding, which trains nothing
-        if known is None or met[uid] >= len(known) or len(known[met[uid]]) > advantages.shape[1]:
+        if known is None or met[uid] >= len(known):
             raise ValueError(f"expected the rows of a TreeGenerator's last batch, found row {i} of prompt {uid!r}")
-        values = known[met[uid]]
+        values, reward = known[met[uid]]
+        length, total = int(response_mask[i].sum()), float(token_level_rewards[i].sum())
+        if length != len(values) or not math.isclose(total, reward, rel_tol=1e-4, abs_tol=1e-6):
+            raise ValueError(
+                f"expected the rows of prompt {uid!r} in the order in which they were generated: as row {met[uid]} one "
+                f"of {len(values)} tokens with reward {reward:g}, found one of {length} with {total:g} (row {i})"
+            )
         met[uid] += 1
         advantages[i, advantages.shape[1] - len(values) :] = torch.tensor(values)
     for uid, count in met.items():
         if count < len(_credited[uid]):
             raise ValueError(f"expected all {len(_credited[uid])} rows of prompt {uid!r}, found {count}")
+    for uid in met:
         del _credited[uid]
     return advantages, advantages

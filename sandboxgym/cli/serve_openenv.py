@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         raise CommandError(f"needs {error.name}: pip install 'sandboxgym[openenv]'") from error
 
-    from sandboxgym.adapters.openenv_server import application, run
-    from sandboxgym.adapters.openenv_sessions import Limits
+    from sandboxgym.adapters.openenv_server.application import application, run
+    from sandboxgym.adapters.openenv_server.sessions import Limits
 
     level = logging.INFO if options.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +21,7 @@ from sandboxgym.brief import brief
 from sandboxgym.e2b import control, envd
 from sandboxgym.e2b.control import Handler
 from sandboxgym.e2b.service import Refused, Service, refusal
+from sandboxgym.system.serving import Patience, serve
 
 log = logging.getLogger("sandboxgym")
 
@@ -105,22 +106,18 @@ def run(service: Service, listening: socket.socket, *, local_only: bool) -> None
     Raises:
         KeyboardInterrupt: it was ended.
     """
-    import uvicorn
-
-    # uvicorn ends by sending itself the signal that it has dealt with.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app = make_app(service, local_only=local_only)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=1,
-        access_log=False,
-        ws="none",
-        limit_concurrency=MOST_CONNECTIONS,
-    )
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        serve(
+            app,
+            listening,
+            refusal=lambda status, said: json.dumps({"code": status, "message": said}).encode(),
+            patience=Patience(connections=MOST_CONNECTIONS),
+            open_ended={envd.STREAM_INPUT},
+            timeout_graceful_shutdown=1,
+            access_log=False,
+            ws="none",
+        )
     finally:
         # A thread that works for a sandbox would be waited for; sandboxes end with this process.
         sys.stdout.flush()

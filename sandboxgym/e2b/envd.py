@@ -63,6 +63,10 @@ def name_of(request: Request, service: Service) -> tuple[str, int] | None:
     return None if name is None else (name, PORT)
 
 
+STREAM_INPUT = "/process.Process/StreamInput"
+"""Path of the one method whose request goes on for as long as the client has input."""
+
+
 async def answer(request: Request, service: Service, name: str, port: int) -> Response:
     """Answer one request for a sandbox."""
     try:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypedDict, Unpack, runtime_checkable
 
 from sandboxgym.brief import brief
 from sandboxgym.errors import OutsideError
@@ -317,6 +317,13 @@ class Checkpointer(Protocol):
         """
 
 
+class Streams(TypedDict, total=False):
+    """Ends of a process; see `Backend.spawn`."""
+
+    terminal: bool
+    stdin: int | None
+
+
 class Backend(Protocol):
     """Files and processes of one live sandbox, to be derived from. Not thread-safe; several may share a store.
 
@@ -358,13 +365,7 @@ class Backend(Protocol):
 
     @abstractmethod
     def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str = "/",
-        terminal: bool = False,
-        stdin: int | None = None,
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "/", **streams: Unpack[Streams]
     ) -> Process:
         """Start a process in the live sandbox.
 

@@ -127,7 +127,7 @@ def test_a_batch_becomes_trees_whose_rows_skyrl_gets_in_order(player: Players, r
 def test_skyrl_gets_our_advantages_token_by_token_once(player: Players, rows: list[TokenRow]) -> None:
     output = asyncio.run(generator(player, Client(player.model)).generate(batch()))
     rewards = aligned([*output["rewards"], [0.0]])
-    ones = torch.ones_like(rewards)
+    ones = aligned([*([1.0] * len(row) for row in output["rewards"]), [1.0]])
     options: dict[str, Any] = {"config": SimpleNamespace(use_kl_in_reward=False), "gamma": 1.0, "values": None}
     advantages, returns = estimate(rewards, ones, [*uids(output), "pad0"], **options)
     assert torch.equal(advantages[:-1], aligned([row.advantages for row in rows]))
@@ -143,12 +143,24 @@ def test_skyrl_gets_our_advantages_token_by_token_once(player: Players, rows: li
 def test_what_the_estimator_cannot_serve_is_refused(player: Players) -> None:
     output = asyncio.run(generator(player, Client(player.model)).generate(batch([0, 1])))
     rewards, names = aligned(output["rewards"]), uids(output)
+    masks = aligned([[1.0] * len(row) for row in output["rewards"]])
     with pytest.raises(ValueError, match="use_kl_in_reward: expected False"):
         estimate(rewards, rewards, names, config=SimpleNamespace(use_kl_in_reward=True))
     with pytest.raises(ValueError, match=r"expected all \d+ rows of prompt 'p1', found \d+"):
-        estimate(rewards[:-1], rewards[:-1], names[:-1])
+        estimate(rewards[:-1], masks[:-1], names[:-1])
     with pytest.raises(ValueError, match="found row 0 of prompt 'q'"):
-        estimate(rewards, rewards, ["q"] * len(names))
+        estimate(rewards, masks, ["q"] * len(names))
+    lengths = [len(row) for row in output["rewards"]]
+    other = next(i for i in range(1, len(names)) if names[i] == names[0] and lengths[i] != lengths[0])
+    order = list(range(len(names)))
+    order[0], order[other] = other, 0
+    with pytest.raises(
+        ValueError, match=f"'p0' in the order .* as row 0 one of {lengths[0]} tokens .* {lengths[other]} "
+    ):
+        estimate(rewards[order], masks[order], names)
+    with pytest.raises(ValueError, match=r"'p0' in the order .* with 7\b"):
+        estimate(torch.cat([rewards[:1] * 0 + masks[:1] * 7 / lengths[0], rewards[1:]]), masks, names)
+    estimate(rewards, masks, names)
 
 
 def test_an_evaluation_has_as_many_independent_rollouts_as_it_asks_for(player: Players, rows: list[TokenRow]) -> None:

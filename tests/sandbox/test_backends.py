@@ -67,7 +67,7 @@ def test_an_environment_plays_on_it(registered: str) -> None:
     try:
         env.reset(seed=0, options={"task": 0})
         assert env.step("cd /testbed && git log --oneline | wc -l")[4]["returncode"] == 0
-        assert isinstance(env.unwrapped._box.sandbox.backend, Counted)  # type: ignore[attr-defined]
+        assert isinstance(env.unwrapped._space.box.sandbox.backend, Counted)  # type: ignore[attr-defined]
     finally:
         env.close()
 

@@ -32,6 +32,9 @@ _LIMIT = 100_000
 """Bytes that a file with a reward may have."""
 _REWRITTEN_WITHIN = 0.05
 """Seconds in which a process that keeps writing rewards has written another one."""
+MOST_REWARD = 1e6
+"""Largest reward, up or down, that counts. Harbor takes any number and most tasks give 0 to 1; one of 1e308, from a
+division by nearly nothing, would be all that a policy learns from."""
 _SHOWN = 20_000
 """Bytes of the tests' output that a verdict keeps."""
 
@@ -93,6 +96,9 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
         reward = rewards["reward"] if "reward" in rewards else math.fsum(rewards.values()) / len(rewards)
     except OverflowError:
         return Verdict(0.0, "no reward", rewards, f"expected rewards with a mean, found {brief(rewards, 200)}")
+    if abs(reward) > MOST_REWARD:
+        why = f"expected a reward from {-MOST_REWARD:g} to {MOST_REWARD:g}, found {reward:g}"
+        return Verdict(0.0, "no reward", rewards, f"{why}; the tests printed:\n{done.output}")
     return Verdict(reward, "passed" if reward >= 1 else "failed", rewards, done.output)
 
 

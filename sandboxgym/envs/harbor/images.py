@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sandboxgym import data, serialization
+from sandboxgym.envs.harbor.box import Box
 from sandboxgym.envs.harbor.dockerfile import Build, DockerfileError, parse
 from sandboxgym.envs.harbor.needs import Needs, needs_of
 from sandboxgym.envs.harbor.tasks import HarborTask, TaskError, TaskUnsupported
@@ -86,6 +87,12 @@ class Start:
     """Root file system, as `make_sandbox` takes it."""
     env: Mapping[str, str]
     workdir: str
+    digest: tuple[str, str] = ("", "")
+    """`Box.digest` of the files and shell."""
+
+    def box(self, task: HarborTask, settings: Settings) -> Box:
+        """Make a sandbox for an episode of the task, not started."""
+        return Box(self.sandbox(task, settings))
 
     def sandbox(self, task: HarborTask, settings: Settings) -> Sandbox:
         """Make a sandbox for the task, not started."""
@@ -116,7 +123,7 @@ def start_of(task: HarborTask, settings: Settings) -> Start:
     key = (os.getpid(), task.digest, *settings.key())
     found = _starts.get(key)
     if found is None:
-        found = _starts[key] = _made(task, settings)
+        found = _starts[key] = _begun(_made(task, settings), task, settings)
         while len(_starts) > KEPT:
             _starts.popitem(last=False)[1].snapshot.release()
     _starts.move_to_end(key)
@@ -127,6 +134,18 @@ def forget_starts() -> None:
     """Drop the starts that `start_of` keeps in memory."""
     while _starts:
         _starts.popitem()[1].snapshot.release()
+
+
+def _begun(start: Start, task: HarborTask, settings: Settings) -> Start:
+    """The same start with a shell in it, as the first command finds it, and what its state is called."""
+    with start.box(task, settings) as box:
+        box.restore(start.snapshot)
+        box.execute(":")
+        files = box.files()
+        snapshot = box.snapshot(strict=False, mode="filesystem")
+        box.know(snapshot, files)
+        start.snapshot.release()
+        return replace(start, snapshot=snapshot, digest=box.digest_of(files))
 
 
 def _made(task: HarborTask, settings: Settings) -> Start:

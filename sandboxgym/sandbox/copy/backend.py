@@ -30,7 +30,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
@@ -45,6 +45,7 @@ from sandboxgym.sandbox.base import (
     SandboxClosed,
     SandboxError,
     SandboxUnavailable,
+    Streams,
     check_inside,
     new_shell_directory,
 )
@@ -328,13 +329,7 @@ class CopyBackend(Backend):
         self._live = True
 
     def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str = "/",
-        terminal: bool = False,
-        stdin: int | None = None,
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "/", **streams: Unpack[Streams]
     ) -> PlainProcess:
         """Start a process; ``cwd`` is taken under the root, HOME and TMPDIR are set there, PATH is the host's.
 
@@ -342,6 +337,7 @@ class CopyBackend(Backend):
             OSError: no such program or directory.
         """
         self._check_live()
+        terminal, stdin = streams.get("terminal", False), streams.get("stdin")
         whole = {**self._env, **env, **self._places(), MARK: self._mark}
         folder = self.inside(cwd)
         if terminal:

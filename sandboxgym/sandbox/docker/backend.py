@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import (
@@ -32,6 +33,7 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
+    Streams,
     check_inside,
     new_shell_directory,
 )
@@ -223,20 +225,14 @@ class DockerBackend(Backend):
         self._running = image.retain()
 
     def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str = "/",
-        terminal: bool = False,
-        stdin: int | None = None,
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "/", **streams: Unpack[Streams]
     ) -> ContainerProcess:
         """Start a process in the container.
 
         A missing program or directory is its exit status (127, 126) and its output.
         """
         whole = {**self._env, **env}
-        return self._live().spawn(argv, env=whole, cwd=check_inside(cwd), terminal=terminal, stdin=stdin)
+        return self._live().spawn(argv, env=whole, cwd=check_inside(cwd), **streams)
 
     def processes(self) -> list[ProcessInfo]:
         """Processes in the container; descriptors only if this process may see them (root)."""

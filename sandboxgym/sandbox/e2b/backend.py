@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotReleased
@@ -38,6 +38,7 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
+    Streams,
     check_inside,
 )
 from sandboxgym.sandbox.e2b.shell import RemoteShell
@@ -330,13 +331,7 @@ class E2BBackend(Backend):
         return self.remote
 
     def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str = "/",
-        terminal: bool = False,
-        stdin: int | None = None,
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "/", **streams: Unpack[Streams]
     ) -> RemoteProcess:
         """Start a command; see `base.Backend.spawn`.
 
@@ -344,7 +339,7 @@ class E2BBackend(Backend):
             SandboxUnavailable: with a terminal, or with input.
             SandboxClosed: there is no live sandbox.
         """
-        if terminal or stdin is not None:
+        if streams.get("terminal") or streams.get("stdin") is not None:
             raise SandboxUnavailable("commands of an E2B service are started without terminal and input here")
         remote = self.live_remote()
         with _translated("a command at the E2B service"):

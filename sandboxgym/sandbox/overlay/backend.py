@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox.base import (
@@ -40,6 +40,7 @@ from sandboxgym.sandbox.base import (
     SandboxError,
     SandboxFull,
     SandboxUnavailable,
+    Streams,
     check_inside,
     clean_environment,
 )
@@ -278,13 +279,7 @@ class OverlayBackend(Backend):
         return ()
 
     def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str = "/",
-        terminal: bool = False,
-        stdin: int | None = None,
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "/", **streams: Unpack[Streams]
     ) -> NamespaceProcess:
         """Start a process in the container; see `base.Backend.spawn`.
 
@@ -293,6 +288,7 @@ class OverlayBackend(Backend):
             SandboxClosed, SandboxFull: there is no live container.
         """
         container = self._live_container()
+        terminal, stdin = streams.get("terminal", False), streams.get("stdin")
         status, report = os.pipe()
         descriptors, output, opened = [report], None, [report]
         try:

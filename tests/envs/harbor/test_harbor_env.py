@@ -102,7 +102,7 @@ def test_tests_and_solution_are_never_seen_before_or_after_grading(env: Snapshot
             env.step("ls")
         with env.snapshot() as end:
             twin = env.fork(1)[0]
-            sandbox = twin.unwrapped._space.live()  # type: ignore[attr-defined]
+            sandbox = twin.unwrapped._live().sandbox  # type: ignore[attr-defined]
             assert "test.sh" not in sandbox.run("ls / /tests /logs/verifier 2>/dev/null").output
             assert sandbox.run("cat /app/answer").output == "done\n"
             twin.close()
@@ -119,6 +119,24 @@ def test_a_fork_half_way_has_the_work_and_goes_its_own_way(env: SnapshotWrapper)
     assert right.step("submit")[1] == 0.0
     assert env.step("cat /app/answer")[0].count("draft") == 1
     left.close(), right.close()
+
+
+def test_equal_states_have_equal_hashes_and_progress_is_told(env: SnapshotWrapper) -> None:
+    start = env.reset()[1]
+    assert start["state_hash"] and start["progress_key"] == "unchanged, tests not run"
+    assert env.step("true")[4]["state_hash"] == start["state_hash"]
+    draft = env.step("echo draft > answer; echo '1 passed in 0.01s'")[4]
+    assert draft["state_hash"] != start["state_hash"] and draft["progress_key"] == "edited, tests passed"
+    with env.snapshot() as snap:
+        data = snap.to_bytes()
+        assert env.step("cd /tmp")[4]["state_hash"] not in (draft["state_hash"], start["state_hash"])
+        back = env.step("cd /app; rm answer; cd /app")[4]
+        assert (back["progress_key"], env.restore(snap)[1]) == ("unchanged, tests passed", draft)
+    assert env.step("nonsense() {")[4]["state_hash"] == draft["state_hash"]
+    with Snapshot.from_bytes(data) as loaded:
+        env.restore(loaded)
+    assert env.step("true")[4]["state_hash"] == draft["state_hash"]
+    assert env.step("echo '1 failed in 0.01s'")[4]["progress_key"] == "edited, tests failed"
 
 
 def test_a_saved_snapshot_continues_in_another_environment(env: SnapshotWrapper, tmp_path: Path) -> None:
@@ -159,6 +177,8 @@ def test_work_is_graded_at_the_step_limit(sandboxes: None, tmp_path: Path) -> No
         ("ln -s /dev/zero /logs/verifier/reward.txt", "no reward", 0.0),
         (f"""echo '{{"reward": 1{"0" * 400}}}' > /logs/verifier/reward.json""", "no reward", 0.0),
         ("""echo '{"a": 1e308, "b": 1e308}' > /logs/verifier/reward.json""", "no reward", 0.0),
+        ("echo 1e308 > /logs/verifier/reward.txt", "no reward", 0.0),
+        ("""echo '{"reward": 0.5, "tokens": 1e9}' > /logs/verifier/reward.json""", "failed", 0.5),
         ("sleep 60", "tests time out", 0.0),
     ],
 )

@@ -95,7 +95,9 @@ def test_it_is_as_if_all_were_read_at_every_step(env: Any, seed: int, monkeypatc
         if kept and rng.random() < 0.1:
             snap, expected = rng.choice(kept)
             assert env.restore(snap)[1]["state_hash"] == expected
-            assert env.unwrapped._live().digest()[0] == from_scratch(env.unwrapped._box, monkeypatch)[0] == expected
+            assert (
+                env.unwrapped._live().digest()[0] == from_scratch(env.unwrapped._space.box, monkeypatch)[0] == expected
+            )
             continue
         if rng.random() < 0.05:  # much of it leaves a repository in which everything is read
             env.reset(options={"task": TASK})
@@ -107,7 +109,7 @@ def test_it_is_as_if_all_were_read_at_every_step(env: Any, seed: int, monkeypatc
         info = env.step(command)[4]
         if "&" in command.split(";")[-1] or command.endswith("sleep 0.03"):  # it writes while it is looked at
             info = env.step("wait")[4]
-        box = env.unwrapped._box
+        box = env.unwrapped._space.box
         assert info["state_hash"] == from_scratch(box, monkeypatch)[0], (number, command)
         if rng.random() < 0.15:
             kept.append((sandboxgym.snapshot(env), info["state_hash"]))
@@ -177,7 +179,7 @@ def test_containers_and_copies_are_looked_at_too(
     hashes = []
     for command in commands:
         hashes.append(env.step(command)[4]["state_hash"])
-        assert hashes[-1] == from_scratch(env.unwrapped._box, monkeypatch)[0], command
+        assert hashes[-1] == from_scratch(env.unwrapped._space.box, monkeypatch)[0], command
     assert hashes[1] == hashes[2] and len(set(hashes)) == len(hashes) - 1
     with sandboxgym.snapshot(env) as snap:
         env.step("rm -rf slugline")
@@ -186,7 +188,7 @@ def test_containers_and_copies_are_looked_at_too(
     reads = until_remembered(env, monkeypatch)
     assert env.step("ls -R /testbed")[4]["state_hash"] == hashes[-1] and not reads
     env.step("sleep 100 &")
-    assert env.unwrapped._box.sandbox.written() is None
+    assert env.unwrapped._space.box.sandbox.written() is None
 
 
 @pytest.mark.parametrize("backend", ["overlay", "overlay-rootless", "docker"])
@@ -196,7 +198,7 @@ def test_git_looks_only_at_what_was_written(
     env = make_env(**backend_of(backend), max_episode_steps=10_000)
     env.reset(options={"task": TASK})
     env.step("true")
-    box = env.unwrapped._box
+    box = env.unwrapped._space.box
 
     def told() -> str:
         return box._told(box.sandbox.written())
@@ -215,11 +217,11 @@ def test_git_looks_only_at_what_was_written(
     (child,) = env.fork(1)
     with contextlib.closing(child):
         child.step("rm -rf tests")
-        box = child.unwrapped._box
+        box = child.unwrapped._space.box
         assert "paths=(.git README.md tests)" in told()
     env.reset(options={"task": TASK})
     env.step("echo 1 > /tmp/x")
-    box = env.unwrapped._box
+    box = env.unwrapped._space.box
     assert "known_repository=" in told()
     for command in (
         "echo x > .gitignore",
@@ -231,7 +233,7 @@ def test_git_looks_only_at_what_was_written(
         assert told() == "", command
         env.reset(options={"task": TASK})
         env.step("true")
-        box = env.unwrapped._box
+        box = env.unwrapped._space.box
     snap.release()
 
 
@@ -249,7 +251,7 @@ def test_a_running_process_is_never_trusted(env: Any, monkeypatch: pytest.Monkey
     first = env.step("echo 1 >&8; until [ -e /tmp/done1 ]; do :; done; rm /tmp/done1; sleep 0.1")[4]["state_hash"]
     second = env.step("echo 2 >&8; until [ -e /tmp/done2 ]; do :; done; rm /tmp/done2")[4]["state_hash"]
     assert first != second
-    assert second == from_scratch(env.unwrapped._box, monkeypatch)[0]
+    assert second == from_scratch(env.unwrapped._space.box, monkeypatch)[0]
 
 
 def test_where_no_process_can_be_started_the_hash_is_empty(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +263,7 @@ def test_where_no_process_can_be_started_the_hash_is_empty(env: Any, monkeypatch
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return spawn(self, argv, **more)
 
-    monkeypatch.setattr(type(env.unwrapped._box.sandbox.backend), "spawn", crowded)
+    monkeypatch.setattr(type(env.unwrapped._space.box.sandbox.backend), "spawn", crowded)
     *_, terminated, _, info = env.step("echo x > /tmp/x")
     assert not terminated and info["state_hash"] == "" and info["progress_key"].startswith("unknown")
 

@@ -251,7 +251,7 @@ def test_a_hostile_policy_never_makes_a_step_raise(
 
 def check_nothing_is_left(env: Any) -> None:
     """Close it: no container, process or mount of its sandbox stays."""
-    backend = env.unwrapped._box.sandbox.backend
+    backend = env.unwrapped._space.box.sandbox.backend
     name = backend.capabilities.name
     if name == "docker":
         container = backend._container

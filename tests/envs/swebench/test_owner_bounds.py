@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.swebench import env as env_module
 from sandboxgym.envs.swebench.grading import parsing
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.grading.durations import without_durations
-from sandboxgym.envs.swebench.workspaces.workspace import READ
 from sandboxgym.sandbox.agent import editor as editor_module
 from sandboxgym.sandbox.agent import tools
+from sandboxgym.sandbox.agent.box import READ
 from sandboxgym.sandbox.agent.editor import SHOWN, Editor  # noqa: F401 - for the programs below
+from sandboxgym.sandbox.agent.episode import outcome
 from sandboxgym.sandbox.agent.tools import LONGEST, Edit, Malformed, ToolSet, parse
 from sandboxgym.sandbox.base import Result
 from sandboxgym.sandbox.files.reading import FLAGS, regular_file
@@ -176,17 +176,17 @@ def test_any_text_is_an_action_or_an_explanation() -> None:
 def test_output_is_searched_in_time(piece: str) -> None:
     output = piece * (10**6 // len(piece))
     began = time.process_time()
-    env_module._outcome(output)
+    outcome(output)
     without_durations(output, "pytest")
     tools.submission(Result(output, 0, 0.0, raw=output.encode()))
     assert time.process_time() - began < 20
 
 
 def test_how_the_tests_went_is_still_found() -> None:
-    assert env_module._outcome("x\n=== 1 failed, 2 passed in 0.1s ===\n") == "failed"
-    assert env_module._outcome("3 passed, 1 warning in 0.12s") == "passed"
-    assert env_module._outcome("Ran 2 tests in 0.1s\n\nFAILED (errors=1)") == "failed"
-    assert env_module._outcome("nothing") is None
+    assert outcome("x\n=== 1 failed, 2 passed in 0.1s ===\n") == "failed"
+    assert outcome("3 passed, 1 warning in 0.12s") == "passed"
+    assert outcome("Ran 2 tests in 0.1s\n\nFAILED (errors=1)") == "failed"
+    assert outcome("nothing") is None
 
 
 class Log:

@@ -586,7 +586,7 @@ def test_a_sandbox_that_ends_by_itself_is_a_state_like_any_other(
     env = make_env(**backend_of(backend), limits={"disk": 20_000_000}, snapshot=snapshot)
     start(env)
     assert not env.step("(sleep 0.3; exec head -c 200000000 /dev/zero > /testbed/big) > /dev/null 2>&1 &")[2]
-    inside = env.unwrapped._box.sandbox.backend
+    inside = env.unwrapped._space.box.sandbox.backend
     for _ in range(200):
         try:
             inside.processes()

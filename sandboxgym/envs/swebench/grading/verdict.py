@@ -95,6 +95,16 @@ class Verdict:
     """Reason why the patch may lack some of the work, or why its files were copied; nearly always empty."""
 
     @property
+    def success(self) -> bool:
+        """True if the issue is resolved."""
+        return self.resolved
+
+    @property
+    def reward(self) -> float:
+        """Reward of the step that was graded."""
+        return float(self.resolved)
+
+    @property
     def final(self) -> bool:
         """True if testing the same patch again cannot change the verdict."""
         return not self.infra_failure and self.reason != "tests time out"

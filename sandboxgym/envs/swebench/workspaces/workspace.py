@@ -18,23 +18,21 @@ import hashlib
 import importlib.metadata
 import os
 import shlex
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.tasks import HOST, Task, TaskError
 from sandboxgym.envs.swebench.workspaces import hiding, prepared
 from sandboxgym.errors import SnapshotReleased
-from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, SandboxError, SandboxUnavailable
+from sandboxgym.sandbox.agent.box import HASHED, AgentBox
+from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.files.rootfs import resolve
-from sandboxgym.sandbox.layers.store import OverlayTree
-from sandboxgym.sandbox.layers.written import Written, changes, look, untouched
+from sandboxgym.sandbox.layers.written import Written, changes
 from sandboxgym.sandbox.overlay.runtime import runtime
 from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
-from sandboxgym.sandbox.shell.state import ShellState
 
 KEPT = 64
 """Number of prepared tasks kept in a process; the least recently used one is dropped and loaded again when needed."""
@@ -44,8 +42,6 @@ EVAL_SCRIPT = "/eval.sh"
 EXTRACTED = "/tmp/.model.patch"
 """Directory in which `extraction` makes its patch."""
 HISTORY = "/tmp/.history"
-READ = 4 * 2**20
-"""Default limit in bytes of `Box.read_file`: the editor makes several copies of a file."""
 OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EXTRACTED, HISTORY, hiding.BUG_PATCH, hiding.ARCHIVE)
 """Paths replaced in commands and output too, not only in arguments of `Box.read_file` and `Box.write_file`."""
 
@@ -65,8 +61,6 @@ _QUIET = {
     "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
     "PYTHONHASHSEED": "0",
 }
-_RESTLESS = (b"SECONDS", b"COMP_WORDBREAKS")
-"""Variables of bash that change by themselves."""
 _MAKE_REPOSITORY = f"""set -e
 mkdir -p {WORKDIR}
 cd {WORKDIR}
@@ -132,7 +126,6 @@ NO_PIPES = """no_pipes() {
 # to its end: a process that could not be started leaves a part out. Where variables were set before it (`Box._told`),
 # git looks only at what can differ from the start, which gives the same text: at `paths`, and, with `base`, where the
 # index differs from that commit, the start's, or from the present one. Files whose hash is `known` are not read at all.
-_HASHED = "hashed"
 _NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
 _MOST_PATHS, _LONGEST = 256, 50_000
 """Limits of the script's input: number of paths, and bytes."""
@@ -177,7 +170,7 @@ else
   echo none
 fi
 if [ "$known_beside" ]; then
-  printf '%s\\n%s\\n' "$known_beside" {_HASHED}
+  printf '%s\\n%s\\n' "$known_beside" {HASHED}
   exit
 fi
 for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
@@ -191,7 +184,7 @@ for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
   fi
   true
 done 2>/dev/null | git hash-object --stdin || exit
-echo {_HASHED}
+echo {HASHED}
 """
 # Where the start is simple enough that only what was written since can differ from it: its commit, and the directories
 # beside the repository that count. Fails elsewhere.
@@ -220,10 +213,6 @@ _PREPARATION = hashlib.sha256(
     "\0".join((_MAKE_REPOSITORY, _FORGET, _WRITE_TREE, _ACTIVATE, _HASH, _WHEREABOUTS, *hiding.SCRIPTS)).encode()
 ).hexdigest()
 """Digest of the scripts that prepare a task and read data from it: part of every entry's key."""
-# What the script said of files that `Sandbox.written` told of: runs once for equal ones, whatever box they are in.
-_known: OrderedDict[str, tuple[str, str]] = OrderedDict()
-_KNOWN = 4096
-_known_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,15 +290,14 @@ class Pristine:
     """True if it was prepared for this object, and neither found nor made by another process meanwhile."""
 
 
-class Box:
+class Box(AgentBox):
     """A sandbox that has its repository at ``/testbed``."""
 
     def __init__(self, sandbox: Sandbox, *, network: bool) -> None:
-        self.sandbox = sandbox
+        super().__init__(sandbox, reads=WORKDIR)
         self.network = network
         self.start: Pristine | None = None
         """Files that this sandbox started from, if known: unchanged ones need not be read again."""
-        self._written_out: tuple[ShellState, str] | None = None
 
     @property
     def shares_root(self) -> bool:
@@ -336,7 +324,7 @@ class Box:
 
     def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
         """Run a command in the persistent shell; ``raw``: bytes of its output to keep unchanged."""
-        result = self.sandbox.execute(self.localised(command), timeout=timeout, raw=raw)
+        result = super().execute(self.localised(command), timeout=timeout, raw=raw)
         if not (root := self._root):
             return result
         written = result.raw.replace(root.encode("utf-8", "surrogateescape"), b"")
@@ -346,20 +334,8 @@ class Box:
         self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
     ) -> Result:
         """Run a command in a bash of its own, independent of the shell's state; see `Sandbox.run`."""
-        result = self.sandbox.run(self.localised(command), timeout=timeout, output=output, most=most)
+        result = super().run(self.localised(command), timeout=timeout, output=output, most=most)
         return replace(result, output=self.generalised(result.output)) if self._root else result
-
-    def read_file(self, path: str, *, limit: int = READ) -> bytes:
-        """Read a file; `FileTooLarge` if it has more than ``limit`` bytes."""
-        return self.sandbox.read_file(path, limit=limit)
-
-    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file."""
-        self.sandbox.write_file(path, data, mode=mode)
-
-    def restore(self, snapshot: SandboxSnapshot) -> None:
-        """Restore a captured state."""
-        self.sandbox.restore(snapshot)
 
     def make_repository(self, task: Task) -> None:
         """Make the repository of a task whose row contains it; otherwise it is in the image."""
@@ -370,79 +346,24 @@ class Box:
             except SandboxUnavailable as error:
                 raise TaskError(f"{task.instance_id}, columns 'history' and 'base_commit': {error}") from error
 
-    def close(self) -> None:
-        """Close the sandbox. Idempotent."""
-        self.sandbox.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
         """Hashes of everything that can change later steps: of all of it, and of the repository alone.
 
         Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
-        contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; the shell's state
-        except ``$?`` and ``$_``. Equal states have equal hashes; times and ignored files do not count. Both are empty
-        where the files cannot be read: no process can be started for it, or they are not read within the time limit;
-        and where the shell's state is too large to be read as a whole.
+        contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; and the shell's
+        state. Times and ignored files do not count; see `AgentBox.digest`.
 
-        Reading is done only after something was written (`Sandbox.written`), else it costs a look at the files that
-        were; while more than the idle shell runs, always. git looks at the whole repository then only where it is not
-        seen what was written since the task's start (`Backend.layers_above`), or where that has a say in what git
-        finds; else at what was written.
+        git looks at the whole repository only where it is not seen what was written since the task's start
+        (`Backend.layers_above`), or where that has a say in what git finds; else at what was written.
 
         Args:
             alone: it is known that nothing but the idle shell runs.
             timeout: seconds that reading may take; by default as a command.
         """
-        return self.digest_of(self.files(alone=alone, timeout=timeout))
+        return super().digest(alone=alone, timeout=timeout)
 
-    def digest_of(self, files: tuple[str, str]) -> tuple[str, str]:
-        """Compute `digest` from files that were already read (`files`)."""
-        repository, beside = files
-        if not repository:
-            return "", ""
-        shell = self._shell()
-        if shell is None:
-            return "", ""
-        whole = "\0".join((repository, beside, self.generalised(shell)))
-        return hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest(), repository
-
-    def snapshot(self, *, strict: bool, mode: SnapshotMode | None = None) -> SandboxSnapshot:
-        """Take a `Sandbox.snapshot`; known hashes of files are kept for it."""
-        before = self.sandbox.written() if _known else None
-        snapshot = self.sandbox.snapshot(strict=strict, mode=mode)
-        tree = snapshot.tree
-        # The layer that was written to is frozen now: what is seen of it is what was captured.
-        if before is not None and isinstance(tree, OverlayTree) and tree.layers:
-            below, _, seen = before.key.partition("/")
-            frozen = look(tree.layers[0].files, below) if seen else before
-            if frozen is not None and frozen.key == before.key and (known := _recall(before.key)) is not None:
-                _learn(untouched(tree.id), known)
-        return snapshot
-
-    def files(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
-        """Hash the files of the repository and beside it; empty where they cannot be read."""
-        written = self.sandbox.written(alone=alone)
-        known = None if written is None else _recall(written.key)
-        if known is not None:
-            return known
-        try:
-            done = self.run(f"{_NOTHING_KNOWN}\n{self._told(written)}{_HASH}", timeout=timeout)
-        except OSError:  # there is no room for one more process, or no bash any more
-            return "", ""
-        repository, _, beside = done.output.partition("\n")
-        if done.timed_out or done.elided or not beside.endswith(f"{_HASHED}\n"):
-            return "", ""
-        found = repository, beside
-        # Only the idle shell runs: nothing wrote while the files were read, in the tick of the last change or
-        # after it, and from now on nothing can without a trace.
-        if written is not None and written.settle() and self.sandbox.written(alone=alone) == written:
-            _learn(written.key, found)
-        return found
+    def _script(self, written: Written | None) -> str:
+        return f"{_NOTHING_KNOWN}\n{self._told(written)}{_HASH}"
 
     def _told(self, written: Written | None) -> str:
         """Variables for `_HASH` that name the files written since the start; none if all have to be read."""
@@ -466,28 +387,10 @@ class Box:
         if not any(_meet(path, WORKDIR) for path in changed):
             told.append(f"known_repository={shlex.quote(start.files[0])}")
         if not any(_meet(path, place) for path in changed for place in beside):
-            known = start.files[1].removesuffix(f"{_HASHED}\n").rstrip("\n")
+            known = start.files[1].removesuffix(f"{HASHED}\n").rstrip("\n")
             told.append(f"known_beside={shlex.quote(known)}")
         text = "".join(f"{line}\n" for line in told)
         return text if len(text.encode()) <= _LONGEST else ""
-
-    def _shell(self) -> str | None:
-        """State of the shell as text; None if it is not fully known, because it is too large, say."""
-        try:
-            state = self.sandbox.shell_state()
-        except SandboxClosed:
-            raise
-        except SandboxError:
-            return None
-        if state is None:
-            return ""
-        if state.omitted:
-            return None
-        kept = {name: variable for name, variable in state.variables.items() if name not in _RESTLESS}
-        state = replace(state, variables=kept, status=0, last=b"")
-        if self._written_out is None or self._written_out[0] != state:
-            self._written_out = state, state.script().decode("utf-8", "surrogateescape")
-        return self._written_out[1]
 
 
 def _meet(path: str, place: str) -> bool:
@@ -526,21 +429,6 @@ def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None
             inside = inside[: inside.index("__pycache__") + 1]
         paths["/".join(inside)] = None
     return list(paths) if len(paths) <= _MOST_PATHS else None
-
-
-def _recall(key: str) -> tuple[str, str] | None:
-    with _known_lock:
-        found = _known.get(key)
-        if found is not None:
-            _known.move_to_end(key)
-        return found
-
-
-def _learn(key: str, found: tuple[str, str]) -> None:
-    with _known_lock:
-        _known[key] = found
-        while len(_known) > _KNOWN:
-            _known.popitem(last=False)
 
 
 def script(box: Box, source: str) -> str:
@@ -583,13 +471,12 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
                 return made[0]
 
             stored = prepared.provide(key_on_disk, box.sandbox, make, verify=verify)
-        whole, repository = stored.notes["digest"]
-        if isinstance(stored.snapshot.tree, OverlayTree):  # of files not written to yet
-            of_repository, beside = stored.notes["files"]
-            _learn(untouched(stored.snapshot.tree.id), (of_repository, beside))
-        notes = stored.notes
-        files, whereabouts = tuple(notes["files"]), tuple(notes["whereabouts"])
-        digest = (whole, repository)
+            notes = stored.notes
+            of_repository, beside = notes["files"]
+            files = (of_repository, beside)
+            box.know(stored.snapshot, files)
+        whole, repository = notes["digest"]
+        digest, whereabouts = (whole, repository), tuple(notes["whereabouts"])
         found = Pristine(stored.snapshot, notes["reference"], digest, files, whereabouts, made=bool(made))
         _prepared[key] = found
         while len(_prepared) > KEPT:

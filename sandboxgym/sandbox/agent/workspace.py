@@ -10,31 +10,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from sandboxgym.errors import SnapshotError, from_handler
-from sandboxgym.sandbox.base import READ_LIMIT, Result, SandboxClosed, SandboxError
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.sandbox.agent.box import AgentBox
+from sandboxgym.sandbox.base import SandboxClosed, SandboxError
+from sandboxgym.sandbox.sandbox import SandboxSnapshot
 
 log = logging.getLogger("sandboxgym")
 
-READ = 4 * 2**20
-"""Largest file in bytes that the editor reads: it makes several copies."""
+BoxT = TypeVar("BoxT", bound=AgentBox)
 
 
-class Workspace:
+class Workspace(Generic[BoxT]):
     """The sandbox of an episode; closed, and usable again, at first."""
 
     def __init__(self) -> None:
+        self.box: BoxT | None = None
+        """The sandbox, in any state; None before its first use."""
         self.gone = ""
         """Reason why there is no sandbox at the present state: it ended by itself."""
-        self._sandbox: Sandbox | None = None
+        self.digest: tuple[str, str] | None = None
+        """`AgentBox.digest` of the present state, if it is known."""
         self._kind: object = None
-        self._make: Callable[[], Sandbox] | None = None
+        self._make: Callable[[], BoxT] | None = None
         self._current: SandboxSnapshot | None = None  # of the present state, until it changes
         self._stale = True  # the live sandbox is in another state
         self._seed: int | None = None
 
-    def enter(self, kind: object, make: Callable[[], Sandbox]) -> None:
+    def enter(self, kind: object, make: Callable[[], BoxT]) -> None:
         """Use sandboxes of a kind; another's is closed."""
         if kind != self._kind:
             self.discard()
@@ -50,14 +54,14 @@ class Workspace:
         """Give the processes that are restored next other draws."""
         self._seed = seed
 
-    def opened(self) -> Sandbox:
+    def opened(self) -> BoxT:
         """The sandbox in any state, for what does not depend on it."""
-        if self._sandbox is None:
+        if self.box is None:
             assert self._make is not None
-            self._sandbox = self._make()
-        return self._sandbox
+            self.box = self._make()
+        return self.box
 
-    def live(self) -> Sandbox:
+    def live(self) -> BoxT:
         """The sandbox at the present state.
 
         Raises:
@@ -65,59 +69,66 @@ class Workspace:
         """
         if self.gone:
             raise SandboxClosed(self.gone)
-        older = self._sandbox is not None
-        sandbox = self.opened()
+        older = self.box is not None
+        box = self.opened()
         if not self._stale:
-            return sandbox
+            return box
         assert self._current is not None
         try:
-            sandbox.restore(self._current)
+            box.restore(self._current)
         except Exception as error:
             if not older or isinstance(error, SnapshotError) or from_handler(error):
                 raise
             log.warning("a sandbox cannot be restored, and is replaced: %s", error)
             self.discard()
-            sandbox = self.opened()
-            sandbox.restore(self._current)
+            box = self.opened()
+            box.restore(self._current)
         self._stale = False
         if self._current.checkpoint is not None:  # its processes continue from here
             self.change()
         if self._seed is not None:
-            sandbox.reseed(self._seed)
+            box.sandbox.reseed(self._seed)
             self._seed = None
-        return sandbox
+        return box
 
     def change(self) -> None:
-        """Note that the state changes: the capture is no longer of the present one."""
+        """Note that the state changes: capture and hash are no longer of the present one."""
+        self.digest = None
         if self._current is not None:
             self._current.release()
             self._current = None
 
-    def frozen(self, *, strict: bool) -> SandboxSnapshot:
-        """A capture of the present state, which the caller owns."""
+    def frozen(self, *, strict: bool, processes: bool = True) -> SandboxSnapshot:
+        """A capture of the present state, which the caller owns.
+
+        Args:
+            strict: refuse to lose anything; see `Sandbox.snapshot`.
+            processes: whether those that run are to be in it, where the sandbox can capture them.
+        """
         if self._current is not None:
             return self._current.retain()
-        assert self._sandbox is not None
-        snapshot = self._sandbox.snapshot(strict=strict)
-        if not snapshot.lossy and snapshot.checkpoint is None:  # else running processes may change files
+        assert self.box is not None
+        snapshot = self.box.snapshot(strict=strict, mode=None if processes else "filesystem")
+        idle = not snapshot.lossy and snapshot.checkpoint is None  # else running processes may change files
+        if idle and (processes or self.box.sandbox.mode != "full"):
             self._current = snapshot.retain()
         return snapshot
 
     def is_gone(self) -> bool:
         """True if the live sandbox has ended."""
         try:
-            if self._sandbox is not None:
-                self._sandbox.backend.processes()
+            if self.box is not None:
+                self.box.sandbox.backend.processes()
         except SandboxError:
             return True
-        return self._sandbox is None
+        return self.box is None
 
     def discard(self) -> None:
         """Close the sandbox, whatever state it is in; the next use makes another."""
-        sandbox, self._sandbox, self._stale = self._sandbox, None, True
-        if sandbox is not None:
+        box, self.box, self._stale = self.box, None, True
+        if box is not None:
             try:
-                sandbox.close()
+                box.close()
             except Exception as error:
                 if from_handler(error):
                     raise
@@ -127,22 +138,3 @@ class Workspace:
         """Close the sandbox and give up the capture."""
         self.discard()
         self.change()
-
-
-class EditedFiles:
-    """File operations of the editor in a sandbox, with a limit on what is read."""
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-
-    def read_file(self, path: str) -> bytes:
-        """Read a file of at most `READ` bytes."""
-        return self._sandbox.read_file(path, limit=min(READ, READ_LIMIT))
-
-    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file."""
-        self._sandbox.write_file(path, data, mode=mode)
-
-    def run(self, command: str) -> Result:
-        """Run a command in a bash of its own, at the root: the agent may have removed the task's directory."""
-        return self._sandbox.run(command, cwd="/")

@@ -1,0 +1,1 @@
+"""Environments behind the protocol of OpenEnv: sessions, messages, endpoints, the application."""

@@ -1,0 +1,64 @@
+"""Sandboxes of tasks, with a hash of the files that the work on a task consists of."""
+
+from __future__ import annotations
+
+import shlex
+
+from sandboxgym.sandbox.agent.box import HASHED, AgentBox
+from sandboxgym.sandbox.base import Result
+from sandboxgym.sandbox.layers.written import Written
+from sandboxgym.sandbox.sandbox import Sandbox
+
+# Names, kinds, modes and contents, by what any image has. A task in `/` has the machine's own directories beside it.
+_HASH = f"""export LC_ALL=C
+set -o pipefail
+listed() {{
+  cd "$1" || return 0
+  beside=(-name .git -o -name .cache -o -name __pycache__)
+  if [ "$1" = / ]; then for name in bin boot dev lib* opt proc run sbin sys tmp usr var; do
+    beside+=(-o -path "./$name")
+  done; fi
+  each() {{ find . -xdev \\( "${{beside[@]}}" \\) -prune -o "$@" -print | sort | head -n 1000 | tr '\\n' '\\0'; }}
+  each ! -name . | xargs -0 -r stat -c '%A %N'
+  each -type f -size -2048k | xargs -0 -r sha256sum --
+  each -type f -size +2047k | xargs -0 -r stat -c '%s %n'
+  true
+}} 2> /dev/null
+listed "$place" | sha256sum || exit
+{{ listed "${{TMPDIR:-/tmp}}"; listed "$HOME"; }} | sha256sum || exit
+echo {HASHED}
+"""
+
+
+class Box(AgentBox):
+    """A sandbox in which a task's directory is worked on.
+
+    Args:
+        sandbox: in the task's directory; owned by this object from now on.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        super().__init__(sandbox, reads=f"directory {sandbox.workdir}")
+
+    def run(
+        self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
+    ) -> Result:
+        """Run a command in a bash of its own, at the root: the agent may have removed the task's directory."""
+        return self.sandbox.run(command, cwd="/", timeout=timeout, output=output, most=most)
+
+    def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
+        """Hashes of everything that can change later steps: of all of it, and of the task's directory alone.
+
+        Of the task's directory, and beside it of /tmp and of the home directory: names, kinds and modes of the first
+        1,000 files and directories each, contents of the first 1,000 files that have at most 2 MiB, sizes of larger
+        ones; and the shell's state. Times do not count, nor does what is in a ``.git``, ``.cache`` or ``__pycache__``,
+        which hold times themselves; see `AgentBox.digest`.
+
+        Args:
+            alone: it is known that nothing but the idle shell runs.
+            timeout: seconds that reading may take; by default as a command.
+        """
+        return super().digest(alone=alone, timeout=timeout)
+
+    def _script(self, written: Written | None) -> str:
+        return f"place={shlex.quote(self.sandbox.workdir)}\n{_HASH}"

@@ -1,0 +1,199 @@
+"""HTTP servers that no client holds up: uvicorn with time limits for requests and answers, and a bound on connections.
+
+1. Request line and headers have to be complete `Patience.headers` seconds after the connection was made, or after the
+   first byte of a later request. The body may keep the server waiting for `Patience.body` seconds in all, and longer
+   only if it is large. A client that takes longer is told so by status 408, and its connection is closed.
+2. A client that takes nothing of an answer for `Patience.answer` seconds is cut off.
+3. Beyond `Patience.connections`, a new one is answered by status 503 and closed.
+4. What is said with these statuses is in the form of the protocol that is served (`Refusal`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import uvicorn
+
+log = logging.getLogger("sandboxgym")
+
+Refusal = Callable[[int, str], bytes]
+"""Makes the content of an error's answer, as JSON, of its status and message."""
+_LINGER = 2.0
+"""Seconds in which a refused client may read why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Time limits for clients, in seconds, and a bound on their number."""
+
+    headers: float = 15.0
+    """For request line and headers."""
+    body: float = 30.0
+    """For the body, plus one second for each `rate` bytes."""
+    rate: int = 16 * 2**10
+    answer: float = 60.0
+    """For taking more of an answer."""
+    connections: int = 1000
+
+
+def make_server(
+    app: Any,
+    *,
+    refusal: Refusal,
+    patience: Patience | None = None,
+    open_ended: Collection[str] = (),
+    **options: Any,
+) -> uvicorn.Server:
+    """Make a server of an ASGI application.
+
+    Args:
+        app: the application.
+        refusal: content of the answers to clients that are too slow or too many.
+        patience: how long clients are waited for.
+        open_ended: paths whose requests may go on for as long as the client likes.
+        options: further settings of ``uvicorn.Config``.
+
+    Raises:
+        ImportError: there is no uvicorn.
+    """
+    import uvicorn
+
+    patience = patience or Patience()
+    timed = _TimedBodies(app, refusal, patience, frozenset(open_ended))
+    http = _timed_protocol(refusal, patience)
+    return uvicorn.Server(uvicorn.Config(timed, log_level="warning", lifespan="on", http=http, **options))
+
+
+def serve(app: Any, listening: socket.socket, **options: Any) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        app: an ASGI application.
+        listening: a socket that is bound.
+        options: of `make_server`.
+
+    Raises:
+        KeyboardInterrupt: it was ended.
+    """
+    # uvicorn ends by sending itself the signal that it has dealt with.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    make_server(app, **options).run(sockets=[listening])
+
+
+class _TimedBodies:
+    """Middleware that ends requests whose body does not come."""
+
+    def __init__(self, app: Any, refusal: Refusal, patience: Patience, open_ended: frozenset[str]) -> None:
+        self._app, self._refusal, self._patience, self._open_ended = app, refusal, patience, open_ended
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_ended:
+            await self._app(scope, receive, send)
+            return
+        clock = asyncio.get_running_loop().time
+        left, more, late, begun = self._patience.body, True, False, False
+
+        async def timed_receive() -> Any:
+            nonlocal left, more, late
+            if not more:
+                return await receive()
+            before = clock()
+            try:
+                async with asyncio.timeout(left):
+                    message = await receive()
+            except TimeoutError:
+                late, more = True, False
+                return {"type": "http.disconnect"}  # which every application knows how to deal with
+            left += len(message.get("body", b"")) / self._patience.rate - (clock() - before)
+            more = message.get("more_body", False)
+            return message
+
+        async def timed_send(message: Any) -> None:
+            nonlocal begun
+            if begun or not late:
+                begun = True
+                await send(message)
+
+        try:
+            await self._app(scope, timed_receive, timed_send)
+        except Exception:
+            if not late or begun:
+                raise
+        if late and not begun:
+            said = f"the body of the request did not come within {self._patience.body:g} seconds"
+            log.info("%s %.80s: %s", scope["method"], ascii(scope["path"]), said)
+            content = self._refusal(408, said)
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            headers.append((b"content-length", str(len(content)).encode()))
+            await send({"type": "http.response.start", "status": 408, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
+
+
+def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
+    """Protocol of uvicorn with a limit for headers, for clients that do not read, and for the number of them."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Timed(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _headers: asyncio.TimerHandle | None = None
+        _answer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > patience.connections:
+                self._refuse(503, f"the server has {patience.connections} connections, as many as it takes")
+            else:
+                self._expect_headers()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if self._headers is None and not self._answering():
+                self._expect_headers()
+            super().data_received(data)
+            if self._answering() or self.transport.get_protocol() is not self:  # or a WebSocket now
+                _cancel(self._headers)
+                self._headers = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            _cancel(self._headers)
+            _cancel(self._answer)
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._answer = self.loop.call_later(patience.answer, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            _cancel(self._answer)
+            super().resume_writing()
+
+        def _answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _expect_headers(self) -> None:
+            said = f"the headers of the request did not come within {patience.headers:g} seconds"
+            self._headers = self.loop.call_later(patience.headers, self._refuse, 408, said)
+
+        def _refuse(self, status: int, said: str) -> None:
+            log.info("refused a client: %s", said)
+            content = refusal(status, said)
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + content)
+            self.transport.close()
+            self.loop.call_later(_LINGER, self.transport.abort)
+
+    return Timed
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
