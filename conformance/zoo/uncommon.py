@@ -451,3 +451,50 @@ register_wrapper(
 def return_lost() -> AnyEnv:
     """The statistics at the end of a restored episode lack what was earned before, or have another branch's."""
     return SnapshotWrapper(Totals(wrappers.TimeLimit(Corridor(), LIMIT)))
+
+
+# Calls between steps, and closing early.
+
+
+@mutant("a fork hands on what it was made from", "restore.no_steps")
+class HandsOnItsOrigin(Quest):
+    """A child that has made no step gives its own forks the state that it was made with, wherever it was restored to."""
+
+    origin: Any = None
+
+    def step(self, action: str) -> Any:
+        self.origin = None
+        return super().step(action)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.origin = None
+        return super().reset(seed=seed, options=options)
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
+        children = super().fork(k, seed=seed)
+        for child in children if seed is None else []:
+            child.origin = self.origin or self.snapshot()
+            child.restore(child.origin)
+        return children
+
+
+@mutant("close takes the running episode's states from its snapshots", "restore.after_close")
+class ClosedInTheEpisode(Quest):
+    """They fall back to the episode's first one; those of earlier episodes keep theirs."""
+
+    taken: list[Handle]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.taken = []
+        return super().reset(seed=seed, options=options)
+
+    def snapshot(self) -> Any:
+        snap = super().snapshot()
+        self.taken.append(snap)
+        return snap
+
+    def close(self) -> None:
+        kept = [snap for snap in getattr(self, "taken", []) if snap.content is not None]
+        for snap in kept:
+            snap.content = kept[0].content
+        self.taken = []

@@ -523,18 +523,24 @@ class Scene:
 
     # Composite.
 
-    def walk(self, control: Control, points: Iterable[int], *, seed_spaces: bool = False) -> Walk:
-        """Play a control run with snapshots after the given numbers of calls, the spaces seeded before each or not."""
+    def walk(
+        self, control: Control, points: Iterable[int], *, seed_spaces: bool = False, until: int | None = None
+    ) -> Walk:
+        """Play a control run with snapshots after the given numbers of calls, the spaces seeded before each or not.
+
+        ``until`` is the number of calls after which it stops, in a run that is repeatable.
+        """
         wanted = set(points)
+        last = len(control.ops) if until is None else until
         env = self.start(control)
         snaps: dict[int, Any] = {}
         outcomes: list[Outcome] = []
-        for count in range(len(control.ops) + 1):
+        for count in range(last + 1):
             if count in wanted:
                 if seed_spaces:
                     self.seed_spaces(env, control.seed)
                 snaps[count] = self.snapshot(env)
-            if count < len(control.ops):
+            if count < last:
                 outcomes.append(self.call(env, control.ops[count]))
         return Walk(env, control, snaps, outcomes, self.expected(control, outcomes), comparable(self.subject, control))
 
