@@ -479,9 +479,12 @@ class Scene:
         self._envs.pop(id(env))
         self._closed.discard(id(env))
 
-    def drop(self, snap: Any) -> None:
-        """Release a snapshot and drop it."""
-        self.release(snap)
+    def drop(self, snap: Any, *, released: bool = True) -> None:
+        """Release a snapshot, or leave that to garbage collection, and drop it."""
+        if released:
+            self.release(snap)
+        else:
+            self.lines.append(f"del {self.snap_name(snap)}")
         self._snaps.pop(id(snap), None)
         self._released.discard(id(snap))
 
