@@ -274,7 +274,7 @@ def relatives(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
     if not control.repeatable:
         raise Skipped(f"no run repeats itself without snapshots: {control.differs}")
     restores = saved = 0
-    for trial in budget.spending(3 * FAMILY, at_least=FAMILY):
+    for trial in budget.spending(2 * FAMILY, at_least=FAMILY):
         with Scene(subject) as scene, scratch.folder() as path:
             points = sorted(rng.integers(1, control.last + 1, size=FAMILY).tolist())
             env, at = scene.start(control), 0
@@ -298,9 +298,10 @@ def relatives(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                     scene.forget(envs.pop(key))
                 else:
                     scene.drop(snaps.pop(key), released=bool(how))
-                some = list(snaps)[int(rng.integers(len(snaps)))]
-                _alone(scene, control, snaps[some], points[some], "restored after losses of relatives", 2)
-                restores += 1
+                if place % 2:
+                    some = list(snaps)[int(rng.integers(len(snaps)))]
+                    _alone(scene, control, snaps[some], points[some], "restored after losses of relatives", 2)
+                    restores += 1
             env = None  # type: ignore[assignment]
             gc.collect()
             what = "restored after all its relatives were closed and released"

@@ -295,9 +295,9 @@ def after_close(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     another episode, in the middle of the one that they are of, and at the moment of the newest.
     """
     restores = 0
-    for control in controls(subject, budget):
+    for number, control in enumerate(controls(subject, budget)):
         middle = int(rng.integers(1, control.last + 1))
-        for newest, closed in ((None, None), (middle, min(middle + 2, control.last)), (middle, middle)):
+        for newest, closed in ((None, None), (middle, min(middle + 2 * (number % 2), control.last))):
             if newest is not None and not control.repeatable:
                 continue  # there is no other run to compare with
             with Scene(subject) as scene:
