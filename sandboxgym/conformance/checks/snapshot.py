@@ -18,7 +18,7 @@ from sandboxgym.conformance.harness.branching import branches
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.coverage import coverage
 from sandboxgym.conformance.harness.scenario import Scene, comparable, opened, release, streams, written
-from sandboxgym.conformance.subject import Control, Subject, layers, snapshot
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, layers, snapshot
 from sandboxgym.conformance.supervision import scratch
 from sandboxgym.errors import SnapshotNotSupported
 
@@ -278,7 +278,8 @@ def relatives(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
         with Scene(subject) as scene, scratch.folder() as path:
             points = sorted(rng.integers(1, control.last + 1, size=FAMILY).tolist())
             env, at = scene.start(control), 0
-            envs, snaps = {0: env}, {}
+            envs: dict[int, AnyEnv] = {0: env}
+            snaps: dict[int, Any] = {}
             for number, point in enumerate(points):
                 scene.play(env, control.ops[at:point])
                 at, snaps[number] = point, scene.snapshot(env)
@@ -302,7 +303,7 @@ def relatives(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                     some = list(snaps)[int(rng.integers(len(snaps)))]
                     _alone(scene, control, snaps[some], points[some], "restored after losses of relatives", 2)
                     restores += 1
-            env = None  # type: ignore[assignment]
+            del env
             gc.collect()
             what = "restored after all its relatives were closed and released"
             _alone(scene, control, snaps[kept], points[kept], what)
