@@ -451,3 +451,105 @@ register_wrapper(
 def return_lost() -> AnyEnv:
     """The statistics at the end of a restored episode lack what was earned before, or have another branch's."""
     return SnapshotWrapper(Totals(wrappers.TimeLimit(Corridor(), LIMIT)))
+
+
+# Calls between steps, and closing early.
+
+
+@mutant("a fork hands on what it was made from", "restore.no_steps")
+class HandsOnItsOrigin(Quest):
+    """A child that has made no step gives its own forks the state that it was made with, wherever it was restored."""
+
+    origin: Any = None
+
+    def step(self, action: str) -> Any:
+        self.origin = None
+        return super().step(action)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.origin = None
+        return super().reset(seed=seed, options=options)
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
+        children = super().fork(k, seed=seed)
+        for child in children if seed is None else []:
+            child.origin = self.origin or self.snapshot()
+            child.restore(child.origin)
+        return children
+
+
+@mutant("close takes the running episode's states from its snapshots", "restore.after_close")
+class ClosedInTheEpisode(Quest):
+    """They fall back to the episode's first one; those of earlier episodes keep theirs."""
+
+    taken: list[Handle]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.taken = []
+        return super().reset(seed=seed, options=options)
+
+    def snapshot(self) -> Any:
+        snap = super().snapshot()
+        self.taken.append(snap)
+        return snap
+
+    def close(self) -> None:
+        kept = [snap for snap in getattr(self, "taken", []) if snap.content is not None]
+        for snap in kept:
+            snap.content = kept[0].content
+        self.taken = []
+
+
+@mutant("a fork's snapshots are in its source's store, and go when that closes", "snapshot.relatives")
+class StoreOfTheFamily(Quest):
+    """They fall back to the state of the fork; the source's own snapshots need no store."""
+
+    lent: list[Handle] | None = None
+    own: list[Handle]
+
+    def snapshot(self) -> Any:
+        snap = super().snapshot()
+        if self.lent is not None:
+            self.lent.append(snap)
+        return snap
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Self]:
+        children = super().fork(k, seed=seed)
+        if not hasattr(self, "own"):
+            self.own = [super().snapshot()]
+        for child in children:
+            child.lent = self.own
+        return children
+
+    def close(self) -> None:
+        kept = getattr(self, "own", [])
+        for snap in kept[1:]:
+            snap.content = snap.content and kept[0].content
+        self.own = []
+
+
+@mutant("what an agent writes into an observation is in the next snapshot", "snapshot.immutable")
+class KeepsWhatItGave(Sensors):
+    """A restore returns copies of what reset or step returned, and the environment has kept that, not copies of it."""
+
+    given: Output
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.given = super().reset(seed=seed, options=options)
+        return self.given
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.given = observation, info
+        return observation, reward, terminated, truncated, info
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        super().restore(snap, seed=seed)
+        return copy.deepcopy(self.given)
+
+    def _capture(self) -> Any:
+        return {**super()._capture(), "given": copy.deepcopy(self.given)}
+
+    def _apply(self, state: Any) -> None:
+        super()._apply(state)
+        self.given = copy.deepcopy(state["given"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +12,18 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.checks.restore.runs import controls, in_time, perturbed, points_of
+from sandboxgym.conformance.checks.restore.runs import controls, in_time, own_future, perturbed, points_of
 from sandboxgym.conformance.harness import process_globals
 from sandboxgym.conformance.harness.branching import branches
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.coverage import coverage
-from sandboxgym.conformance.harness.scenario import Scene, opened, release, streams, written
-from sandboxgym.conformance.subject import Control, Subject, layers, snapshot
+from sandboxgym.conformance.harness.scenario import Scene, comparable, opened, release, streams, written
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject, layers, snapshot
+from sandboxgym.conformance.supervision import scratch
+from sandboxgym.errors import SnapshotNotSupported
+
+FAMILY = 4
+"""Snapshots of `snapshot.relatives`, one by each environment of a line."""
 
 
 @check(
@@ -99,9 +107,10 @@ def _global_streams() -> Any:
 )
 def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """A snapshot is unchanged when everything that reset, step and restore returned is overwritten in place and the
-    episode continues: in a new environment its future is the same every time, and so are its bytes and digest.
+    episode continues: in a new environment its future is the same every time, and so are its bytes and digest. One that
+    is taken after the agent has overwritten what it was given is that of the state all the same.
     """
-    overwritten = 0
+    overwritten = early = 0
     handles = "no digest or bytes to compare"
     for control in in_time(budget, controls(subject, budget)):
         for point in points_of(control, rng, 1):
@@ -150,7 +159,31 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
                     handles = ", ".join(before)
                     if after.get(name) != value:
                         scene.fail(f"the snapshot's {name} changed after it was taken")
-    return {"objects overwritten": overwritten, "handles compared by": handles}
+            early += _overwritten_before(subject, control, point)
+    return {"objects overwritten": overwritten, "before a snapshot": early, "handles compared by": handles}
+
+
+def _overwritten_before(subject: Subject, control: Control, point: int) -> int:
+    """Overwrite what each call returned before the snapshot is taken; the number of objects.
+
+    Where the run is another one then, the environment lives in what it returns, and there is nothing to compare.
+    """
+    overwritten = 0
+    with Scene(subject) as scene:
+        env = scene.start(control)
+        scene.note(f"from {__name__} import scribble")
+        for expected, op in zip(control.outcomes[:point], control.ops):
+            found, raw = subject.call(env, op)
+            if found != expected:
+                return 0
+            scene.note(f"scribble({written(scene.name(env), op)})")
+            overwritten += scribble(raw)
+        snap = scene.snapshot(env)
+        later = [subject.call(env, op)[0] for op in control.ops[point : comparable(subject, control)]]
+        if overwritten and later == list(control.outcomes[point : point + len(later)]):
+            what = "restored from a snapshot taken after the agent had overwritten what it was given"
+            _alone(scene, control, snap, point, what)
+    return overwritten
 
 
 @check(
@@ -220,6 +253,80 @@ def _distinct(scene: Scene, control: Control, rng: np.random.Generator, palette:
                 scene.fail("two states that answer the same actions differently have one digest")
         states[future] = digest
     return len(states)
+
+
+@check(
+    "snapshot.relatives",
+    level=1,
+    needs=("exact",),
+    after=("api.protocol",),
+    hazard="Snapshots of a tree share what they have in common: a pruned branch, or a worker that ends, takes others' "
+    "states with it.",
+    blind="Larger families; relatives in other processes: durable.saver_gone.",
+)
+def relatives(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
+    """Takes snapshots along a line of relatives: an environment, a fork of it, another one restored from the fork's
+    snapshot, and so on. Then loses all snapshots but one, released or only dropped, and all environments, some reset
+    before they are closed, in a drawn order; restores some of those that are left on the way, and in the end the last
+    one, followed to the end, and where it can be saved once more from a file.
+    """
+    control = subject.control(0, budget.steps)
+    if not control.repeatable:
+        raise Skipped(f"no run repeats itself without snapshots: {control.differs}")
+    restores = saved = 0
+    for trial in budget.spending(2 * FAMILY, at_least=FAMILY):
+        with Scene(subject) as scene, scratch.folder() as path:
+            points = sorted(rng.integers(1, control.last + 1, size=FAMILY).tolist())
+            env, at = scene.start(control), 0
+            envs: dict[int, AnyEnv] = {0: env}
+            snaps: dict[int, Any] = {}
+            for number, point in enumerate(points):
+                scene.play(env, control.ops[at:point])
+                at, snaps[number] = point, scene.snapshot(env)
+                if number < FAMILY - 1:
+                    envs[number + 1] = scene.fork(env, 1)[0] if (number + trial) % 2 else scene.make()
+                    env = envs[number + 1]
+                    if (number + trial) % 2 == 0:
+                        scene.restore(env, snaps[number])
+            kept = (trial + 1) % FAMILY  # last of all the first one, which least depends on others
+            losses = [("env", key) for key in envs] + [("snap", key) for key in snaps if key != kept]
+            for place in rng.permutation(len(losses)).tolist():
+                kind, key = losses[place]
+                how = int(rng.integers(2))
+                if kind == "env":
+                    if how:
+                        scene.reset(envs[key], control.seed + 1, subject.options(1))
+                    scene.forget(envs.pop(key))
+                else:
+                    scene.drop(snaps.pop(key), released=bool(how))
+                if place % 2:
+                    some = list(snaps)[int(rng.integers(len(snaps)))]
+                    _alone(scene, control, snaps[some], points[some], "restored after losses of relatives", 2)
+                    restores += 1
+            del env
+            gc.collect()
+            what = "restored after all its relatives were closed and released"
+            _alone(scene, control, snaps[kept], points[kept], what)
+            if callable(getattr(snaps[kept], "save", None)) and callable(getattr(type(snaps[kept]), "load", None)):
+                with contextlib.suppress(SnapshotNotSupported):
+                    file = os.path.join(path, "snapshot")
+                    snaps[kept].save(file)
+                    scene.note(f"{scene.snap_name(snaps[kept])}.save('/tmp/snapshot')")
+                    name, load = scene.snap_name(snaps[kept]), type(snaps[kept]).load
+                    scene.drop(snaps.pop(kept))
+                    loaded = scene.adopt(load(file), f"type({name}).load('/tmp/snapshot')")
+                    _alone(scene, control, loaded, points[kept], f"saved and {what}")
+                    saved += 1
+    return {"restores": restores + trial + 1 + saved, "of them from files": saved}
+
+
+def _alone(scene: Scene, control: Control, snap: Any, point: int, what: str, calls: int | None = None) -> None:
+    """Restore a snapshot in a new environment, compare what follows, and close that."""
+    env = scene.start(control)
+    walk = own_future(scene, env, control)
+    scene.expect_returned(env, walk, point, scene.restore(env, snap), what)
+    scene.expect(env, walk, point, what, calls=calls)
+    scene.forget(env)
 
 
 def identity(snap: Any) -> dict[str, Any]:

@@ -479,9 +479,12 @@ class Scene:
         self._envs.pop(id(env))
         self._closed.discard(id(env))
 
-    def drop(self, snap: Any) -> None:
-        """Release a snapshot and drop it."""
-        self.release(snap)
+    def drop(self, snap: Any, *, released: bool = True) -> None:
+        """Release a snapshot, or leave that to garbage collection, and drop it."""
+        if released:
+            self.release(snap)
+        else:
+            self.lines.append(f"del {self.snap_name(snap)}")
         self._snaps.pop(id(snap), None)
         self._released.discard(id(snap))
 
@@ -523,18 +526,24 @@ class Scene:
 
     # Composite.
 
-    def walk(self, control: Control, points: Iterable[int], *, seed_spaces: bool = False) -> Walk:
-        """Play a control run with snapshots after the given numbers of calls, the spaces seeded before each or not."""
+    def walk(
+        self, control: Control, points: Iterable[int], *, seed_spaces: bool = False, until: int | None = None
+    ) -> Walk:
+        """Play a control run with snapshots after the given numbers of calls, the spaces seeded before each or not.
+
+        ``until`` is the number of calls after which it stops, in a run that is repeatable.
+        """
         wanted = set(points)
+        last = len(control.ops) if until is None else until
         env = self.start(control)
         snaps: dict[int, Any] = {}
         outcomes: list[Outcome] = []
-        for count in range(len(control.ops) + 1):
+        for count in range(last + 1):
             if count in wanted:
                 if seed_spaces:
                     self.seed_spaces(env, control.seed)
                 snaps[count] = self.snapshot(env)
-            if count < len(control.ops):
+            if count < last:
                 outcomes.append(self.call(env, control.ops[count]))
         return Walk(env, control, snaps, outcomes, self.expected(control, outcomes), comparable(self.subject, control))
 

@@ -25,7 +25,7 @@ from sandboxgym.conformance.harness.scenario import (
     streams,
 )
 from sandboxgym.conformance.harness.whole import whole_episodes
-from sandboxgym.conformance.subject import Control, Subject
+from sandboxgym.conformance.subject import AnyEnv, Control, Subject
 
 
 @check(
@@ -291,19 +291,27 @@ def _quiet_between(control: Control, start: int, end: int) -> bool:
     blind="Environments killed instead of closed: resources.killed_owner.",
 )
 def after_close(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Closes (twice) the environment that took the snapshots, drops it, and restores them in new ones."""
+    """Closes (twice) the environment that took the snapshots, drops it, and restores them in new ones: after it began
+    another episode, in the middle of the one that they are of, and at the moment of the newest.
+    """
     restores = 0
-    for control in controls(subject, budget):
-        with Scene(subject) as scene:
-            walk = scene.walk(control, points_of(control, rng, 1))
-            scene.forget(walk.env)
-            walk.env.close()
-            walk.env = scene.start(control)
-            for point in walk.points:
-                result = scene.restore(walk.env, walk.snaps[point])
-                scene.expect_returned(walk.env, walk, point, result, "restored after its source was closed")
-                scene.expect(walk.env, walk, point, "restored after its source was closed")
-                restores += 1
+    for number, control in enumerate(controls(subject, budget)):
+        middle = int(rng.integers(1, control.last + 1))
+        for newest, closed in ((None, None), (middle, min(middle + 2 * (number % 2), control.last))):
+            if newest is not None and not control.repeatable:
+                continue  # there is no other run to compare with
+            with Scene(subject) as scene:
+                points = [point for point in points_of(control, rng, 1) if newest is None or point < newest]
+                walk = scene.walk(control, [*points, *([] if newest is None else [newest])], until=closed)
+                scene.forget(walk.env)
+                walk.env.close()
+                walk.env = scene.start(control)
+                what = f"restored after its source was closed{'' if newest is None else ' in the same episode'}"
+                for point in walk.points:
+                    result = scene.restore(walk.env, walk.snaps[point])
+                    scene.expect_returned(walk.env, walk, point, result, what)
+                    scene.expect(walk.env, walk, point, what)
+                    restores += 1
     return {"restores": restores}
 
 
@@ -354,40 +362,58 @@ def _late(scene: Scene, budget: Budget) -> bool:
 )
 def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Makes three calls without a step between them, in all combinations of: restores of two snapshots, one with a
-    seed, resets with another seed, the same one and none, a snapshot, a fork, one step; then restores one of the two,
-    and compares what it returns and what follows.
+    seed, resets with another seed, the same one and none, a snapshot, a fork, one step; on the environment that took
+    the snapshots, or on a fork of it. Then restores one of the two, and compares what it returns and what follows:
+    in that environment, in a fork of it, or in another one, restored from a snapshot of it.
     """
     control = subject.control(0, budget.steps)
     tried = 0
     with Scene(subject) as scene:
         late = max(1, control.last // 2)
         walk = scene.walk(control, {1, late})
-        env, one, two = walk.env, walk.snaps[1], walk.snaps[late]
+        one, two = walk.snaps[1], walk.snaps[late]
         seed, options = control.ops[0].value
-        calls: dict[str, Callable[[], Any]] = {
-            "restore": lambda: scene.restore(env, one),
-            "restore another": lambda: scene.restore(env, two),
-            "restore with a seed": lambda: scene.restore(env, one, seed=5),
-            "reset": lambda: scene.reset(env, seed=seed + 1, options=subject.options(1)),
-            "reset to the same": lambda: scene.reset(env, seed=seed, options=options),
-            "reset without a seed": lambda: scene.reset(env, options=options),
-            "snapshot": lambda: scene.drop(scene.snapshot(env)),
-            "fork": lambda: scene.forget(scene.fork(env, 1)[0]),
-            "step": lambda: scene.call(env, control.ops[1]),
+        calls: dict[str, Callable[[AnyEnv], Any]] = {
+            "restore": lambda env: scene.restore(env, one),
+            "restore another": lambda env: scene.restore(env, two),
+            "restore with a seed": lambda env: scene.restore(env, one, seed=5),
+            "reset": lambda env: scene.reset(env, seed=seed + 1, options=subject.options(1)),
+            "reset to the same": lambda env: scene.reset(env, seed=seed, options=options),
+            "reset without a seed": lambda env: scene.reset(env, options=options),
+            "snapshot": lambda env: scene.drop(scene.snapshot(env)),
+            "fork": lambda env: scene.forget(scene.fork(env, 1)[0]),
+            "step": lambda env: scene.call(env, control.ops[1]),
         }
         programs = list(itertools.product(calls, calls, calls))
         rng.shuffle(programs)
         # First what most restores by comparison would meet: the same state before and after something else.
-        programs = [("restore", between, between) for between in calls] + programs
+        programs = [("restore", between, between) for between in calls for _ in range(2)] + programs
         for index in budget.spending(len(programs), at_least=30):
             mark = len(scene.lines)
+            env = walk.env if index % 2 == 0 else scene.fork(walk.env, 1)[0]
             for name in programs[index]:
-                calls[name]()
+                calls[name](env)
             point = 1 if index % 3 else late
-            what = f"restored after {', '.join(programs[index])}"
+            on = "" if env is walk.env else "on a fork, "
+            what = f"restored after {on}{', '.join(programs[index])}"
             result = scene.restore(env, walk.snaps[point])
             scene.expect_returned(env, walk, point, result, what)
+            if index // 2 % 3 == 1:
+                (child,) = scene.fork(env, 1)
+                scene.expect(child, walk, point, f"a fork of one {what}", calls=2)
+                scene.forget(child)
+            elif index // 2 % 3 == 2:
+                again = scene.snapshot(env)
+                target = scene.fork(walk.env, 1)[0] if env is walk.env else walk.env
+                of = f"a snapshot of one {what}"
+                scene.expect_returned(target, walk, point, scene.restore(target, again), of)
+                scene.expect(target, walk, point, of, calls=2)
+                scene.drop(again)
+                if target is not walk.env:
+                    scene.forget(target)
             scene.expect(env, walk, point, what, calls=2)
+            if env is not walk.env:
+                scene.forget(env)
             del scene.lines[mark:]  # of those that were right
             tried += 1
     return {"programs": tried}
