@@ -1,6 +1,6 @@
 """Noise of gradient estimators with look-ahead on WebShop's real pages, for a policy that is a formula.
 
-    OMP_NUM_THREADS=1 python tests/bpo_ref/shop_costs.py --progress worth --out docs/results/details/variance-lookahead-shop
+    python tests/bpo_ref/shop_costs.py --progress worth --out docs/results/details/variance-lookahead-shop
 
 The policy weighs the listed actions of a page by 12 features of their words, so that goals at large cost no network.
 Environment, rollouts, look-ahead, credit and table are those of `bpo_ref.variance`; an action counts as one token.
@@ -61,8 +61,8 @@ def words(text: str) -> set[str]:
 
 
 def features(command: str, observation: str, instruction: str) -> list[float]:
-    """The 12 numbers of an action: its kind, what a product's title or an option has of the instruction, and whether all
-    options that the instruction names are chosen."""
+    """The 12 numbers of an action: its kind, what a product's title or an option has of the instruction, and whether
+    all options that the instruction names are chosen."""
     told, wanted = [0.0] * len(WEIGHTS), words(instruction)
     kind = "click[description]" if command in ("click[features]", "click[reviews]", "click[attributes]") else command
     named = "search" if kind.startswith("search[") else kind
@@ -204,9 +204,7 @@ class Shop:
 
     def sample(self, method: str, tasks: list[Any], seed: tuple[int, ...], look: bool) -> list[RolloutTree]:
         schedule = make_schedule(self.args[method], seed, self.memory[method], tasks=tasks)
-        return rollout(
-            self.envs, self.shopper, schedule, tasks=tasks, seed=seed, look=self.look if look else None
-        )
+        return rollout(self.envs, self.shopper, schedule, tasks=tasks, seed=seed, look=self.look if look else None)
 
     def groups(self) -> list[list[str]]:
         """Methods that share their trees."""
