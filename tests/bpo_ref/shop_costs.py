@@ -4,7 +4,7 @@
 
 The policy weighs the listed actions of a page by 12 features of their words, so that goals at large cost no network.
 Environment, rollouts, look-ahead, credit and table are those of `bpo_ref.variance`; an action counts as one token.
-Gradients are of the 12 weights (OUT.json), and of one logit per page and action, hashed (OUT-pages.json).
+Gradients are of the 12 weights. Beside the table: look-ahead relative to the same estimator without, paired by task.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import math
 import re
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from sandboxgym.tree import Action, Context, Envs, RolloutTree, rollout
 
 WEIGHTS = np.array([3.0, -2.5, -1.5, -2.0, -1.5, 0.0, 6.0, 1.0, -1.0, 4.0, -1.0, 3.5])
 KINDS = ("search", "click[back to search]", "click[next >]", "click[description]", "click[< prev]")
-SKETCH, TURNS = 4096, 8
+TURNS = 8
 METHODS = (
     "rloo:roots=8", "rloo:roots=8,lookahead=true", "rloo-pooled:roots=8", "rloo-pooled:roots=8,lookahead=true",
     "rloo-pooled:roots=8,lookahead=true,network=lookahead", "rloo-pooled:roots=8,lookahead=true,network=both",
@@ -163,22 +163,14 @@ def settings(method: str, tasks: int) -> Args:
     return resolved(replace(Args(algo=algo), **{**fixed, **given}))  # type: ignore[arg-type]
 
 
-def gradient(tree: RolloutTree, shopper: Shopper) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient of one tree by weights [12] and by hashed pages and actions [SKETCH]."""
-    weights, pages = np.zeros(len(WEIGHTS)), np.zeros(SKETCH)
+def gradient(tree: RolloutTree, shopper: Shopper) -> np.ndarray:
+    """Gradient of one tree [12]."""
+    g = np.zeros(len(WEIGHTS))
     for edge in tree.edges():
-        signal = edge.weight * edge.advantage
-        if not signal:
-            continue
         state, command = edge.action.memory.said
         page = shopper.pages[state]
-        apart = -page.chances
-        apart[page.commands.index(command)] += 1.0
-        weights += signal * (apart @ page.told)
-        for other, value in zip(page.commands, apart):
-            place = zlib.crc32(f"{state} {other}".encode())
-            pages[place % SKETCH] += signal * value * (1 if place >> 31 else -1)
-    return weights, pages
+        g += edge.weight * edge.advantage * (page.told[page.commands.index(command)] - page.chances @ page.told)
+    return g
 
 
 class Shop:
@@ -238,24 +230,23 @@ class Shop:
                 self.rewards += [path.total_reward for tree in trees for path in tree.paths]
 
     def write(self) -> str:
-        text = ""
-        for which, ending in enumerate(("", "-pages")):
-            samples = {}
-            for method, found in self.gradients.items():
-                stacked = np.array([[pair[which] for pair in batch] for batch in found])
-                samples[method] = Samples(method, stacked, np.array(self.spent[method], dtype=float), 0.0, 0.0)
-            chosen = [samples[method] for method in METHODS]
-            lines = compare(chosen, samples[REFERENCE], bootstrap=2000, minibatch=4, seed=self.options.seed)
-            out = Path(f"{self.options.out}{ending}.json")
-            out.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-            text += table(lines) + "\n\n"
-            for base, others in (("rloo-pooled:roots=8", METHODS[3:6]), ("bpo", METHODS[7:])):
-                pair = [samples[base], *(samples[method] for method in others)]
-                for line in compare(pair, samples[REFERENCE], bootstrap=2000, minibatch=4, seed=self.options.seed)[1:]:
-                    text += f"{line.name} relative to {base}: {line.cost['tokens']}\n"
-            text += "\n"
+        samples = {}
+        for method, found in self.gradients.items():
+            samples[method] = Samples(method, np.array(found), np.array(self.spent[method], dtype=float), 0.0, 0.0)
+        compared = partial(compare, reference=samples[REFERENCE], bootstrap=2000, minibatch=4, seed=self.options.seed)
+        lines = compared([samples[method] for method in METHODS])
+        Path(f"{self.options.out}.json").write_text(json.dumps([asdict(line) for line in lines], indent=1))
+        text = [table(lines)]
+        for base, others in (
+            ("rloo:roots=8", METHODS[1:2]),
+            ("rloo-pooled:roots=8", METHODS[3:6]),
+            ("bpo", METHODS[7:]),
+        ):
+            for line in compared([samples[base], *(samples[method] for method in others)])[1:]:
+                text.append(f"{line.name} relative to {base}: {line.cost['tokens']}")
         won = np.array(self.rewards)
-        return text + f"mean reward {won.mean():.3f}, full reward {(won == 1.0).mean():.3f}, {len(won)} episodes\n"
+        text.append(f"mean reward {won.mean():.3f}, all of it {(won == 1.0).mean():.3f}, {len(won)} episodes")
+        return "\n".join(text)
 
 
 def main() -> None:
