@@ -140,6 +140,9 @@ class Args:
     server_tolerance: float | None = None
     """Largest mean difference, in nats, of the log-probabilities of a server and of the trainer after each update.
     Default: 0.001 with float32, 0.05 with bfloat16."""
+    server_sends: Literal["weights", "adapters"] = "weights"
+    """What servers get after each update: all weights; or the adapters of ``lora_r`` alone, to servers that were
+    started with the weights below them."""
     server_weights: str | None = None
     """Folder for the weights, which the servers see under the same path. Default: ``served`` in ``out``."""
     threads: int = 1
@@ -573,6 +576,15 @@ def check_ranges(args: Args) -> None:
     for name in ("server_tolerance", "server_weights"):
         if getattr(args, name) is not None and args.backend != "vllm":
             raise ConfigError(f"{name}: expected it with backend=vllm alone, found {args.backend}")
+    if args.server_sends == "adapters":
+        if not args.server or not args.lora_r:
+            found = f"backend={args.backend}, lora_r={args.lora_r}"
+            raise ConfigError(f"server_sends: adapters go with backend=vllm and lora_r, found {found}")
+        if args.sft_steps and not args.init_from:
+            raise ConfigError(
+                "server_sends: adapters need servers that were started with the weights below them, which SFT changes: "
+                "run it on its own (algo=sft), and start from its checkpoint (init_from)"
+            )
     if len(set(args.server)) < len(args.server):
         raise ConfigError(f"server: expected each address once, found {args.server}")
     for url in args.server:

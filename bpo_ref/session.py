@@ -78,7 +78,7 @@ MAY_CHANGE = {  # on resuming
     "resume", "overwrite", "out", "threads", "envs", "env_workers",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
-    "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
+    "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights", "server_sends",
 }  # fmt: skip
 
 

@@ -85,6 +85,8 @@ class Fleet:
         self.seconds, self.retries, self.pause = seconds, retries, pause
         self.version: str | None = None
         """Version of the weights that are served; None: unknown ones."""
+        self.adapter = False
+        """True if they are an adapter, on top of the weights that the engines were started with."""
         self._folder = ""
         self._verify: Verify = lambda engine: None
         self._reviving = [threading.Lock() for _ in engines]
@@ -94,7 +96,7 @@ class Fleet:
         """Compare every engine with what the run needs; see `Engine.check`."""
         self._on_each([partial(engine.check, expected, seconds=self.seconds) for engine in self.engines])
 
-    def serve(self, folder: str, version: str, verify: Verify, *, load: bool = True) -> None:
+    def serve(self, folder: str, version: str, verify: Verify, *, load: bool = True, adapter: bool = False) -> None:
         """Make all engines serve the weights in a folder.
 
         Args:
@@ -102,11 +104,12 @@ class Fleet:
             version: name of these weights, never used before.
             verify: called for each engine, also for one that gets the weights again later.
             load: False if another process has done it.
+            adapter: the folder holds a LoRA adapter, not whole weights.
 
         Raises:
             EngineError: an engine did not load them, or does not pass the check.
         """
-        self.version, self._folder, self._verify = None, folder, verify
+        self.version, self.adapter, self._folder, self._verify = None, adapter, folder, verify
         self._warned.clear()
         if load:
             self._on_each([partial(self._load, engine, version) for engine in self.engines])
@@ -166,7 +169,8 @@ class Fleet:
             logger.warning("%s", text)
 
     def _load(self, engine: Engine, version: str) -> None:
-        engine.load(self._folder, version, seconds=LOAD_FACTOR * self.seconds)
+        load = engine.load_adapter if self.adapter else engine.load
+        load(self._folder, version, seconds=LOAD_FACTOR * self.seconds)
         self._verify(engine)
 
     def _revive(self, i: int, version: str) -> None:
@@ -373,6 +377,7 @@ class ServedSession:
             limit=min(backend.max_new_tokens, self.room(row)),
             temperature=0.0 if greedy else backend.temperature,
             seed=seed,
+            adapter=backend.fleet.adapter,
         )
 
     def _insert(self, ids: list[int], place: int) -> int:

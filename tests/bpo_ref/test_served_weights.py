@@ -24,7 +24,7 @@ from bpo_ref.run_log import RunLog
 from bpo_ref.sampling import weights as weights_module
 from bpo_ref.sampling.generate import score
 from bpo_ref.sampling.vllm import LOADING
-from bpo_ref.sampling.weights import plain_weights, rolled, write_weights
+from bpo_ref.sampling.weights import plain_weights, rolled, shaken, write_weights
 from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Trainer
 
@@ -320,6 +320,86 @@ def test_a_run_with_adapters_is_served_merged(folder: Path, tmp_path: Path, logg
         trainer_of(folder, tmp_path, server, lora_r=2, lr=0.05).run()
     mismatches = [entry["rollout/sampler_mismatch"] for entry in logged if "rollout/sampler_mismatch" in entry]
     assert len(mismatches) == 2 and max(mismatches) < 1e-4
+
+
+# Adapters alone.
+
+ADAPTERS: dict[str, Any] = {"lora_r": 2, "lora_alpha": 8, "lr": 0.05, "server_sends": "adapters"}
+
+
+def test_only_adapters_reach_a_server_and_no_old_one_answers(
+    folder: Path, tmp_path: Path, logged: list[dict[str, float]]
+) -> None:
+    with server_of(folder, rank=8) as one, server_of(folder, rank=8) as other:
+        before = {name: weight.clone() for name, weight in one.weights.state_dict().items()}
+        trainer_of(folder, tmp_path, one, other, **ADAPTERS).run()
+        for server in (one, other):
+            assert same(before, server.weights.state_dict())
+            assert server.loads == 4, "shaken adapters, the first ones, and those of two updates"
+            named = [request["model"] for request in server.requests]
+            assert named == [request["cache_salt"] for request in server.requests] and len(set(named)) == 4
+            assert list(server.adapters) == [named[-1]] == [server.version]
+    mismatches = [entry["rollout/sampler_mismatch"] for entry in logged if "rollout/sampler_mismatch" in entry]
+    assert len(mismatches) == 2 and max(mismatches) < 1e-4
+
+
+@pytest.mark.parametrize("part", ["layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"])
+def test_an_adapter_that_a_server_takes_in_part_stops_the_run_before_it_begins(
+    folder: Path, tmp_path: Path, part: str
+) -> None:
+    with server_of(folder, rank=8, keeps=lambda name: part in name) as server:
+        trainer = trainer_of(folder, tmp_path, server, **{**ADAPTERS, "lr": 1e-12})
+        before = weights_of(trainer)
+        with pytest.raises(TrainingFailed, match=rf"{server.url} says that it has loaded.*kept some of its weights"):
+            trainer.run()
+        assert same(before, weights_of(trainer)), "the adapters that were shaken are as they were"
+
+
+def test_a_server_that_was_started_with_other_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    with server_of(folder, rank=8) as server:
+        with torch.no_grad():
+            server.weights.model.layers[1].mlp.down_proj.weight.mul_(1.1)
+        with pytest.raises(TrainingFailed, match="of the model that this run began with"):
+            trainer_of(folder, tmp_path, server, **ADAPTERS).run()
+
+
+def test_a_server_that_is_started_again_gets_the_adapter_again(folder: Path, tmp_path: Path) -> None:
+    with server_of(folder, rank=8) as server:
+        trainer = trainer_of(folder, tmp_path, server, **ADAPTERS)
+        trainer.session.player(1.0)
+        server.stop()
+        server.start()
+        edges = [edge for tree in trainer._rollouts((0,)) for edge in tree.edges()]
+        assert server.loads == 3
+        server.version = "of somebody else"  # who changed the weights below
+        edges += [edge for tree in trainer._rollouts((1,)) for edge in tree.edges()]
+        assert server.loads == 4
+        trainer.session.close()
+    assert all(e.action.data.sampler_logps == pytest.approx(e.action.data.logps, abs=1e-4) for e in edges)
+
+
+def test_a_server_that_takes_no_such_adapters_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    for rank, found in (0, "none"), (1, "rank 1 at most"):
+        with (
+            server_of(folder, rank=rank) as server,
+            pytest.raises(ConfigError, match=f"expected adapters of rank 2 .*--enable-lora.* found {found}"),
+        ):
+            trainer_of(folder, tmp_path, server, **ADAPTERS)
+    with server_of(folder, rank=8, missing=("/v1/load_lora_adapter",)) as server:
+        with pytest.raises(TrainingFailed, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            trainer_of(folder, tmp_path, server, **ADAPTERS).run()
+        assert not server.paused
+
+
+def test_shaken_adapters_change_every_layer_and_are_exactly_undone(folder: Path) -> None:
+    model = add_adapter(load_policy(folder)[0], r=2, alpha=8, seed=0)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with shaken(model):
+        for module in model.modules():
+            if hasattr(module, "get_delta_weight"):
+                change, base = module.get_delta_weight("default"), module.get_base_layer().weight
+                assert change.norm().item() == pytest.approx(base.norm().item(), rel=1e-3)
+    assert same(before, model.state_dict())
 
 
 def test_the_folder_for_a_server_is_written_once(folder: Path, tmp_path: Path) -> None:
