@@ -2,8 +2,8 @@
 
 Written against vLLM 0.32 and tested with it (the CPU build): ``/inference/v1/generate`` takes and gives token ids and
 tells the version of the weights of every token; ``/pause``, ``/collective_rpc`` with ``reload_weights``,
-``/update_weight_version`` and ``/resume`` change the weights; with adapters ``/v1/load_lora_adapter`` takes the place of
-``reload_weights``. `SERVE` is the command that starts such a server, with adapters after `SERVE_ADAPTERS`.
+``/update_weight_version`` and ``/resume`` change the weights; for adapters ``/v1/load_lora_adapter`` replaces
+``reload_weights``. `SERVE` is the command that starts such a server, `SERVE_ADAPTERS` that of one for adapters.
 
 What this module promises: every call has a deadline for all of it, also for answers that come byte by byte; what comes
 is untrusted until read. vLLM's defaults do not matter: each request sets every filter of tokens, and ends turns by the
@@ -104,8 +104,8 @@ class VllmEngine:
         rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
         if rank < expected.rank:
             raise WrongEngine(
-                f"{self.name}: expected adapters of rank {expected.rank} (start it with {RUNTIME_ADAPTERS}, --enable-lora "
-                f"and --max-lora-rank), found {f'rank {rank} at most' if rank else 'none'}"
+                f"{self.name}: expected adapters of rank {expected.rank} (start it with {RUNTIME_ADAPTERS}, "
+                f"--enable-lora and --max-lora-rank), found {f'rank {rank} at most' if rank else 'none'}"
             )
 
     def generate(self, request: Request, *, seconds: float) -> Answer:

@@ -110,12 +110,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def untied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What servers are started with."""
     if not PYTHON:
         missing("vllm", "SANDBOXGYM_VLLM names no python with vLLM (make test-vllm makes one)")
-    served = tmp_path_factory.mktemp("served")
-    weights.main([str(folder), str(served / "untied")])
-    found = Server(served / "untied", served / "log")
+    untied = tmp_path_factory.mktemp("served") / "untied"
+    weights.main([str(folder), str(untied)])
+    return untied
+
+
+@pytest.fixture(scope="module")
+def server(untied: Path) -> Iterator[Server]:
+    found = Server(untied, untied.parent / "log")
     yield found
     found.kill()
 
@@ -185,17 +191,17 @@ def test_a_run_that_does_not_fit_is_refused(server: Server, folder: Path, tmp_pa
 
 
 def test_adapters_alone_are_served_on_top_of_the_weights_that_the_server_was_started_with(
-    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untied: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greedily(monkeypatch)
     adapters: dict[str, Any] = {"lora_r": 2, "lora_alpha": 8, "lr": 0.05}
-    other = Server(server.folder, tmp_path / "log", "--enable-lora", "--max-lora-rank", "8")
+    other = Server(untied, tmp_path / "log", "--enable-lora", "--max-lora-rank", "8")
     try:
         here = trainer_of(folder, tmp_path / "here", backend="hf", **adapters)
         there = trainer_of(folder, tmp_path / "there", other, server_sends="adapters", **adapters)
         assert_greedy_trees_are_equal(here, there, adapters=True)
         trainer_of(folder, tmp_path / "run", other, server_sends="adapters", **adapters).run()
-        with pytest.raises(ConfigError, match="expected adapters of rank 16 .* found rank 8 at most"):
+        with pytest.raises(ConfigError, match=r"expected adapters of rank 16 .* found rank 8 at most"):
             trainer_of(folder, tmp_path / "large", other, server_sends="adapters", lora_r=16)
     finally:
         other.kill()
