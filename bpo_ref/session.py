@@ -111,6 +111,8 @@ class TrainingSession:
     """Number of the signal that ended the run early; 0: none."""
     _lock: IO[str] | None = None
     _publisher: Publisher | None = None
+    _served_at: tuple[Stage, int] | None = None
+    """Stage and step of the weights that servers have."""
 
     def __init__(self, args: Args) -> None:
         given = args = folder.named(args)
@@ -512,12 +514,14 @@ class TrainingSession:
         return publisher
 
     def _served(self, publisher: Publisher) -> Fleet:
-        """The servers, with the current weights; all processes have to ask for them.
+        """The servers, with the current weights; all processes have to ask for them, within `gathered`.
 
         Raises:
             TrainingFailed: a server does not have them.
         """
-        if not publisher.current(self.policy):
+        at = self.stage, self.step
+        # gathered weights are new tensors each time, which do not tell whether they have changed
+        if at != self._served_at if self.strategy.sharded else not publisher.current(self.policy):
             told: tuple[str | None, str] = None, ""
             if self.accelerator.is_main_process:
                 try:
@@ -531,6 +535,7 @@ class TrainingSession:
                 raise TrainingFailed(failure)
             if not self.accelerator.is_main_process:
                 publisher.follow(self.policy, version)
+            self._served_at = at
         return publisher.fleet
 
     def evaluate(self, name: str) -> Score:
@@ -686,8 +691,6 @@ class TrainingSession:
         """Check the number of processes: one that was meant to be several would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
-        if self.strategy.sharded and args.backend == "vllm":
-            raise ConfigError("backend: vllm needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

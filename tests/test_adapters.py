@@ -273,9 +273,11 @@ def test_paths_that_advance_by_themselves_are_those_of_lockstep(endpoint, envs, 
 
 
 def test_an_error_of_the_endpoint_ends_an_asynchronous_rollout(openai, envs, policy):
-    with chat_stub(lambda request: (400, {"error": {"message": "no such thing"}})) as stub:
-        with pytest.raises(openai.BadRequestError, match="no such thing"):
-            asyncio.run(rollout_async(envs, policy(stub).each, TopEntropy(1, width=3), tasks=[0, 1]))
+    with (
+        chat_stub(lambda request: (400, {"error": {"message": "no such thing"}})) as stub,
+        pytest.raises(openai.BadRequestError, match="no such thing"),
+    ):
+        asyncio.run(rollout_async(envs, policy(stub).each, TopEntropy(1, width=3), tasks=[0, 1]))
 
 
 def test_connections_of_its_own_are_closed_and_those_of_a_given_client_are_not(openai, endpoint, envs):

@@ -41,7 +41,7 @@ def plain_weights(model: CausalLM) -> tuple[CausalLM, dict[str, Tensor]]:
     bare = model.get_base_model() if hasattr(model, "peft_config") else model
     adapted = {name: module for name, module in bare.named_modules() if hasattr(module, "get_delta_weight")}
     weights = {}
-    for name, tensor in bare.state_dict().items():
+    for name, tensor in _state(bare):
         if any(f".{part}" in name for part in ("lora_A", "lora_B", "lora_embedding", "lora_magnitude")):
             continue
         name = name.replace(".base_layer.", ".")
@@ -51,6 +51,15 @@ def plain_weights(model: CausalLM) -> tuple[CausalLM, dict[str, Tensor]]:
             tensor = (tensor.float() + change.float()).to(tensor.dtype)
         weights[name] = tensor.detach()
     return bare, weights
+
+
+def _state(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """The entries of a model's ``state_dict``, which of a sharded model would not be the gathered weights."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from test_train import metrics, results_of
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bpo_ref.args import Args, parse_args, resolved
+from bpo_ref.config import ConfigError
 from bpo_ref.experiments import gpu_memory
 from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory, shape_of
 from bpo_ref.learning.models import add_adapter, load_policy
@@ -96,6 +97,19 @@ def test_accelerate_reads_its_configurations(path: Path) -> None:
     if path.stem == "zero3":
         assert config.deepspeed_config["zero_stage"] == 3 and not config.deepspeed_config["zero3_init_flag"]
         assert config.distributed_type == "DEEPSPEED"
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_every_configuration_goes_with_servers(path: Path) -> None:
+    given = ["--config", str(path), "--backend", "vllm", "--server", "http://a:8000", "http://a:8001"]
+    assert resolved(parse_args(given)).server_sends == "weights"
+    assert resolved(parse_args([*given, "--lora-r", "32", "--server-sends", "adapters"])).lora_r == 32
+    for wrong, message in [
+        (["--server-sends", "adapters"], "server_sends: adapters go with backend=vllm and lora_r, found .*lora_r=0"),
+        (["--lora-r", "32", "--server-sends", "adapters", "--sft-steps", "9"], "server_sends: .*which SFT changes"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            parse_args([*given, *wrong])
 
 
 # Memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from components import missing
 from fake_engine import FakeServer, Fault, wait_until
 from served_runs import SMALL, assert_greedy_trees_are_equal, greedily, pretrained, trainer_of
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
-from bpo_ref.distributed.replicated import Replicated
 from bpo_ref.eval import defaults
 from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_model
@@ -29,6 +30,7 @@ from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Trainer
 
 TRAIN = Path(__file__).parents[2] / "bpo_ref/train.py"
+CONFIGS = TRAIN.parent / "configs/accelerate"
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +235,31 @@ def test_another_model_of_the_same_tokenizer_is_refused(
             trainer.run()
 
 
-def test_sharded_weights_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicated, "sharded", True)
-    with server_of(folder) as server, pytest.raises(ConfigError, match="backend: vllm needs whole weights"):
-        trainer_of(folder, tmp_path, server)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [("fsdp2", {}), ("fsdp2", {"lora_r": 2, "server_sends": "adapters"}), ("zero3", {})],
+    ids=["fsdp2", "fsdp2-adapters", "zero3"],
+)
+def test_servers_get_weights_that_are_sharded(
+    folder: Path, tmp_path: Path, launcher: str, options: dict[str, Any]
+) -> None:
+    """What they have is proven after each update, by the gathered weights of the first process."""
+    from test_real_models import launch_sharded
+
+    if launcher == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        missing("deepspeed", "the package deepspeed is not installed")
+    with server_of(folder, rank=8) as server:
+        given = {**SMALL, **options, "server": [server.url], "model": str(folder), "trackers": []}
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(given))
+        done = launch_sharded(TRAIN, tmp_path / "out", config, file=CONFIGS / f"{launcher}.yaml")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert server.loads == 4
+    updates = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    apart = [update["rollout/sampler_mismatch"] for update in updates if "rollout/sampler_mismatch" in update]
+    assert len(apart) == 2 and max(apart) < 1e-5
+    assert json.loads((tmp_path / "out/results.json").read_text())["processes"] == 2
 
 
 @pytest.mark.slow
