@@ -143,6 +143,8 @@ class Args:
     server_sends: Literal["weights", "adapters"] = "weights"
     """What servers get after each update: all weights; or the adapters of ``lora_r`` alone, to servers that were
     started with the weights below them."""
+    server_sleeps: bool = False
+    """Have the servers free the memory of their GPUs while the policy learns: for servers on the trainer's GPUs."""
     server_weights: str | None = None
     """Folder for the weights, which the servers see under the same path. Default: ``served`` in ``out``."""
     threads: int = 1
@@ -576,6 +578,8 @@ def check_ranges(args: Args) -> None:
     for name in ("server_tolerance", "server_weights"):
         if getattr(args, name) is not None and args.backend != "vllm":
             raise ConfigError(f"{name}: expected it with backend=vllm alone, found {args.backend}")
+    if args.server_sleeps and not args.server:
+        raise ConfigError(f"server_sleeps: expected it with backend=vllm alone, found {args.backend}")
     if args.server_sends == "adapters":
         if not args.server or not args.lora_r:
             found = f"backend={args.backend}, lora_r={args.lora_r}"

@@ -13,7 +13,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +79,7 @@ MAY_CHANGE = {  # on resuming
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights", "server_sends",
+    "server_sleeps",
 }  # fmt: skip
 
 
@@ -388,10 +389,19 @@ class TrainingSession:
             with self.strategy.gathered():
                 packing.check(self.policy)
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Context in which each process may run any number of forward passes; see `Strategy.gathered`."""
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which each process may sample and run any number of forward passes; see `Strategy.gathered`.
+
+        Raises:
+            TrainingFailed: a server should sleep when all processes have left it, and does not.
+        """
         asked = self.reference is not None and self.args.kl_in == "reward"
-        return self.strategy.gathered(*([self.reference] if asked else []))
+        with self.strategy.gathered(*([self.reference] if asked else [])):
+            yield
+        if self._publisher is not None and self.args.server_sleeps:
+            self.accelerator.wait_for_everyone()
+            self._all_of_servers(self._publisher.fleet.sleep)
 
     def enter_rl(self) -> None:
         """Make the SFT policy the initial policy and the reference, with its adapters merged."""
@@ -521,22 +531,34 @@ class TrainingSession:
         """
         at = self.stage, self.step
         # gathered weights are new tensors each time, which do not tell whether they have changed
+        if self.args.server_sleeps:
+            self._all_of_servers(publisher.fleet.wake)
         if at != self._served_at if self.strategy.sharded else not publisher.current(self.policy):
-            told: tuple[str | None, str] = None, ""
-            if self.accelerator.is_main_process:
-                try:
-                    told = None, publisher.publish(self.policy)
-                except EngineError as error:
-                    told = str(error), ""
-            if self.accelerator.num_processes > 1:
-                told = broadcast_object_list([told])[0]
-            failure, version = told
-            if failure is not None:
-                raise TrainingFailed(failure)
+            version = self._all_of_servers(lambda: publisher.publish(self.policy))
             if not self.accelerator.is_main_process:
                 publisher.follow(self.policy, version)
             self._served_at = at
         return publisher.fleet
+
+    def _all_of_servers(self, ask: Callable[[], Item]) -> Item:
+        """Ask something of the servers in the first process, for all processes.
+
+        Raises:
+            TrainingFailed: in all of them, if it fails.
+        """
+        told: tuple[str | None, Any] = None, None
+        if self.accelerator.is_main_process:
+            try:
+                told = None, ask()
+            except EngineError as error:
+                told = str(error), None
+        if self.accelerator.num_processes > 1:
+            told = broadcast_object_list([told])[0]
+        failure, answer = told
+        if failure is not None:
+            raise TrainingFailed(failure)
+        found: Item = answer
+        return found
 
     def evaluate(self, name: str) -> Score:
         """Play the evaluation set with the current policy and log the score under the name."""

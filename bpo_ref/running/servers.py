@@ -48,7 +48,7 @@ def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, cha
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     try:
         rank = args.lora_r if args.server_sends == "adapters" else 0
-        fleet.check(Expected(args.context, text, list(tokens), (args.temperature,), rank))
+        fleet.check(Expected(args.context, text, list(tokens), (args.temperature,), rank, args.server_sleeps))
     except EngineError as error:
         return f"server: {error}"
     return None

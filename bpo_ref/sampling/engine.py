@@ -97,6 +97,8 @@ class Expected:
     """Temperatures whose log-probabilities are learned from."""
     rank: int = 0
     """Rank of the adapters that will be loaded; 0: whole weights will be."""
+    sleeps: bool = False
+    """Whether it will be asked to sleep."""
 
 
 class Engine(Protocol):
@@ -132,6 +134,20 @@ class Engine(Protocol):
 
     def load_adapter(self, folder: str, version: str, /, *, seconds: float) -> None:
         """Load the LoRA adapter in a folder as this version, in place of those loaded before; otherwise like `load`."""
+
+    def sleep(self, *, seconds: float) -> None:
+        """Free the memory of its GPU until `wake`; nothing is sampled meanwhile.
+
+        Raises:
+            EngineUnavailable: it does not sleep.
+        """
+
+    def wake(self, *, seconds: float) -> None:
+        """Have the weights back that it had before it slept; if it is awake, do nothing.
+
+        Raises:
+            EngineUnavailable: it is not awake.
+        """
 
 
 def checked(answer: Answer, request: Request, *, engine: str, vocabulary: int) -> Answer:

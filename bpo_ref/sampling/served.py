@@ -115,6 +115,14 @@ class Fleet:
             self._on_each([partial(self._load, engine, version) for engine in self.engines])
         self.version = version
 
+    def sleep(self) -> None:
+        """Have all engines free the memory of their GPUs, once nothing is asked of them any more."""
+        self._on_each([partial(engine.sleep, seconds=self.seconds) for engine in self.engines])
+
+    def wake(self) -> None:
+        """Have all engines take up again what they had before `sleep`."""
+        self._on_each([partial(engine.wake, seconds=self.seconds) for engine in self.engines])
+
     def ask(self, requests: Sequence[Request], *, places: Sequence[int]) -> list[Answer]:
         """Get the answers to requests, all at the same time.
 

@@ -91,11 +91,14 @@ class VllmEngine:
                 f"{self.name}: it has another tokenizer: expected {expected.tokens} for {text}, found {tokens}"
             )
         tempered = any(temperature != 1.0 for temperature in expected.temperatures)
-        if not tempered and not expected.rank:
+        if not (tempered or expected.rank or expected.sleeps):
             return
         found = self._call("GET", "/server_info?config_format=json", None, end, missing=DEVELOPER)
         config = _part(found, "vllm_config", dict, self.name)
-        mode = _part(config, "model_config", dict, self.name).get("logprobs_mode")
+        model = _part(config, "model_config", dict, self.name)
+        if expected.sleeps and not model.get("enable_sleep_mode"):
+            raise WrongEngine(f"{self.name}: expected a server that can sleep (start it with --enable-sleep-mode)")
+        mode = model.get("logprobs_mode")
         if tempered and mode != "processed_logprobs":
             raise WrongEngine(
                 f"{self.name}: expected log-probabilities of the tempered distribution (start it with "
@@ -183,6 +186,16 @@ class VllmEngine:
             self._adapters = {version}
 
         self._change(version, change, seconds)
+
+    def sleep(self, *, seconds: float) -> None:
+        """Move the weights to the CPU and discard the caches; see `Engine.sleep`."""
+        self._call("POST", "/sleep?level=1", None, time.monotonic() + seconds, missing=DEVELOPER)
+
+    def wake(self, *, seconds: float) -> None:
+        """Move the weights back; see `Engine.wake`."""
+        end = time.monotonic() + seconds
+        if _part(self._call("GET", "/is_sleeping", None, end, missing=DEVELOPER), "is_sleeping", bool, self.name):
+            self._call("POST", "/wake_up", None, end)
 
     def _change(self, version: str, change: Callable[[float], None], seconds: float) -> None:
         """Change the weights while nothing is sampled, by a function of the deadline, and name their version."""

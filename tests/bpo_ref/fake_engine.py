@@ -63,6 +63,9 @@ class FakeServer:
     """Weights that it silently does not load."""
     load_fault: Callable[[int], bool] = lambda number: False
     """Whether the n-th loading of weights fails."""
+    sleeps: bool = False
+    """Whether it can sleep."""
+    slept: int = 0
     rank: int = 0
     """Largest rank of adapters; 0: it takes none."""
     port: int = 0
@@ -81,7 +84,7 @@ class FakeServer:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
         self.adapters: dict[str, Any] = {}
         """Models with the adapters of these names."""
-        self.version, self.paused, self.turns = "default", False, 0
+        self.version, self.paused, self.asleep, self.turns = "default", False, False, 0
         self.changed = threading.Condition()
         self.closing = threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
@@ -120,7 +123,15 @@ class FakeServer:
             return {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
         if path == "/server_info":
             lora = {"max_lora_rank": self.rank} if self.rank else None
-            return {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}, "lora_config": lora}}
+            model = {"logprobs_mode": self.logprobs_mode, "enable_sleep_mode": self.sleeps}
+            return {"vllm_config": {"model_config": model, "lora_config": lora}}
+        if path == "/is_sleeping":
+            return {"is_sleeping": self.asleep}
+        if path in ("/sleep", "/wake_up"):
+            assert self.sleeps and not self.turns
+            self.asleep = path == "/sleep"
+            self.slept += self.asleep
+            return {}
         if path in ("/pause", "/resume"):
             with self.changed:
                 self.paused = path == "/pause"
@@ -158,6 +169,7 @@ class FakeServer:
         return model
 
     def load(self, folder: Path) -> None:
+        assert not self.asleep
         number, self.loads = self.loads, self.loads + 1
         new = load_file(folder / "model.safetensors")
         if self.load_fault(number):  # in the middle
@@ -171,6 +183,7 @@ class FakeServer:
 
     def turn(self, body: dict[str, Any]) -> dict[str, Any]:
         """Sample a turn, once the server is not paused."""
+        assert not self.asleep
         with self.changed:
             self.changed.wait_for(lambda: not self.paused)
             self.turns += 1

@@ -235,6 +235,23 @@ def test_another_model_of_the_same_tokenizer_is_refused(
             trainer.run()
 
 
+def test_servers_sleep_while_the_policy_learns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server_of(folder, sleeps=True) as server:
+        learn, asleep = Trainer._optimize, []
+
+        def noted(self: Trainer, trees: Any) -> dict[str, float]:
+            asleep.append(server.asleep)
+            return learn(self, trees)
+
+        monkeypatch.setattr(Trainer, "_optimize", noted)
+        trainer_of(folder, tmp_path, server, server_sleeps=True).run()
+        assert asleep == [True, True]
+        assert server.slept == 3, "after each rollout, and after the evaluation"
+        assert server.loads == 4
+    with server_of(folder) as server, pytest.raises(ConfigError, match=r"can sleep .*--enable-sleep-mode"):
+        trainer_of(folder, tmp_path / "other", server, server_sleeps=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options"),
