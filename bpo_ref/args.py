@@ -141,7 +141,7 @@ class Args:
     """Largest mean difference, in nats, of the log-probabilities of a server and of the trainer after each update.
     Default: 0.001 with float32, 0.05 with bfloat16."""
     server_sends: Literal["weights", "adapters"] = "weights"
-    """What servers get after each update: all weights; or the adapters of ``lora_r`` alone, to servers that were
+    """Kind of the update that servers get: all weights; or the adapters of ``lora_r`` alone, to servers that were
     started with the weights below them."""
     server_sleeps: bool = False
     """Have the servers free the memory of their GPUs while the policy learns: for servers on the trainer's GPUs."""

@@ -98,7 +98,7 @@ class Expected:
     rank: int = 0
     """Rank of the adapters that will be loaded; 0: whole weights will be."""
     sleeps: bool = False
-    """Whether it will be asked to sleep."""
+    """True if it will be asked to sleep."""
 
 
 class Engine(Protocol):

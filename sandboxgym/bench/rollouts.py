@@ -150,7 +150,7 @@ class Server:
 
 @dataclass
 class Found:
-    """What one driver has done."""
+    """Measurement of one driver."""
 
     name: str
     trees: list[RolloutTree] = field(default_factory=list)
