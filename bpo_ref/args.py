@@ -39,6 +39,8 @@ Credit = Literal["paper", "sibling", "tree", "group", "gigpo", "gae", "mc"]
 Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
 Network = Literal["none", "lookahead", "baseline", "both"]
 KEYED = ("key", "value", "pooled")  # baselines
+BY_ENTROPY = ("entropy", "entropy-online", "lowest")
+"""Schedules that need the entropy of a decision as soon as it is sampled."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,12 @@ class Args:
     tis: float = 0.0
     """C of truncated importance sampling: the loss of a token is multiplied by min(π_old / π_sampler, C), with π_old
     computed by the trainer and π_sampler reported by the backend (0: off). Has no effect where the two are equal."""
+    tis_level: Literal["token", "episode"] = "token"
+    """Probabilities that ``tis`` corrects: of a token given what came before it; or of episodes, whose return then
+    counts by the ratios of all actions, each capped at C. ``episode`` needs credit ``tree``."""
+    staleness: int = 0
+    """1: sample the next update's rollouts while this one is learned, with the weights before it. Needs ``tis``. Only
+    ``vllm`` samples at the same time; other backends do one after the other, with the same result."""
     mask_truncated: bool = False
     """Mask from the loss answers that ``max_new_tokens`` cut, and actions after which every episode was cut by the
     context or the turn limit. Advantages and baselines still use them."""
@@ -492,6 +500,20 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     refuse(0 < args.tis < 1, "tis", f"a cap below 1 would scale what was sampled as it should be, found {args.tis}")
     level = f"corrects tokens, so it goes with ratio=token, found {args.ratio}"
     refuse(args.tis > 0 and args.ratio != "token", "tis", level)
+    whole = "episode goes with tis and credit=tree without lookahead"
+    partly = not args.tis or args.credit != "tree" or args.lookahead
+    found = f"{whole}, found tis={args.tis}, credit={args.credit}, lookahead={args.lookahead}"
+    refuse(args.tis_level == "episode" and partly, "tis_level", found)
+    stale = "an earlier policy samples, "
+    refuse(
+        args.staleness > 0 and not args.tis, "staleness", f"{stale}so the loss must be corrected; set tis, to 2, say"
+    )
+    for found, wrong in {
+        "lookahead": args.lookahead,  # measures probabilities of what was not sampled, which must be the sampler's
+        "schedule=value-oracle": args.schedule == "value-oracle",  # plays more rollouts, of the present policy
+        f"backend=vllm and schedule={args.schedule}": args.backend == "vllm" and args.schedule in BY_ENTROPY,
+    }.items():
+        refuse(args.staleness > 0 and wrong, "staleness", f"{stale}while the weights change; does not go with {found}")
     refuse(0 < args.dynamic_sampling < 1, "dynamic_sampling", f"expected 1 or more, found {args.dynamic_sampling}")
     refuse(
         args.dynamic_sampling > 0 and roots == 1 and not forks,
@@ -520,7 +542,7 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
-    **dict.fromkeys(("env_workers", "env_timeout", "server_retries"), 0),
+    **dict.fromkeys(("env_workers", "env_timeout", "server_retries", "staleness"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
     **dict.fromkeys(("lookahead_least", "updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
@@ -528,7 +550,9 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every"), 1),
 }
 """Minimum of a setting."""
-MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma"), 1)
+MOST: dict[str, float] = dict.fromkeys(
+    ("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma", "staleness"), 1
+)
 """Maximum of a setting."""
 POSITIVE = (
     "lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout",

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref.args import Args, resolved
+from bpo_ref.args import BY_ENTROPY, Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
@@ -109,6 +109,8 @@ class TrainingSession:
     """Learning rate of the current step."""
     stopped_by = 0
     """Number of the signal that ended the run early; 0: none."""
+    behind: dict[str, Any] | None = None
+    """With ``staleness``: the weights and the statistics that sample the next update's rollouts, for checkpoints."""
     _lock: IO[str] | None = None
     _publisher: Publisher | None = None
 
@@ -202,6 +204,7 @@ class TrainingSession:
             "value_head": self.strategy.value_head() if self.args.critic else None,
             "sharded": self.strategy.sharded,
             "memory": self.memory.state(),
+            "behind": self.behind,
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
@@ -212,6 +215,7 @@ class TrainingSession:
             self.step, self.counters = saved["step"], saved["counters"]
             self.saved_at = f"{self.stage} step {self.step}"
             self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
+            self.behind = saved.get("behind")
 
     def _saved(self) -> dict[str, Any] | None:
         checkpoint = self.out / "checkpoint"
@@ -481,8 +485,9 @@ class TrainingSession:
             max_new_tokens=self.args.max_new_tokens,
             temperature=temperature,
             context_limit=self.args.context,
-            entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+            entropies=self.args.schedule in BY_ENTROPY,
             sampler_logps=self.args.tis > 0,
+            pinned=self.args.staleness > 0,
             fleet=None if self._publisher is None else self._served(self._publisher),
         )
         skip = self.args.entropy_skip
@@ -688,6 +693,8 @@ class TrainingSession:
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
         if self.strategy.sharded and args.backend == "vllm":
             raise ConfigError("backend: vllm needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
+        if self.strategy.sharded and args.staleness:
+            raise ConfigError("staleness: needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

@@ -34,7 +34,8 @@ def publisher_of(args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatForma
         tokens=sampled,
     )
     folder = Path(args.server_weights) if args.server_weights else Path(args.out) / "served"
-    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype))
+    pinned = args.staleness > 0
+    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype), pinned=pinned)
 
 
 def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import replaced
@@ -145,10 +146,12 @@ class Publisher:
         folder: shared with the engines, who see it under the same path.
         proof: that they have the weights.
         dtype: of the weights as written.
+        pinned: the engines go on with these weights while the model's change: one that has to get them again is
+            compared with what is written.
     """
 
-    def __init__(self, fleet: Fleet, folder: Path, proof: Proof, *, dtype: torch.dtype) -> None:
-        self.fleet, self.folder, self.proof, self.dtype = fleet, folder.resolve(), proof, dtype
+    def __init__(self, fleet: Fleet, folder: Path, proof: Proof, *, dtype: torch.dtype, pinned: bool = False) -> None:
+        self.fleet, self.folder, self.proof, self.dtype, self.pinned = fleet, folder.resolve(), proof, dtype, pinned
         self._name = uuid.uuid4().hex[:12]
         self._count = 0
         self._published: tuple[CausalLM, int] | None = None
@@ -173,7 +176,7 @@ class Publisher:
 
     def follow(self, model: CausalLM, version: str) -> None:
         """Note what another process has published."""
-        self.fleet.serve(str(self.folder / version), version, self._verify(model, version), load=False)
+        self.fleet.serve(str(self.folder / version), version, self._verify_again(model, version), load=False)
         self._published = model, weights_version(model)
 
     def close(self) -> None:
@@ -185,7 +188,8 @@ class Publisher:
         version = f"{self._name}-{self._count}"
         self._count += 1
         write_weights(model, self.folder / version, dtype=self.dtype)
-        self.fleet.serve(str(self.folder / version), version, self._verify(model, version))
+        verify, again = self._verify(model, version), self._verify_again(model, version)
+        self.fleet.serve(str(self.folder / version), version, verify, again=again)
         for folder in self.folder.glob(f"{self._name}-*"):
             if folder.name != version:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -194,6 +198,17 @@ class Publisher:
     def _verify(self, model: CausalLM, version: str) -> Verify:
         def verify(engine: Engine) -> None:
             self.proof(engine, model, version)
+
+        return verify
+
+    def _verify_again(self, model: CausalLM, version: str) -> Verify:
+        """Check of an engine that gets the weights again, maybe while those of the model change."""
+        if not self.pinned:
+            return self._verify(model, version)
+
+        def verify(engine: Engine) -> None:
+            written = AutoModelForCausalLM.from_pretrained(self.folder / version, dtype=self.dtype)
+            self.proof(engine, written.eval(), version)
 
         return verify
 
