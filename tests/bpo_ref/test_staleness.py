@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_engine import FakeServer, Fault, wait_until
+from fake_engine import FakeServer, Fault
 from served_runs import SMALL, pretrained, trainer_of
 from tabular import MDP, Comparison, compare, random_mdp
 from tabular_loop import LR, LoopTrainer
@@ -85,14 +84,14 @@ def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("_no_samples")
 def test_the_gradient_of_an_earlier_policys_samples_is_exact(name: str, tmp_path: Path) -> None:
-    found = stale_gradient(name, tmp_path, corrected=True, updates=150)
+    found = stale_gradient(name, tmp_path, corrected=True, updates=100)
     assert not found.biased, found
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("_no_samples")
 def test_it_is_wrong_without_the_correction(name: str, tmp_path: Path) -> None:
-    found = stale_gradient(name, tmp_path, corrected=False, updates=150)
+    found = stale_gradient(name, tmp_path, corrected=False, updates=100)
     assert found.biased, found
 
 
@@ -182,31 +181,32 @@ def test_sampling_beside_the_update_gives_what_sampling_before_it_does(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread is made to wait until the update has changed the weights."""
-    found, held = [], 0
-    start = _Pending.start
-    for beside in (True, False):
-        with server_of(folder) as server:
-            trainer = stale_trainer(folder, tmp_path / str(beside), server)
-            monkeypatch.setattr(_Pending, "start", start if beside else lambda self, **_: start(self, beside=False))
-            if beside:
-                moved, step, sample = threading.Event(), trainer.session.optimizer_step, trainer._sample
+    found, held = [], []
+    with server_of(folder) as server:
+        trainer = stale_trainer(folder, tmp_path / "beside", server)
+        moved, step, sample = threading.Event(), trainer.session.optimizer_step, trainer._sample
 
-                def after(*given: Any) -> Any:
-                    nonlocal held
-                    if threading.current_thread() is not threading.main_thread():
-                        held += moved.wait(60)
-                        moved.clear()
-                    return sample(*given)
+        def after(*given: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                held.append(moved.wait(60))
+                moved.clear()
+            return sample(*given)
 
-                def moving() -> None:
-                    step()
-                    moved.set()
+        def moving() -> None:
+            step()
+            moved.set()
 
-                trainer.ahead._sample = after
-                monkeypatch.setattr(trainer.session, "optimizer_step", moving)
-            trainer.run()
-            found.append(weights_of(trainer))
-    assert held == 2
+        trainer.ahead._sample = after
+        monkeypatch.setattr(trainer.session, "optimizer_step", moving)
+        trainer.run()
+        found.append(weights_of(trainer))
+    with server_of(folder) as server:
+        start = _Pending.start
+        monkeypatch.setattr(_Pending, "start", lambda self, **_: start(self, beside=False))
+        trainer = stale_trainer(folder, tmp_path / "before", server)
+        trainer.run()
+        found.append(weights_of(trainer))
+    assert held == [True, True]
     assert same(*found)
 
 
@@ -322,7 +322,7 @@ def test_a_stopped_policy_decides_nothing_any_more() -> None:
     policy = StoppablePolicy(lambda contexts: [None] * len(contexts))
     assert policy([]) == []
     policy.stopped.set()
-    with pytest.raises(Exception, match="^$"):
+    with pytest.raises(Exception, match=r"^$"):
         policy([])
 
 
