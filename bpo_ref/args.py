@@ -204,6 +204,10 @@ class Args:
     many as ``prompts`` can be split into."""
     micro_tokens: int = 16384
     """Maximum tokens per forward and backward pass; gradients of larger batches are accumulated."""
+    long_rows: Literal["split", "whole", "refuse"] = "split"
+    """Rows longer than ``micro_tokens``: ``split`` computes a packed tree of them in parts of so many tokens, with the
+    same gradient (`learning/parts.py`); ``whole`` each row in one pass, as always with ``pack=flat`` and with weights
+    sharded over processes; ``refuse`` refuses a ``context`` that allows them."""
     pack: Literal["tree", "flat"] = "tree"
     """``tree``: prefixes that paths share are computed once; ``flat``: every path is a padded row of its own."""
 
@@ -590,6 +594,11 @@ def check_ranges(args: Args) -> None:
     for name in ("env_workers", "env_timeout"):
         if args.envs == "local" and getattr(args, name):
             raise ConfigError(f"{name}: environments of this process have no workers; set envs to process or ray")
+    if args.long_rows == "refuse" and args.context > args.micro_tokens:
+        raise ConfigError(
+            f"long_rows: rows of up to {args.context} tokens (context) may be needed, and {args.micro_tokens} are "
+            "available (micro_tokens): set long_rows to split, raise micro_tokens or lower context"
+        )
     if (args.backend == "vllm") != bool(args.server):
         raise ConfigError(
             f"server: expected addresses with backend=vllm alone, found {args.backend} with {args.server}"

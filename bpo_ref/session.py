@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -29,6 +29,7 @@ from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate
+from bpo_ref.experiments.gpu_memory import shortage
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -75,7 +76,7 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "envs", "env_workers",
+    "resume", "overwrite", "out", "threads", "envs", "env_workers", "long_rows",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
@@ -143,6 +144,8 @@ class TrainingSession:
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
+        if self.strategy.sharded:  # whose processes all make the same passes
+            self.args = args = replace(args, long_rows="whole")
         self.out.mkdir(parents=True, exist_ok=True)
         self._check_out()
         self._take_out()
@@ -180,6 +183,7 @@ class TrainingSession:
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
+        self._check_memory(model)
         self.strategy.place(whole, self.adamw)
         self._check_packing()
         self.restore(saved)
@@ -389,6 +393,15 @@ class TrainingSession:
         if self.args.pack == "tree":
             with self.strategy.gathered():
                 packing.check(self.policy)
+
+    def _check_memory(self, model: CausalLM) -> None:
+        """Refuse a GPU that cannot even hold the weights, their gradients and the optimizer's state."""
+        if self.accelerator.device.type == "cuda":
+            available = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+            layout = "fsdp2" if self.strategy.sharded else "ddp"
+            gpus = self.accelerator.num_processes
+            if told := shortage(self.args, model.config, layout=layout, gpus=gpus, available=available):
+                raise ConfigError(told)
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context in which each process may run any number of forward passes; see `Strategy.gathered`."""

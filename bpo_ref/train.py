@@ -611,7 +611,7 @@ class Trainer:
                         sums[name] = sums.get(name, 0.0) + value
 
                 idle = Row([0, 0], [])  # contributes no loss
-                session.accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
+                session.accumulate(micro_batches(rows, args, idle), backward, idle=idle)
                 session.optimizer_step()
                 norms.append(session.grad_norm)
         if not norms:
@@ -641,8 +641,9 @@ class Trainer:
 
     def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies of the sampled tokens, and values of their states, [B, T-1]."""
-        packed, temperature = self.args.pack == "tree", self.args.temperature
-        return forward(model, batch.ids, batch.lengths, where=batch.mask, temperature=temperature, packed=packed)
+        packed, most = self.args.pack == "tree", self.args.micro_tokens if self.args.long_rows == "split" else None
+        told: dict[str, Any] = dict(where=batch.mask, temperature=self.args.temperature, packed=packed, most=most)
+        return forward(model, batch.ids, batch.lengths, **told)
 
     def _logps(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
         """Log-probabilities of any tokens under the current policy, [B, T-1]."""

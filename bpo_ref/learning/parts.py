@@ -53,8 +53,7 @@ def in_parts(packing: Packing, chosen: Tensor, targets: Tensor, measure: Measure
     most = -(-most // BLOCK) * BLOCK if packing.ids.device.type == "cuda" else most
     edges = [*range(0, packing.ids.shape[1], most), packing.ids.shape[1]]
     parts = [
-        _Part(first, last, ((chosen >= first) & (chosen < last)).nonzero()[:, 0])
-        for first, last in pairwise(edges)
+        _Part(first, last, ((chosen >= first) & (chosen < last)).nonzero()[:, 0]) for first, last in pairwise(edges)
     ]
 
     def run(part: _Part, past: Past) -> list[Tensor]:
