@@ -209,7 +209,8 @@ def shortage(args: Args, config: Any, *, layout: Layout, gpus: int, available: i
         return None
     return (
         f"model: {needed / GIB:.1f} GiB are needed on each of {gpus} GPUs for weights, gradients, optimizer and "
-        f"reference alone, and {available / GIB:.1f} GiB are available: set lora_r, or shard the weights (FSDP2, ZeRO-3)"
+        f"reference alone, and {available / GIB:.1f} GiB are available: set lora_r, or shard the weights (FSDP2, "
+        "ZeRO-3)"
     )
 
 
