@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -24,11 +24,12 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref.args import Args, resolved
+from bpo_ref.args import BY_ENTROPY, Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate
+from bpo_ref.experiments.gpu_memory import shortage
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -75,7 +76,7 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "envs", "env_workers",
+    "resume", "overwrite", "out", "threads", "envs", "env_workers", "long_rows",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights", "server_sends",
@@ -110,6 +111,8 @@ class TrainingSession:
     """Learning rate of the current step."""
     stopped_by = 0
     """Number of the signal that ended the run early; 0: none."""
+    behind: dict[str, Any] | None = None
+    """With ``staleness``: the weights and the statistics that sample the next update's rollouts, for checkpoints."""
     _lock: IO[str] | None = None
     _publisher: Publisher | None = None
     _served_at: tuple[Stage, int] | None = None
@@ -144,6 +147,8 @@ class TrainingSession:
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
+        if self.strategy.sharded:  # whose processes all make the same passes
+            self.args = args = replace(args, long_rows="whole")
         self.out.mkdir(parents=True, exist_ok=True)
         self._check_out()
         self._take_out()
@@ -181,6 +186,7 @@ class TrainingSession:
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
+        self._check_memory(model)
         self.strategy.place(whole, self.adamw)
         self._check_packing()
         self.restore(saved)
@@ -205,6 +211,7 @@ class TrainingSession:
             "value_head": self.strategy.value_head() if self.args.critic else None,
             "sharded": self.strategy.sharded,
             "memory": self.memory.state(),
+            "behind": self.behind,
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
@@ -215,6 +222,7 @@ class TrainingSession:
             self.step, self.counters = saved["step"], saved["counters"]
             self.saved_at = f"{self.stage} step {self.step}"
             self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
+            self.behind = saved.get("behind")
 
     def _saved(self) -> dict[str, Any] | None:
         checkpoint = self.out / "checkpoint"
@@ -389,6 +397,15 @@ class TrainingSession:
             with self.strategy.gathered():
                 packing.check(self.policy)
 
+    def _check_memory(self, model: CausalLM) -> None:
+        """Refuse a GPU that cannot even hold the weights, their gradients and the optimizer's state."""
+        if self.accelerator.device.type == "cuda":
+            available = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+            layout = "fsdp2" if self.strategy.sharded else "ddp"
+            gpus = self.accelerator.num_processes
+            if told := shortage(self.args, model.config, layout=layout, gpus=gpus, available=available):
+                raise ConfigError(told)
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context in which each process may sample and run any number of forward passes; see `Strategy.gathered`.
@@ -493,8 +510,9 @@ class TrainingSession:
             max_new_tokens=self.args.max_new_tokens,
             temperature=temperature,
             context_limit=self.args.context,
-            entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+            entropies=self.args.schedule in BY_ENTROPY,
             sampler_logps=self.args.tis > 0,
+            pinned=self.args.staleness > 0,
             fleet=None if self._publisher is None else self._served(self._publisher),
         )
         skip = self.args.entropy_skip
@@ -713,6 +731,8 @@ class TrainingSession:
         """Check the number of processes: one that was meant to be several would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
+        if self.strategy.sharded and args.staleness:
+            raise ConfigError("staleness: needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

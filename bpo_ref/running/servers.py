@@ -34,8 +34,8 @@ def publisher_of(args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatForma
         tokens=sampled,
     )
     folder = Path(args.server_weights) if args.server_weights else Path(args.out) / "served"
-    adapters = args.server_sends == "adapters"
-    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype), adapters=adapters)
+    how = {"adapters": args.server_sends == "adapters", "pinned": args.staleness > 0}
+    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype), **how)
 
 
 def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str | None:

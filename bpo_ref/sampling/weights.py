@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import replaced
@@ -197,11 +198,22 @@ class Publisher:
         proof: that they have the weights.
         dtype: of the weights as written.
         adapters: send adapters alone, to engines that were started with the weights below them.
+        pinned: the engines go on with these weights while the model's change: one that has to get them again is
+            compared with what is written.
     """
 
-    def __init__(self, fleet: Fleet, folder: Path, proof: Proof, *, dtype: torch.dtype, adapters: bool = False) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        folder: Path,
+        proof: Proof,
+        *,
+        dtype: torch.dtype,
+        adapters: bool = False,
+        pinned: bool = False,
+    ) -> None:
         self.fleet, self.folder, self.proof, self.dtype = fleet, folder.resolve(), proof, dtype
-        self.adapters = adapters
+        self.adapters, self.pinned = adapters, pinned
         self._name = uuid.uuid4().hex[:12]
         self._count = 0
         self._published: tuple[CausalLM, int] | None = None
@@ -226,7 +238,7 @@ class Publisher:
 
     def follow(self, model: CausalLM, version: str) -> None:
         """Note what another process has published."""
-        verify = self._verify(model, version)
+        verify = self._verify_again(model, version)
         self.fleet.serve(str(self.folder / version), version, verify, load=False, adapter=self.adapters)
         self._published = model, weights_version(model)
 
@@ -242,7 +254,8 @@ class Publisher:
             write_adapter(model, self.folder / version)
         else:
             write_weights(model, self.folder / version, dtype=self.dtype)
-        self.fleet.serve(str(self.folder / version), version, self._verify(model, version), adapter=self.adapters)
+        verify, again = self._verify(model, version), self._verify_again(model, version)
+        self.fleet.serve(str(self.folder / version), version, verify, again=again, adapter=self.adapters)
         for folder in self.folder.glob(f"{self._name}-*"):
             if folder.name != version:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -251,6 +264,17 @@ class Publisher:
     def _verify(self, model: CausalLM, version: str) -> Verify:
         def verify(engine: Engine) -> None:
             self.proof(engine, model, version, adapter=self.adapters)
+
+        return verify
+
+    def _verify_again(self, model: CausalLM, version: str) -> Verify:
+        """Check of an engine that gets the weights again, maybe while those of the model change."""
+        if not self.pinned:
+            return self._verify(model, version)
+
+        def verify(engine: Engine) -> None:
+            written = AutoModelForCausalLM.from_pretrained(self.folder / version, dtype=self.dtype)
+            self.proof(engine, written.eval(), version)
 
         return verify
 

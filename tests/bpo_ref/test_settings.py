@@ -51,6 +51,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "kl": (0.0, 0.0, 0.1), "kl_estimator": (None, None, "k1", "k2", "k3"), "kl_in": ("loss", "reward"),
     "aggregation": ("token", "path", "constant"), "omega": (1.0, 0.0, 0.5), "omega_gamma": (0.95, 0.0, 1.0),
     "dynamic_sampling": (0.0, 0.0, 0.5, 1.5, 3.0), "tis": (0.0, 0.0, 0.5, 2.0), "mask_truncated": (False, True),
+    "tis_level": ("token", "token", "episode"), "staleness": (0, 0, 1), "long_rows": ("split", "whole", "refuse"),
     "refusals": (False, True), "lookahead": (False, False, True), "roulette_below": (0.02, 0.0, 0.5),
     "clip_low": (0.2, 0.0, 1.5), "value_lr": (1e-3, 0.1), "value_weight": (0.5, 0.0), "lr": (1e-2, 1e-4),
     "betas": ((0.9, 0.95), (0.0, 0.0), (0.9, 1.0)), "adam_eps": (1e-8, 0.0, 1e-3), "max_grad_norm": (1.0, 1e-3, 0.0),
