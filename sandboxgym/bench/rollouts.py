@@ -254,7 +254,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{arguments.updates} updates of {arguments.tasks} trees, {arguments.max_live} environments, "
         f"{arguments.learning:g} s of learning; {place}, one run each.\n"
     )
-    columns = ("schedule", "driver", "paths", "steps", "tokens per second", "x lockstep", "prefix hits")
+    columns: tuple[str, ...] = (
+        "schedule",
+        "driver",
+        "paths",
+        "steps",
+        "tokens per second",
+        "x lockstep",
+        "prefix hits",
+    )
     columns += ("waited for answers, s", "for steps, s", "an update, s", "x lockstep")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     schedules = {
