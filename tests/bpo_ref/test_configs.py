@@ -269,5 +269,5 @@ def test_a_gpu_that_cannot_hold_the_weights_is_refused_with_bytes(r: int, layout
 
 
 def test_contexts_beyond_a_pass_are_refused_where_that_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="long_rows: rows of up to 32768 tokens .* and 16384 are available"):
+    with pytest.raises(ConfigError, match=r"long_rows: rows of up to 32768 tokens .* and 16384 are available"):
         resolved(parse_args([*LONG, "--long-rows", "refuse"]))
