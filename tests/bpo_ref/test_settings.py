@@ -60,6 +60,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "init_from": (None, None, "./no-such-folder"), "resume": (False, False, True), "overwrite": (False, False, True),
     "trackers": ((), ("none-such",)), "server": ((), (), ("node7:8000",)), "server_timeout": (300.0, 5.0, 0.0),
     "server_retries": (6, 0), "server_tolerance": (None, None, 0.1), "server_weights": (None, None, "./weights"),
+    "server_sends": ("weights", "weights", "adapters"), "server_sleeps": (False, False, True),
     "env_id": (wordgame.ENV_ID, wordgame.ENV_ID, wordgame.ENV_ID, "no-such/Env-v0"),
     "env_kwargs": ((), (), ("no_such=1",), ("no equals sign",)), "eval_kwargs": ((), (), ("no_such=1",)),
     "expert_kwargs": ((), (), ("no equals sign",)), "sft_data": (None, None, "./no-such-file.jsonl"),
